@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     RegisterLoader,
     RegisterWorker,
@@ -119,8 +119,8 @@ class Crowd:
                 self._ahead.remove(self._consumed)
                 self._consumed += 1
         elif isinstance(message, LoaderRegistered):
-            if message.need_definition:
-                socket.send(encode(ProvideDefinition("d", Program("/", []), b"", b"")))
+            if message.need_pipeline:
+                socket.send(encode(ProvidePipeline("d", Program("/", []), b"", b"")))
             order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
             session = SessionSpec("s", "d", 0, 0, order, ["tcp://127.0.0.1:1"])
             socket.send(encode(OpenSession(session, STEPS, 0, [], self._window, None)))

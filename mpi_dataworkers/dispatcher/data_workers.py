@@ -19,12 +19,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
     EndOfShard,
     FailLease,
     FailStep,
-    FetchDefinition,
+    FetchPipeline,
     FinishLease,
     HeldLease,
     LeaveWorker,
     Message,
-    NeedDefinition,
+    NeedPipeline,
     RegisterWorker,
     RevokeLease,
     ShardOrder,
@@ -56,7 +56,7 @@ class WorkerMessages:
             FailLease: self._fail_lease,
             FailStep: self._fail_step,
             EndOfShard: self._end_of_shard,
-            FetchDefinition: self._fetch_definition,
+            FetchPipeline: self._fetch_pipeline,
             Draining: self._draining,
             LeaveWorker: self._leave,
         }
@@ -195,16 +195,16 @@ class WorkerMessages:
             out += note_failure(session, message.step, message.token, peer, message.failure, now)
         return out
 
-    def _fetch_definition(self, peer: str, message: FetchDefinition, _: float) -> list[Instruction]:
+    def _fetch_pipeline(self, peer: str, message: FetchPipeline, _: float) -> list[Instruction]:
         tables = self._tables
-        definition = tables.definitions.get(message.definition_id)
-        if definition is not None:
-            return [Send(peer, definition)]
+        pipeline = tables.pipelines.get(message.pipeline_id)
+        if pipeline is not None:
+            return [Send(peer, pipeline)]
         # It is on its way, or was lost: its loaders say it again.
-        tables.waiting_for_definition.setdefault(message.definition_id, set()).add(peer)
+        tables.waiting_for_pipeline.setdefault(message.pipeline_id, set()).add(peer)
         sessions = tables.sessions.values()
-        loaders = {session.loader for session in sessions if session.spec.definition_id == message.definition_id}
-        return [Send(loader, NeedDefinition(message.definition_id)) for loader in sorted(loaders)]
+        loaders = {session.loader for session in sessions if session.spec.pipeline_id == message.pipeline_id}
+        return [Send(loader, NeedPipeline(message.pipeline_id)) for loader in sorted(loaders)]
 
     def _draining(self, peer: str, message: Draining, now: float) -> list[Instruction]:
         tables = self._tables

@@ -47,7 +47,7 @@ class DispatcherStarted(Event, frozen=True, kw_only=True):
 
     incarnation: int
     address: str
-    num_definitions: int
+    num_pipelines: int
     num_expected_workers: int
 
     @property
@@ -56,10 +56,8 @@ class DispatcherStarted(Event, frozen=True, kw_only=True):
 
     @property
     def happened(self) -> str:
-        recovered = self.num_definitions or self.num_expected_workers
-        known = (
-            f" knows={self.num_definitions} pipelines, {self.num_expected_workers} data workers" if recovered else ""
-        )
+        recovered = self.num_pipelines or self.num_expected_workers
+        known = f" knows={self.num_pipelines} pipelines, {self.num_expected_workers} data workers" if recovered else ""
         return f"ready address={self.address} incarnation={self.incarnation}{known}"
 
 
@@ -157,12 +155,12 @@ class DataWorkerPaused(_OfWorker, frozen=True, kw_only=True):
     """A data worker fails what others can make, and gets no leases of the pipeline for `for_s` seconds."""
 
     host: str
-    definition_id: str
+    pipeline_id: str
     for_s: float
 
     @property
     def happened(self) -> str:
-        return f"host={self.host} is paused for pipeline={self.definition_id[:8]}, next try in {self.for_s:g} s"
+        return f"host={self.host} is paused for pipeline={self.pipeline_id[:8]}, next try in {self.for_s:g} s"
 
 
 class DataWorkersMissing(Event, frozen=True, kw_only=True):
@@ -254,15 +252,15 @@ class LoaderUnfit(_OfLoader, frozen=True, kw_only=True):
         return f"makes its batches itself: {self.interpreter} is not what the data workers run"
 
 
-class DefinitionRemembered(Event, frozen=True, kw_only=True):
+class PipelineRemembered(Event, frozen=True, kw_only=True):
     """A pipeline came, for data workers to fetch."""
 
-    definition_id: str
+    pipeline_id: str
     num_bytes: int
 
     @property
     def subject(self) -> str:
-        return f"pipeline={self.definition_id[:8]}"
+        return f"pipeline={self.pipeline_id[:8]}"
 
     @property
     def happened(self) -> str:
@@ -396,7 +394,7 @@ ALL_EVENTS = (
     | LoaderLost
     | LoaderAlone
     | LoaderUnfit
-    | DefinitionRemembered
+    | PipelineRemembered
     | SessionOpened
     | SessionClosed
     | SessionMeasured

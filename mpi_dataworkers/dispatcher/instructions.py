@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetstream.mpi_dataworkers.dispatcher.events import Event
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Message, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Message, ProvidePipeline, RegisterLoader
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Send:
 
 
 @dataclass(frozen=True)
-class RememberDefinition:
-    """Instruction: journal a pipeline definition before anything that follows in the same batch of instructions."""
+class RememberPipeline:
+    """Instruction: journal a pickled pipeline before anything that follows in the same batch of instructions."""
 
-    definition: ProvideDefinition
+    pipeline: ProvidePipeline
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class RememberStats:
 
 
 @dataclass(frozen=True)
-class ForgetDefinition:
+class ForgetPipeline:
     """Instruction: take a pipeline that no loader uses out of the journal."""
 
-    definition_id: str
+    pipeline_id: str
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ class ReportEvent:
     event: Event
 
 
-Instruction = Send | ReportEvent | RememberDefinition | ForgetDefinition | RememberStats | RememberWorker | ForgetWorker
+Instruction = Send | ReportEvent | RememberPipeline | ForgetPipeline | RememberStats | RememberWorker | ForgetWorker

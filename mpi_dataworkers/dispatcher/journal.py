@@ -1,6 +1,6 @@
 """What the dispatcher remembers across its own death: SQLite in WAL mode, one commit for each burst of messages.
 
-It holds the number of starts (the high half of fencing tokens), the keys and the port, the pipeline definitions, which
+It holds the number of starts (the high half of fencing tokens), the keys and the port, the pipelines, which
 data workers are registered, and what each loader has delivered. It does not hold leases or positions: the loaders are
 the authority on what they have, and say it again when they meet a restarted dispatcher. So recovery does not depend on
 how far the epoch is.
@@ -23,9 +23,9 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvidePipeline, RegisterLoader
 
-# Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
+# Also of the messages in it: a release whose `ProvidePipeline` or `LoaderStats` has another form has another number.
 _SCHEMA_VERSION = 3
 _DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
@@ -34,7 +34,7 @@ _MAX_WAL_BYTES = 1 << 20
 _PART_BYTES = 256 << 20
 _SCHEMA = """
 create table if not exists facts (name text primary key, value text not null);
-create table if not exists definitions (id text, part integer, message blob not null, primary key (id, part));
+create table if not exists pipelines (id text, part integer, message blob not null, primary key (id, part));
 create table if not exists loaders (
   job_name text, ordinal integer, rank integer, pid integer, host text, stats blob not null, title text not null,
   primary key (job_name, ordinal, rank, pid, host)
@@ -155,14 +155,14 @@ class Journal:
             raise ValueError(f"{len(self.keys)} keys instead of 5")
         if self.fact("port") and not 0 < int(self.fact("port")) < 65536:
             raise ValueError(f"port {self.fact('port')}")
-        self.definitions = []
-        rows = self._database.execute("select id, message from definitions order by id, part")
+        self.pipelines = []
+        rows = self._database.execute("select id, message from pipelines order by id, part")
         for name, parts in itertools.groupby(rows, key=lambda row: row[0]):
             blob = b"".join(part for _, part in parts)
-            definition = msgspec.msgpack.decode(blob, type=ProvideDefinition)
-            if definition.definition_id != name:
-                raise ValueError(f"the pipeline {definition.definition_id} is filed as {name}")
-            self.definitions.append(definition)
+            pipeline = msgspec.msgpack.decode(blob, type=ProvidePipeline)
+            if pipeline.pipeline_id != name:
+                raise ValueError(f"the pipeline {pipeline.pipeline_id} is filed as {name}")
+            self.pipelines.append(pipeline)
         self.workers = {str(row[0]) for row in self._database.execute("select peer from workers")}
         self.loaders()
 
@@ -185,17 +185,17 @@ class Journal:
         """Remember a text."""
         self._database.execute("insert or replace into facts values (?, ?)", (name, value))
 
-    def remember_definition(self, definition: ProvideDefinition) -> None:
+    def remember_pipeline(self, pipeline: ProvidePipeline) -> None:
         """Remember a pipeline, so that a data worker can fetch it after a restart."""
-        blob = memoryview(msgspec.msgpack.encode(definition))
-        self.forget_definition(definition.definition_id)
+        blob = memoryview(msgspec.msgpack.encode(pipeline))
+        self.forget_pipeline(pipeline.pipeline_id)
         for part, start in enumerate(range(0, len(blob), _PART_BYTES)):
-            row = definition.definition_id, part, blob[start : start + _PART_BYTES]
-            self._database.execute("insert into definitions values (?, ?, ?)", row)
+            row = pipeline.pipeline_id, part, blob[start : start + _PART_BYTES]
+            self._database.execute("insert into pipelines values (?, ?, ?)", row)
 
-    def forget_definition(self, definition_id: str) -> None:
+    def forget_pipeline(self, pipeline_id: str) -> None:
         """Forget a pipeline that nobody uses."""
-        self._database.execute("delete from definitions where id = ?", (definition_id,))
+        self._database.execute("delete from pipelines where id = ?", (pipeline_id,))
 
     def remember_worker(self, peer: str) -> None:
         """Remember that a data worker is registered."""

@@ -70,10 +70,10 @@ class LeaseLifecycle:
         token = tables.token_base + tables.leases_granted
         spec = session.spec
         if not self._placement.works_for(worker, session):
-            definition_id = self._placement.definition_for(worker, session) or spec.definition_id
-            self._placement.bind(worker, session, definition_id)
-            if definition_id != spec.definition_id:
-                spec = msgspec.structs.replace(spec, definition_id=definition_id)
+            pipeline_id = self._placement.pipeline_for(worker, session) or spec.pipeline_id
+            self._placement.bind(worker, session, pipeline_id)
+            if pipeline_id != spec.pipeline_id:
+                spec = msgspec.structs.replace(spec, pipeline_id=pipeline_id)
         shift = session.shift(first)
         tables.leases[token] = Lease(token, spec.session_id, peer, first, stop, now, shift, cached, begun_at=now)
         session.tokens.add(token)

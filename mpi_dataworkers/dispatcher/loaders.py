@@ -9,9 +9,9 @@ import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import (
-    ForgetDefinition,
+    ForgetPipeline,
     Instruction,
-    RememberDefinition,
+    RememberPipeline,
     RememberStats,
     Send,
 )
@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
     CloseSession,
-    DropDefinition,
+    DropPipeline,
     DropSession,
     ExtendSession,
     LeaveLoader,
@@ -36,7 +36,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderStats,
     Message,
     OpenSession,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     RegisterLoader,
     ReportProgress,
@@ -67,7 +67,7 @@ class LoaderMessages:
         self._streams = streams
         self._notices = notices
         self.handlers: Mapping[type[Message], Handler] = {
-            ProvideDefinition: self._provide_definition,
+            ProvidePipeline: self._provide_pipeline,
             OpenSession: self._open_session,
             ExtendSession: self._extend_session,
             LoaderHeartbeat: self._heartbeat,
@@ -101,8 +101,8 @@ class LoaderMessages:
         count = loader.announced_workers = self._reachability.num_workers(peer, now)
         self._notices.ranks_seen.note(message)
         tables.rooms_changed = True
-        definition_id = message.definition_id
-        out.append(Send(peer, LoaderRegistered(definition_id not in tables.definitions, count, definition_id)))
+        pipeline_id = message.pipeline_id
+        out.append(Send(peer, LoaderRegistered(pipeline_id not in tables.pipelines, count, pipeline_id)))
         return out
 
     def _supersede(self, old_peer: str, old: RegisterLoader, new: RegisterLoader) -> list[Instruction]:
@@ -114,31 +114,31 @@ class LoaderMessages:
         )
         return [Send(old_peer, Refused("Superseded", text)), *self.drop(old_peer, text)]
 
-    def _provide_definition(self, peer: str, message: ProvideDefinition, _: float) -> list[Instruction]:
+    def _provide_pipeline(self, peer: str, message: ProvidePipeline, _: float) -> list[Instruction]:
         tables = self._tables
         loader = tables.loaders[peer]
-        loader.registration = msgspec.structs.replace(loader.registration, definition_id=message.definition_id)
-        out = self._forget_definitions(but=message.definition_id)
-        if tables.definitions.get(message.definition_id) != message:
-            tables.definitions[message.definition_id] = message
+        loader.registration = msgspec.structs.replace(loader.registration, pipeline_id=message.pipeline_id)
+        out = self._forget_pipelines(but=message.pipeline_id)
+        if tables.pipelines.get(message.pipeline_id) != message:
+            tables.pipelines[message.pipeline_id] = message
             tables.rooms_changed = True
-            out.append(RememberDefinition(message))
+            out.append(RememberPipeline(message))
             num_bytes = len(message.blob) + sum(message.contents.sizes)
-            out += tables.tell(events.DefinitionRemembered(definition_id=message.definition_id, num_bytes=num_bytes))
-        waiting = tables.waiting_for_definition.pop(message.definition_id, set())
+            out += tables.tell(events.PipelineRemembered(pipeline_id=message.pipeline_id, num_bytes=num_bytes))
+        waiting = tables.waiting_for_pipeline.pop(message.pipeline_id, set())
         return out + [Send(worker, message) for worker in sorted(waiting) if worker in tables.workers]
 
-    def _forget_definitions(self, but: str) -> list[Instruction]:
+    def _forget_pipelines(self, but: str) -> list[Instruction]:
         """Forget the pipelines that no loader and no session uses."""
         tables = self._tables
-        used = {session.spec.definition_id for session in tables.sessions.values()}
-        used |= {loader.registration.definition_id for loader in tables.loaders.values()}
+        used = {session.spec.pipeline_id for session in tables.sessions.values()}
+        used |= {loader.registration.pipeline_id for loader in tables.loaders.values()}
         out: list[Instruction] = []
-        for old in sorted(tables.definitions.keys() - used - {but}):
-            del tables.definitions[old]
+        for old in sorted(tables.pipelines.keys() - used - {but}):
+            del tables.pipelines[old]
             for worker in tables.workers.values():
                 worker.standings.pop(old, None)
-            out += [ForgetDefinition(old), *(Send(worker, DropDefinition(old)) for worker in tables.workers)]
+            out += [ForgetPipeline(old), *(Send(worker, DropPipeline(old)) for worker in tables.workers)]
         return out
 
     def _open_session(self, peer: str, message: OpenSession, _: float) -> list[Instruction]:

@@ -42,8 +42,8 @@ class Notices:
     def _reader(self, session: Session) -> Reader:
         spec = session.spec
         key = spec.sharing.key if spec.sharing is not None else ""
-        definition = self._tables.definitions.get(spec.definition_id)
-        return Reader(self._tables.loaders[session.loader].registration, key, definition)
+        pipeline = self._tables.pipelines.get(spec.pipeline_id)
+        return Reader(self._tables.loaders[session.loader].registration, key, pipeline)
 
     def _tell_lonely(self, now: float) -> list[Instruction]:
         """Tell loaders that have taken steps of a share of the data whose rest nobody reads."""

@@ -34,7 +34,7 @@ class Placement:
 
     def is_fit(self, peer: str, session: Session, now: float) -> bool:
         """Whether nothing is known against a data worker: it is not paused, and few of its failures are unexplained."""
-        standing = self._tables.workers[peer].standings.get(session.spec.definition_id)
+        standing = self._tables.workers[peer].standings.get(session.spec.pipeline_id)
         if standing is None or standing.is_sound:
             return True
         unexplained = sum(peer in failures.workers for failures in session.failures.values())
@@ -48,9 +48,9 @@ class Placement:
             self.is_fit(other, session, now) for other in self.able(session, now)
         )
 
-    def not_known_to_fail(self, able: dict[str, str], definition_id: str) -> dict[str, str]:
+    def not_known_to_fail(self, able: dict[str, str], pipeline_id: str) -> dict[str, str]:
         """Those of the data workers that use the pipeline, or on whose hosts none has said that it cannot."""
-        standings = {peer: self._tables.workers[peer].standings.get(definition_id) for peer in able}
+        standings = {peer: self._tables.workers[peer].standings.get(pipeline_id) for peer in able}
         failed = {able[peer] for peer, its in standings.items() if its is not None and its.cannot_load}
         sound = {peer for peer, its in standings.items() if its is not None and its.is_sound}
         return {peer: host for peer, host in able.items() if peer in sound or host not in failed}
@@ -58,27 +58,27 @@ class Placement:
     def can_make(self, worker: WorkerRecord, session: Session, now: float) -> bool:
         """Whether a data worker reaches the session's loader, and may run its program."""
         reaches = worker.unreachable.get(session.loader, 0.0) <= now
-        return reaches and self.definition_for(worker, session) is not None
+        return reaches and self.pipeline_for(worker, session) is not None
 
     def works_for(self, worker: WorkerRecord, session: Session) -> bool:
         """Whether a data worker has had leases of this pipeline and trainer, so that no more need be asked."""
         binding = worker.binding
-        return binding is not None and (session.spec.definition_id, self._tables.trainer_of(session)) in binding.granted
+        return binding is not None and (session.spec.pipeline_id, self._tables.trainer_of(session)) in binding.granted
 
-    def definition_for(self, worker: WorkerRecord, session: Session) -> str | None:
+    def pipeline_for(self, worker: WorkerRecord, session: Session) -> str | None:
         """The pipeline from which a data worker process would make the session's steps; None if it must not.
 
         Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
         """
         spec = session.spec
-        if self.works_for(worker, session) or self.fits(worker, spec.definition_id, session.loader):
-            return spec.definition_id
+        if self.works_for(worker, session) or self.fits(worker, spec.pipeline_id, session.loader):
+            return spec.pipeline_id
         if spec.sharing is None or worker.binding is None:
             return None
         agreed = worker.binding.streams.get(spec.sharing.key, "")
-        return agreed if agreed in self._tables.definitions else None
+        return agreed if agreed in self._tables.pipelines else None
 
-    def fits(self, worker: WorkerRecord, definition_id: str, loader: str) -> bool:
+    def fits(self, worker: WorkerRecord, pipeline_id: str, loader: str) -> bool:
         """Whether a process may run a pipeline of a loader: it works for this program now, or is fresh and no other
         process of its slot works for it.
 
@@ -92,12 +92,12 @@ class Placement:
         if binding is None:
             siblings = [tables.workers[peer] for peer in tables.slots.get(worker.slot, ())]
             return not any(
-                sibling.binding and not sibling.draining and self.fits(sibling, definition_id, loader)
+                sibling.binding and not sibling.draining and self.fits(sibling, pipeline_id, loader)
                 for sibling in siblings
             )
-        if (definition_id, trainer) in binding.granted:
+        if (pipeline_id, trainer) in binding.granted:
             return True
-        if not serves(binding.program, tables.program_of(definition_id)):
+        if not serves(binding.program, tables.program_of(pipeline_id)):
             return False
         trainers = binding.trainers
         if trainers is None or trainer in trainers:
@@ -108,18 +108,18 @@ class Placement:
         """Whether a data worker's Python is as good as that of a loader's program."""
         return not why_unfit(worker.interpreter, self._tables.loaders[loader].registration.interpreter)
 
-    def bind(self, worker: WorkerRecord, session: Session, definition_id: str) -> None:
+    def bind(self, worker: WorkerRecord, session: Session, pipeline_id: str) -> None:
         """The data worker process gets a lease, and is one of the session's program from now on."""
         tables, spec, trainer = self._tables, session.spec, self._tables.trainer_of(session)
-        if definition_id != spec.definition_id:
+        if pipeline_id != spec.pipeline_id:
             return  # it goes on with its own program
-        program = tables.program_of(definition_id)
+        program = tables.program_of(pipeline_id)
         if worker.binding is None:
             worker.binding = Binding(program, {trainer})
             tables.rooms_changed = True
         binding = worker.binding
         binding.program = joined(binding.program, program)
         binding.trainers = {*(binding.trainers or ()), trainer}
-        binding.granted.add((definition_id, trainer))
+        binding.granted.add((pipeline_id, trainer))
         if spec.sharing is not None:
-            binding.streams[spec.sharing.key] = definition_id
+            binding.streams[spec.sharing.key] = pipeline_id

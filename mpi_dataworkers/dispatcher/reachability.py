@@ -61,7 +61,7 @@ class Reachability:
 
     def _num_slots(self, loader: str, now: float) -> int:
         tables = self._tables
-        definition_id = tables.loaders[loader].registration.definition_id
+        pipeline_id = tables.loaders[loader].registration.pipeline_id
         fitting, others = set(tables.asked_at), set(tables.asked_at)
         count = 0
         unreached: set[str] = set()
@@ -69,7 +69,7 @@ class Reachability:
             if not self._placement.runs_its_python(worker, loader):
                 continue
             reaches = worker.unreachable.get(loader, 0.0) <= now
-            fits = self._placement.fits(worker, definition_id, loader)
+            fits = self._placement.fits(worker, pipeline_id, loader)
             if not worker.slot:
                 count += fits and reaches
             elif reaches:

@@ -91,8 +91,8 @@ class Binding:
         program: with all modules that it may have loaded.
         trainers: the processes that it has served, as in `RegisterLoader`; None when that is not known, because the
             dispatcher was restarted.
-        granted: (definition, trainer) of the leases that it had.
-        streams: of each stream that sessions share, which definition it makes that from.
+        granted: (pipeline id, trainer) of the leases that it had.
+        streams: of each stream that sessions share, from which pipeline it makes that.
     """
 
     program: Program
@@ -114,7 +114,7 @@ class WorkerRecord:
         cached_tokens: those of them that it serves from its cache.
         unreachable: loaders it could not reach, with the time until which it is not tried again.
         step_s: smoothed time it needs for a step of each session, s.
-        standings: how it does with each pipeline that it was given, by definition id.
+        standings: how it does with each pipeline that it was given, by pipeline id.
         draining: it leaves after the step in work and gets no more leases.
         slurm_job: id of the Slurm job that it belongs to.
         slot: its place among its supervisor's processes; "" where nobody can fork it anew.
@@ -142,16 +142,16 @@ class WorkerRecord:
     interpreter: Interpreter = field(default_factory=Interpreter)
     resident_bytes: int = 0
 
-    def standing(self, definition_id: str) -> Standing:
+    def standing(self, pipeline_id: str) -> Standing:
         """How it does with a pipeline."""
-        standing = self.standings.get(definition_id)
+        standing = self.standings.get(pipeline_id)
         if standing is None:
-            standing = self.standings[definition_id] = Standing()
+            standing = self.standings[pipeline_id] = Standing()
         return standing
 
-    def is_sound(self, definition_id: str) -> bool:
+    def is_sound(self, pipeline_id: str) -> bool:
         """Whether it has made a step of the pipeline since it last failed one."""
-        return definition_id in self.standings and self.standings[definition_id].is_sound
+        return pipeline_id in self.standings and self.standings[pipeline_id].is_sound
 
     @property
     def num_making(self) -> int:
@@ -251,7 +251,7 @@ class Session:
         order, spec = self.spec.order, self.spec
         if not isinstance(order, ShardOrder) or not self.reads_rounds:
             return spec.session_id
-        return spec.definition_id, spec.epoch, spec.seed, msgspec.structs.replace(order, rank=0)
+        return spec.pipeline_id, spec.epoch, spec.seed, msgspec.structs.replace(order, rank=0)
 
     def shift(self, step: int) -> int:
         """How far the step's place in the shared stream is from the session's own numbering."""

@@ -49,19 +49,19 @@ class Retries:
         fit = [peer for peer in elsewhere if self._placement.is_fit(peer, session, now)]
         others = fit or elsewhere or [peer for peer in able if peer not in failures.workers] or able
         free = [peer for peers in tables.free for peer in peers if peer in others]
-        definition_id = session.spec.definition_id
-        return min(free, key=lambda peer: not tables.workers[peer].is_sound(definition_id), default=None)
+        pipeline_id = session.spec.pipeline_id
+        return min(free, key=lambda peer: not tables.workers[peer].is_sound(pipeline_id), default=None)
 
     def note_made(self, peer: str, session: Session, steps: range, now: float) -> list[Instruction]:
         """A data worker made these steps; who failed them before did so by its own fault."""
-        definition_id, workers = session.spec.definition_id, self._tables.workers
-        workers[peer].standing(definition_id).made_step()
+        pipeline_id, workers = session.spec.pipeline_id, self._tables.workers
+        workers[peer].standing(pipeline_id).made_step()
         out: list[Instruction] = []
         for step in session.failures.keys() & steps if session.failures else ():
             failures = session.failures[step]
             for other in failures.workers & workers.keys() - {peer}:
-                pause_s = workers[other].standing(definition_id).made_by_another(now)
-                out += self._tell_pause(other, definition_id, pause_s, "others make the steps that it fails")
+                pause_s = workers[other].standing(pipeline_id).made_by_another(now)
+                out += self._tell_pause(other, pipeline_id, pause_s, "others make the steps that it fails")
             failures.settle()
         return out
 
@@ -107,25 +107,23 @@ class Retries:
         self, peer: str, session: Session, step: int, failure: Failure, now: float
     ) -> tuple[Verdict, list[Instruction]]:
         """Count a failure of a step, and decide what becomes of the step and of who failed it."""
-        definition_id, worker = session.spec.definition_id, self._tables.workers[peer]
-        standing, failures = worker.standing(definition_id), session.failures[step]
+        pipeline_id, worker = session.spec.pipeline_id, self._tables.workers[peer]
+        standing, failures = worker.standing(pipeline_id), session.failures[step]
         was_sound = standing.is_sound
         pause_s = standing.failed_step(failure.is_final, now)
         cause = f"it cannot use the pipeline: {_first_line(failure.text)}"
-        out = self._tell_pause(peer, definition_id, pause_s, cause)
+        out = self._tell_pause(peer, pipeline_id, pause_s, cause)
         able = self._placement.able(session, now)
         if failure.is_final:
-            able = self._placement.not_known_to_fail(able, definition_id)
+            able = self._placement.not_known_to_fail(able, pipeline_id)
         return failures.note(peer, failure, session.spec.errors, worker.host, was_sound, able), out
 
-    def _tell_pause(self, peer: str, definition_id: str, pause_s: float, cause: str) -> list[Instruction]:
+    def _tell_pause(self, peer: str, pipeline_id: str, pause_s: float, cause: str) -> list[Instruction]:
         if pause_s <= 0:
             return []
         number, host = self._tables.workers[peer].number, self._tables.workers[peer].host
         return self._tables.tell(
-            events.DataWorkerPaused(
-                data_worker=number, host=host, definition_id=definition_id, for_s=pause_s, cause=cause
-            )
+            events.DataWorkerPaused(data_worker=number, host=host, pipeline_id=pipeline_id, for_s=pause_s, cause=cause)
         )
 
 

@@ -71,11 +71,11 @@ class Rooms:
         """A session that none of these processes may work for, though their Python is its program's."""
         workers = [self._tables.workers[peer] for peer in peers]
         sessions = self._tables.sessions.values()
-        kinds = {(each.spec.definition_id, each.loader, each.spec.sharing): each for each in sessions}
+        kinds = {(each.spec.pipeline_id, each.loader, each.spec.sharing): each for each in sessions}
         for session in kinds.values():
             # A slot's processes all run one Python: another one would make no difference.
             at_home = not workers or self._placement.runs_its_python(workers[0], session.loader)
-            if at_home and all(self._placement.definition_for(worker, session) is None for worker in workers):
+            if at_home and all(self._placement.pipeline_for(worker, session) is None for worker in workers):
                 return session
         return None
 
@@ -119,6 +119,6 @@ class Rooms:
             return False
         return not any(
             (binding.trainers is None or loader.registration.trainer in binding.trainers)
-            and serves(binding.program, self._tables.program_of(loader.registration.definition_id))
+            and serves(binding.program, self._tables.program_of(loader.registration.pipeline_id))
             for loader in self._tables.loaders.values()
         )

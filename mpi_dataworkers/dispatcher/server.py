@@ -17,10 +17,10 @@ from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
 from hetstream.mpi_dataworkers.dispatcher.instructions import (
-    ForgetDefinition,
+    ForgetPipeline,
     ForgetWorker,
     Instruction,
-    RememberDefinition,
+    RememberPipeline,
     RememberStats,
     RememberWorker,
     ReportEvent,
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
 _METRICS_S = 1.0
-# How often files of definitions that nobody uses are looked for.
+# How often files of pipelines that nobody uses are looked for.
 _SWEEP_S = 10.0
 
 
@@ -82,24 +82,24 @@ def serve(
             ready = DispatcherStarted(
                 incarnation=journal.incarnation,
                 address=service.address,
-                num_definitions=len(journal.definitions),
+                num_pipelines=len(journal.pipelines),
                 num_expected_workers=len(journal.workers),
             )
             event_log.report([ready])
             state = DispatcherState(journal.incarnation, time.monotonic(), journal.workers)
-            for definition in journal.definitions:
+            for pipeline in journal.pipelines:
                 # The loader that has it is asked again where the file is gone.
-                if is_there(definition.contents, service.definitions_dir):
-                    state.tables.definitions[definition.definition_id] = definition
+                if is_there(pipeline.contents, service.pipelines_dir):
+                    state.tables.pipelines[pipeline.pipeline_id] = pipeline
             metrics = _open_metrics(metrics_at, state)
-            _loop(state, journal, event_log, metrics, endpoint, should_stop, service.definitions_dir)
+            _loop(state, journal, event_log, metrics, endpoint, should_stop, service.pipelines_dir)
             event_log.report([DispatcherStopped(cause="it was told to")])
             # First: who is not connected is not told, and looks there.
             remove_address_file(address_file, service)
             for peer in (*state.tables.loaders, *state.tables.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)
-            remove_all(service.definitions_dir)
+            remove_all(service.pipelines_dir)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -156,7 +156,7 @@ def _loop(
     metrics: MetricsServer | None,
     endpoint: DispatcherEndpoint,
     should_stop: Callable[[], bool],
-    definitions_dir: Path,
+    pipelines_dir: Path,
 ) -> None:
     next_tick = next_metrics = next_sweep = time.monotonic()
     while not should_stop():
@@ -172,7 +172,7 @@ def _loop(
                 metrics.publish(state.status(now))
                 next_metrics = now + _METRICS_S
             if now >= next_sweep:
-                remove_unused(definitions_dir, {kept.contents.sha256 for kept in state.tables.definitions.values()})
+                remove_unused(pipelines_dir, {kept.contents.sha256 for kept in state.tables.pipelines.values()})
                 next_sweep = now + _SWEEP_S
         if instructions:
             reach("dispatcher.decided")
@@ -213,8 +213,8 @@ def _carry_out(
 
 
 _JOURNAL: dict[type[Instruction], Callable[[Journal, Any], None]] = {
-    RememberDefinition: lambda journal, memory: journal.remember_definition(memory.definition),
-    ForgetDefinition: lambda journal, memory: journal.forget_definition(memory.definition_id),
+    RememberPipeline: lambda journal, memory: journal.remember_pipeline(memory.pipeline),
+    ForgetPipeline: lambda journal, memory: journal.forget_pipeline(memory.pipeline_id),
     RememberWorker: lambda journal, memory: journal.remember_worker(memory.peer),
     ForgetWorker: lambda journal, memory: journal.forget_worker(memory.peer),
     RememberStats: lambda journal, memory: journal.remember_stats(memory.loader, memory.stats),

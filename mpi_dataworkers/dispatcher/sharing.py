@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from hetstream.mpi_dataworkers.dispatcher.matching import is_same_process
-from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition, Ranges, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline, Ranges, RegisterLoader
 
 # Positions of one stream whose makers are remembered; workers say which of them left their caches.
 _MAX_POSITIONS = 8192
@@ -47,12 +47,12 @@ class Reader(NamedTuple):
     Attributes:
         loader: who reads.
         key: of its stream; "" if it does not share.
-        definition: its pipeline; None if that is not here.
+        pipeline: its pipeline; None if that is not here.
     """
 
     loader: RegisterLoader
     key: str
-    definition: ProvideDefinition | None
+    pipeline: ProvidePipeline | None
 
 
 def shares_with_nobody(ours: Reader, others: Iterable[Reader]) -> str:
@@ -79,12 +79,12 @@ def shares_with_nobody(ours: Reader, others: Iterable[Reader]) -> str:
     return (
         f"the loader of job {loader.job_name!r} shares no batches with the one of job {theirs.loader.job_name!r}, "
         "whose dataset has the same class and length: without a pipeline_name only what is the same to the last byte "
-        f"is shared, and {_different_in(theirs.definition, ours.definition)}. If the two read the same data, give "
+        f"is shared, and {_different_in(theirs.pipeline, ours.pipeline)}. If the two read the same data, give "
         "both one pipeline_name."
     )
 
 
-def _different_in(theirs: ProvideDefinition | None, ours: ProvideDefinition | None) -> str:
+def _different_in(theirs: ProvidePipeline | None, ours: ProvidePipeline | None) -> str:
     """In what two pipelines differ, as the end of a sentence."""
     if theirs is None or ours is None:
         return "what travels to the data workers differs"

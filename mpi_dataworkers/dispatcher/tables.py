@@ -13,7 +13,7 @@ from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Repor
 from hetstream.mpi_dataworkers.dispatcher.limits import LEASES_PER_WORKER, RECOVERY_GRACE_S
 from hetstream.mpi_dataworkers.dispatcher.records import Lease, LeaseStatus, LoaderRecord, Session, WorkerRecord
 from hetstream.mpi_dataworkers.rates import RecentRates
-from hetstream.mpi_dataworkers.wire.messages import Program, ProvideDefinition, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import Program, ProvidePipeline, SteerDataWorkers
 
 # Decisions of the elastic controller that `Status` shows; the event log has all.
 _DECISIONS_SHOWN = 5
@@ -43,8 +43,8 @@ class Tables:
         loaders: the loaders that are there, by peer id.
         sessions: the open sessions, by session id; the loader of each is in `loaders`.
         leases: leases that are ACTIVE or SENT, by fencing token. An ACTIVE one's token is in its worker's `tokens`.
-        definitions: pipelines that a loader or a session uses, as they came, by definition id.
-        waiting_for_definition: peer ids of the data workers that asked for a pipeline which is not here, by its id.
+        pipelines: pipelines that a loader or a session uses, as they came, by pipeline id.
+        waiting_for_pipeline: peer ids of the data workers that asked for a pipeline which is not here, by its id.
 
         free: workers that may get a lease, in the order in which they came free; `free[n]` has those with n leases that
             cost work. `note_load` keeps it.
@@ -74,8 +74,8 @@ class Tables:
         self.loaders: dict[str, LoaderRecord] = {}
         self.sessions: dict[str, Session] = {}
         self.leases: dict[int, Lease] = {}
-        self.definitions: dict[str, ProvideDefinition] = {}
-        self.waiting_for_definition: dict[str, set[str]] = {}
+        self.pipelines: dict[str, ProvidePipeline] = {}
+        self.waiting_for_pipeline: dict[str, set[str]] = {}
 
         self.free: list[dict[str, None]] = [{} for _ in range(LEASES_PER_WORKER)]
         self.slots: dict[str, set[str]] = {}
@@ -121,10 +121,10 @@ class Tables:
             session.tokens.discard(lease.token)
             session.sent.discard(lease.token)
 
-    def program_of(self, definition_id: str) -> Program:
+    def program_of(self, pipeline_id: str) -> Program:
         """The program that a pipeline comes from; one without a directory while the pipeline is not here."""
-        definition = self.definitions.get(definition_id)
-        return definition.program if definition is not None else _NO_PROGRAM
+        pipeline = self.pipelines.get(pipeline_id)
+        return pipeline.program if pipeline is not None else _NO_PROGRAM
 
     def trainer_of(self, session: Session) -> str:
         """The process that reads a session, as in `RegisterLoader`."""

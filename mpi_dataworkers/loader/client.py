@@ -54,9 +54,9 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderRegistered,
     Membership,
     Message,
-    NeedDefinition,
+    NeedPipeline,
     Notice,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     ShutDown,
     StepsLost,
@@ -77,7 +77,7 @@ class ServiceClient:
 
     Args:
         options: who the loader is, and where.
-        definition: the pipeline in pickled form.
+        pipeline: the pipeline in pickled form.
 
     Attributes:
         duplicates_dropped: batches that came a second time, in sessions that are closed.
@@ -87,13 +87,13 @@ class ServiceClient:
         ServiceUnavailable, AuthenticationError, JobNameConflict: as they say.
     """
 
-    def __init__(self, options: ClientOptions, definition: ProvideDefinition) -> None:
+    def __init__(self, options: ClientOptions, pipeline: ProvidePipeline) -> None:
         keep_freed_memory()
         service = service_at(options.address_file)
         self._options = options
         self._step_size = StepSize()
         self._lock = threading.Lock()  # guards the sessions, the registration and the rebuilder
-        self._registration = Registration(options, definition)
+        self._registration = Registration(options, pipeline)
         self._sessions: dict[str, LoaderSession] = {}
         self._rebuilder = Rebuilder(self)
         self._changed = Notification()
@@ -137,7 +137,7 @@ class ServiceClient:
         child = replace(identity, job_name=f"{identity.job_name}.{os.getpid()}")
         # Nobody can know whether the other ranks have forked, too: it is not told that they have no such loader.
         name = replace(self._options.name, divides=False)
-        return ServiceClient(replace(self._options, identity=child, name=name), self._registration.definition)
+        return ServiceClient(replace(self._options, identity=child, name=name), self._registration.pipeline)
 
     @property
     def receivers(self) -> list[str]:
@@ -161,7 +161,7 @@ class ServiceClient:
         """Open a session; batches start to come at once."""
         sharers = request.sharers
         with self._lock:
-            request = replace(request, definition=self._registration.use(request.definition))
+            request = replace(request, pipeline=self._registration.use(request.pipeline))
             window = Window(
                 self._options.buffer_bytes // sharers,
                 -(-request.min_window // sharers),
@@ -380,7 +380,7 @@ class ServiceClient:
     def _on_registered(self, message: LoaderRegistered, now: float) -> None:
         reach("loader.registered")
         with self._lock:
-            known_id = "" if message.need_definition else message.definition_id
+            known_id = "" if message.need_pipeline else message.pipeline_id
             self._registration.say_all(self._sessions.values(), known_id)
             self._availability.set_workers(message.num_data_workers, now)
             self._registration.answered()
@@ -391,13 +391,13 @@ class ServiceClient:
             _log.info("the dispatcher does not know this loader (restarted?): registering again")
             self._register(now)
 
-    def _on_need_definition(self, message: NeedDefinition, _: float) -> None:
+    def _on_need_pipeline(self, message: NeedPipeline, _: float) -> None:
         with self._lock:
-            sessions = [session.definition for session in self._sessions.values()]
-            definitions = [self._registration.definition, *sessions]
-        for definition in definitions:
-            if definition.definition_id == message.definition_id:
-                self._send(definition)
+            sessions = [session.pipeline for session in self._sessions.values()]
+            pipelines = [self._registration.pipeline, *sessions]
+        for pipeline in pipelines:
+            if pipeline.pipeline_id == message.pipeline_id:
+                self._send(pipeline)
                 return
 
     def _on_membership(self, message: Membership, now: float) -> None:
@@ -478,7 +478,7 @@ _HANDLERS: dict[type[Message] | type[Reconnected], Callable[[ServiceClient, Any,
     Reconnected: ServiceClient._on_reconnected,
     LoaderRegistered: ServiceClient._on_registered,
     UnknownPeer: ServiceClient._on_unknown_peer,
-    NeedDefinition: ServiceClient._on_need_definition,
+    NeedPipeline: ServiceClient._on_need_pipeline,
     Membership: ServiceClient._on_membership,
     ShutDown: ServiceClient._on_shut_down,
     LeaseRevoked: ServiceClient._on_lease_revoked,

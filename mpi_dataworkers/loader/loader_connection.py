@@ -21,12 +21,12 @@ from hetstream.mpi_dataworkers.config import (
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
-from hetstream.mpi_dataworkers.loader.definitions import Definitions, SentPipeline
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
 from hetstream.mpi_dataworkers.loader.naming import name_loader
 from hetstream.mpi_dataworkers.loader.order import Order
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions
+from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline, SentPipelines
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
@@ -75,7 +75,7 @@ class LoaderConnection:
 
     Attributes:
         pipeline: the program's own objects; steps that the fallback makes are made with a copy.
-        definitions: what data workers were given; None without a service.
+        sent_pipelines: what data workers were given; None without a service.
         local_workers: with persistent_workers, what is kept from pass to pass in process.
         closed: it has left the service, or the interpreter ends.
         makes_what_fails_there: a step whose pipeline no data worker can use is made here; else it raises.
@@ -94,7 +94,7 @@ class LoaderConnection:
         self._batches, self.statistics = TorchBatches(pin), LoaderStatistics()
         self._client: ServiceClient | None = None
         self._service = parse_service(service) if service is not None else None
-        self.definitions = Definitions(self._service) if self._service is not None else None
+        self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
         self.closed = False
         self.makes_what_fails_there = False
@@ -111,7 +111,7 @@ class LoaderConnection:
                 transports_from_environment(),
                 compression_from_environment(),
             )
-            self._client = ServiceClient(client_options, self.definition().message)
+            self._client = ServiceClient(client_options, self.sent_pipeline().message)
         _open_connections.add(self)
 
     @property
@@ -131,8 +131,8 @@ class LoaderConnection:
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
 
-    def definition(self) -> SentPipeline:
-        """The pipeline as it is now, for data workers; see `Definitions.now`.
+    def sent_pipeline(self) -> SentPipeline:
+        """The pipeline as it is now, for data workers; see `SentPipelines.now`.
 
         Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
         torch's worker processes, which are forked anew.
@@ -140,8 +140,8 @@ class LoaderConnection:
         Raises:
             PipelineError: it cannot be pickled, or not be handed over.
         """
-        assert self.definitions is not None
-        return self.definitions.now(self.pipeline)
+        assert self.sent_pipelines is not None
+        return self.sent_pipelines.now(self.pipeline)
 
     def make_locally(self, sent: SentPipeline, order: Order, step: int, seed: int, epoch: int) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
@@ -149,8 +149,8 @@ class LoaderConnection:
         indices = order.indices(step)
         if indices is None:
             raise IndexError(step)
-        assert self.definitions is not None
-        with generators_kept(), acting_as_data_worker(), self.definitions.entered(sent) as entered:
+        assert self.sent_pipelines is not None
+        with generators_kept(), acting_as_data_worker(), self.sent_pipelines.entered(sent) as entered:
             pipeline = entered.enter(seed)
             try:
                 seeds = order.seeds(step, indices, seed, epoch)

@@ -25,7 +25,7 @@ from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
     Message,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
 )
 
@@ -71,21 +71,21 @@ def _trainer_name() -> str:
 
 
 class Registration:
-    """A loader's registration, its newest definition and its messages that wait.
+    """A loader's registration, its newest pipeline and its messages that wait.
 
     Args:
         options: who the loader is.
-        definition: the pipeline in pickled form.
+        pipeline: the pipeline in pickled form.
 
     Attributes:
-        definition: the newest one.
+        pipeline: the newest one.
         message: what the dispatcher is told first.
         was_answered: the dispatcher has let the loader in, at some time.
     """
 
-    def __init__(self, options: ClientOptions, definition: ProvideDefinition) -> None:
+    def __init__(self, options: ClientOptions, pipeline: ProvidePipeline) -> None:
         identity, name = options.identity, options.name
-        self.definition = definition
+        self.pipeline = pipeline
         self.was_answered = False
         # When the registration that is under way was sent; None while there is none.
         self._asked_at: float | None = None
@@ -97,7 +97,7 @@ class Registration:
             world_size=identity.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
-            definition_id=definition.definition_id,
+            pipeline_id=pipeline.pipeline_id,
             description=options.description,
             occurrence=name.occurrence,
             place=name.place,
@@ -129,13 +129,13 @@ class Registration:
         """The dispatcher has let the loader in."""
         self.was_answered, self._asked_at = True, None
 
-    def use(self, definition: ProvideDefinition) -> ProvideDefinition:
+    def use(self, pipeline: ProvidePipeline) -> ProvidePipeline:
         """Say which pipeline the next session has, unless it is the same; returns the one to keep."""
-        if definition.definition_id != self.definition.definition_id:
-            self.definition = definition
-            self.message = msgspec.structs.replace(self.message, definition_id=definition.definition_id)
-            self._outbox.append(definition)
-        return self.definition
+        if pipeline.pipeline_id != self.pipeline.pipeline_id:
+            self.pipeline = pipeline
+            self.message = msgspec.structs.replace(self.message, pipeline_id=pipeline.pipeline_id)
+            self._outbox.append(pipeline)
+        return self.pipeline
 
     def say(self, message: Message) -> None:
         """Send this after what waits already."""
@@ -146,25 +146,25 @@ class Registration:
 
         Args:
             sessions: those that are open.
-            known_id: id of the definition that it has, "" for none.
+            known_id: id of the pipeline that it has, "" for none.
         """
         # All else is said again, from the sessions as they are now; the end of one would be lost.
         self._outbox = collections.deque(message for message in self._outbox if isinstance(message, CloseSession))
         # Sessions of what is known come first: the dispatcher forgets what no session uses when another one comes.
-        current = self.definition.definition_id
+        current = self.pipeline.pipeline_id
 
         def rank(session: LoaderSession) -> tuple[bool, bool, str]:
-            definition_id = session.definition.definition_id
-            return definition_id != known_id, definition_id == current, definition_id
+            pipeline_id = session.pipeline.pipeline_id
+            return pipeline_id != known_id, pipeline_id == current, pipeline_id
 
         last = known_id
         for session in sorted(sessions, key=rank):
-            if session.definition.definition_id != last:
-                last = session.definition.definition_id
-                self._outbox.append(session.definition)
+            if session.pipeline.pipeline_id != last:
+                last = session.pipeline.pipeline_id
+                self._outbox.append(session.pipeline)
             self._outbox.append(session.opening())
         if current != last:
-            self._outbox.append(self.definition)
+            self._outbox.append(self.pipeline)
 
     def take_waiting(self) -> Iterable[Message]:
         """Messages that can be sent now; each is forgotten when it is taken."""

@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.loader.definitions import SentPipeline
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead
 from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
+from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.user_errors import LocalFailure, rebuild_error, summary_of
@@ -50,7 +50,7 @@ class RemoteSource:
         assert connection.client is not None
         self.shards = shards
         self._connection, self._client = connection, connection.client
-        self._sent = sent or connection.definition()
+        self._sent = sent or connection.sent_pipeline()
         order = shards.order
         self._sampler = SamplerAhead(order, shards.position, look_ahead) if isinstance(order, ListedSteps) else None
         self._sessions: list[LoaderSession] = []  # of each slot
@@ -68,7 +68,7 @@ class RemoteSource:
         steps = shards.steps_of(slot.shard)
         order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.wire_order, steps.num_steps)
         request = SessionRequest(
-            definition=self._sent.message,
+            pipeline=self._sent.message,
             epoch=shards.epoch,
             seed=shards.seed,
             order=order,
@@ -90,7 +90,7 @@ class RemoteSource:
         self, shared: SharedStream, order: PlannedOrder | ListedOrder | ShardOrder, num_steps: int
     ) -> Sharing:
         assert not isinstance(order, ShardOrder)  # `options.py` refuses it
-        return shared.with_others(self._sent.message.definition_id, self.shards.seed, order, num_steps)
+        return shared.with_others(self._sent.message.pipeline_id, self.shards.seed, order, num_steps)
 
     def prepare(self) -> None:
         """Draw the program's sampler; in a process that was forked since, connect first."""

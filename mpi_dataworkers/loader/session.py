@@ -25,7 +25,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderStats,
     OpenSession,
     PlannedOrder,
-    ProvideDefinition,
+    ProvidePipeline,
     Ranges,
     ReportProgress,
     SessionSpec,
@@ -41,7 +41,7 @@ class SessionRequest:
     """What a loader asks for when it opens a session.
 
     Attributes:
-        definition: the pipeline as it is now; sent when it is not the one that the dispatcher has.
+        pipeline: the pipeline as it is now; sent when it is not the one that the dispatcher has.
         epoch: the epoch.
         seed: base of the random state of samples.
         order: who knows the order.
@@ -58,7 +58,7 @@ class SessionRequest:
         snapshot: where the reader of a shard was at or before `first_step`.
     """
 
-    definition: ProvideDefinition
+    pipeline: ProvidePipeline
     epoch: int
     seed: int
     order: PlannedOrder | ListedOrder | ShardOrder
@@ -78,7 +78,7 @@ class SessionRequest:
         """A new session, as the dispatcher knows it; batches come to `receivers`."""
         return SessionSpec(
             secrets.token_hex(8),
-            self.definition.definition_id,
+            self.pipeline.pipeline_id,
             self.epoch,
             self.seed,
             self.order,
@@ -114,7 +114,7 @@ class LoaderSession:
 
     Attributes:
         session_id: tells its batches from those of other sessions.
-        definition: the pipeline, for a dispatcher that does not have it.
+        pipeline: the pipeline, for a dispatcher that does not have it.
         num_steps: total, -1 while it is not known.
         shift: in a shared stream, how far the newest batch is from the session's own numbering.
         snapshot: where the reader of a shard was at or before the position, "" for its beginning.
@@ -128,7 +128,7 @@ class LoaderSession:
     def __init__(self, session: SessionSpec, request: SessionRequest, window: Window) -> None:
         first_step = request.first_step
         self.session_id = session.session_id
-        self.definition = request.definition
+        self.pipeline = request.pipeline
         self.num_steps = request.num_steps
         self.shift = request.shift
         self.snapshot = request.snapshot

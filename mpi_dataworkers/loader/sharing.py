@@ -31,9 +31,9 @@ class SharedStream:
         self.shift: int | None = None
         self._pipeline_name = pipeline_name
 
-    def with_others(self, definition_id: str, seed: int, order: PlannedOrder | ListedOrder, num_steps: int) -> Sharing:
+    def with_others(self, pipeline_id: str, seed: int, order: PlannedOrder | ListedOrder, num_steps: int) -> Sharing:
         """The key under which sessions of other loaders meet this one's: all that a batch depends on but its place."""
-        pipeline = f"name {self._pipeline_name}" if self._pipeline_name else f"digest {definition_id}"
+        pipeline = f"name {self._pipeline_name}" if self._pipeline_name else f"digest {pipeline_id}"
         parts = msgspec.msgpack.encode((self.mode, pipeline, seed, order))
         return Sharing(hashlib.blake2b(parts, digest_size=16).hexdigest(), self.mode, num_steps)
 

@@ -20,7 +20,6 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.definitions import SentPipeline
 from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
@@ -28,6 +27,7 @@ from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
 from hetstream.mpi_dataworkers.loader.order import PartlyListedSteps
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
+from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
@@ -147,11 +147,11 @@ def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> S
     if connection is None:
         return None
     try:
-        if before is not None and connection.definitions is not None:
-            return connection.definitions.with_shared_memory(before)
+        if before is not None and connection.sent_pipelines is not None:
+            return connection.sent_pipelines.with_shared_memory(before)
         # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
         connection.pipeline = pipeline_of(loader)
-        return connection.definition() if connection.client is not None else None
+        return connection.sent_pipeline() if connection.client is not None else None
     except PipelineError as error:
         _say_local(loader.dataset, str(error))
         kept.stay_local()

@@ -1,6 +1,6 @@
 """Pickling with large buffers apart: neither side copies them, and the processes of one host can share them.
 
-Used by `definition.py` for what travels to data workers. NumPy arrays put their memory out of band by themselves
+Used by `pickled_pipeline.py` for what travels to data workers. NumPy arrays put their memory out of band by themselves
 (pickle protocol 5); torch's CPU tensors do so here. A tensor of another kind (a subclass, sparse, with gradients, on a
 device) goes torch's own way.
 """

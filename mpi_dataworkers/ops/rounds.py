@@ -183,7 +183,7 @@ def open_shard(
     epoch: int,
     at_sample: Callable[[int], None] = lambda _: None,
     shared: SharedRounds | None = None,
-    definition_id: str = "",
+    pipeline_id: str = "",
     skips: bool = False,
 ) -> ShardReader | RankReader:
     """A reader of one shard, for this rank.
@@ -191,7 +191,7 @@ def open_shard(
     Args:
         pipeline, order, seed, epoch, at_sample: as in `ShardReader`.
         shared: with whom to share rounds; None to read for one rank alone.
-        definition_id: names the pipeline among the shared.
+        pipeline_id: names the pipeline among the shared.
         skips: leave out elements that raise; not in rounds.
     """
     if order.world_size == 0:
@@ -203,7 +203,7 @@ def open_shard(
     if shared is None:
         readers = _Readers(begin, [order.rank])
     else:
-        key = definition_id, seed, epoch, msgspec.structs.replace(order, rank=0)
+        key = pipeline_id, seed, epoch, msgspec.structs.replace(order, rank=0)
         readers = shared.readers(key, lambda: _Readers(begin, range(order.world_size)))
     return RankReader(readers, pipeline, order, seed, epoch)
 

@@ -47,9 +47,9 @@ class ServiceAddress:
     file: Path = field(default=Path(), compare=False)
 
     @property
-    def definitions_dir(self) -> Path:
+    def pipelines_dir(self) -> Path:
         """Where trainers put what is too large for a message; of this service alone."""
-        return self.file.parent / f"definitions-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
+        return self.file.parent / f"pipelines-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
 
     def as_in_file(self) -> ServiceAddress:
         """The service where its address file says now that it is: a dispatcher whose port was taken has another one.

@@ -34,7 +34,7 @@ class RegisterLoader(Message, frozen=True):
     world_size: int
     host: str
     pid: int
-    definition_id: str
+    pipeline_id: str
     description: dict[str, str]
     occurrence: int = 0
     place: str = ""
@@ -61,14 +61,14 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     with_blob: bool = False
 
 
-class ProvideDefinition(Message, frozen=True, omit_defaults=True):
+class ProvidePipeline(Message, frozen=True, omit_defaults=True):
     """The pickled pipeline, the program that it comes from, and what that has set, as `ops.program` writes it.
 
     The dispatcher keeps it and gives it to data workers that fetch it. `blob` is the pickle stream, `shared` are the
     numbers of the buffers that samples could write to, and the trainer would see it.
     """
 
-    definition_id: str
+    pipeline_id: str
     program: Program
     settings: bytes
     blob: bytes
@@ -135,20 +135,20 @@ class LeaveLoader(Message, frozen=True):
 
 
 class LoaderRegistered(Message, frozen=True):
-    """Answer to `RegisterLoader`; the definition is sent once, by the first loader that has it.
+    """Answer to `RegisterLoader`; the pipeline is sent once, by the first loader that has it.
 
-    `definition_id` is the one of that registration: the loader may have come to another one since.
+    `pipeline_id` is the one of that registration: the loader may have come to another one since.
     """
 
-    need_definition: bool
+    need_pipeline: bool
     num_data_workers: int
-    definition_id: str = ""
+    pipeline_id: str = ""
 
 
-class NeedDefinition(Message, frozen=True):
+class NeedPipeline(Message, frozen=True):
     """A data worker asks for a pipeline of this loader, and the dispatcher does not have it."""
 
-    definition_id: str
+    pipeline_id: str
 
 
 class Notice(Message, frozen=True):

@@ -5,14 +5,14 @@ arrival. `codec.py` adds the magic, the protocol version and the frames. Failure
 end of an epoch (by count, in the loader), end of a shard whose length nobody knew (`EndOfShard`) and end of the service
 (`ShutDown`) are different things and no one can be taken for another.
 
-    loader      -> dispatcher   RegisterLoader ProvideDefinition OpenSession ExtendSession ReportProgress
+    loader      -> dispatcher   RegisterLoader ProvidePipeline OpenSession ExtendSession ReportProgress
                                 LoaderHeartbeat CloseSession LeaveLoader
-    dispatcher  -> loader       LoaderRegistered NeedDefinition Membership Notice LeaseRevoked StepsLost BatchFailed
+    dispatcher  -> loader       LoaderRegistered NeedPipeline Membership Notice LeaseRevoked StepsLost BatchFailed
                                 Alive UnknownPeer Refused ShutDown
-    data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
+    data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchPipeline
                                 Draining LeaveWorker
     dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker RenewWorker AddProcess
-                                DropSession ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
+                                DropSession ProvidePipeline DropPipeline Alive UnknownPeer Refused ShutDown
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
@@ -35,10 +35,10 @@ from hetstream.mpi_dataworkers.wire.loader_messages import (
     LoaderHeartbeat,
     LoaderRegistered,
     Membership,
-    NeedDefinition,
+    NeedPipeline,
     Notice,
     OpenSession,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
     ReportProgress,
     StepsLost,
@@ -73,13 +73,13 @@ from hetstream.mpi_dataworkers.wire.worker_messages import (
     Alive,
     Draining,
     DrainWorker,
-    DropDefinition,
+    DropPipeline,
     DropSession,
     EndOfShard,
     FailLease,
     FailStep,
     Fate,
-    FetchDefinition,
+    FetchPipeline,
     FinishLease,
     GrantLease,
     HeldLease,
@@ -114,7 +114,7 @@ __all__ = [
     "DispatcherToWorker",
     "DrainWorker",
     "Draining",
-    "DropDefinition",
+    "DropPipeline",
     "DropSession",
     "EndOfShard",
     "ErrorPolicy",
@@ -123,7 +123,7 @@ __all__ = [
     "FailStep",
     "Failure",
     "Fate",
-    "FetchDefinition",
+    "FetchPipeline",
     "FinishLease",
     "GrantLease",
     "HeldLease",
@@ -141,14 +141,14 @@ __all__ = [
     "LoaderToWorker",
     "Membership",
     "Message",
-    "NeedDefinition",
+    "NeedPipeline",
     "Notice",
     "OpenSession",
     "PastDecision",
     "PlannedOrder",
     "Program",
     "Proof",
-    "ProvideDefinition",
+    "ProvidePipeline",
     "Ranges",
     "Refused",
     "RegisterLoader",
@@ -176,7 +176,7 @@ __all__ = [
 
 LoaderToDispatcher = (
     RegisterLoader
-    | ProvideDefinition
+    | ProvidePipeline
     | OpenSession
     | ExtendSession
     | ReportProgress
@@ -191,14 +191,14 @@ WorkerToDispatcher = (
     | FailLease
     | FailStep
     | EndOfShard
-    | FetchDefinition
+    | FetchPipeline
     | Draining
     | LeaveWorker
 )
 ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
     LoaderRegistered
-    | NeedDefinition
+    | NeedPipeline
     | Membership
     | Notice
     | LeaseRevoked
@@ -218,8 +218,8 @@ DispatcherToWorker = (
     | RenewWorker
     | AddProcess
     | DropSession
-    | ProvideDefinition
-    | DropDefinition
+    | ProvidePipeline
+    | DropPipeline
     | Alive
     | UnknownPeer
     | Refused

@@ -52,7 +52,7 @@ def pack(blob: Buffer, buffers: Sequence[Buffer], directory: Path) -> tuple[byte
     Args:
         blob: the pickle stream.
         buffers: what it refers to.
-        directory: for files, the service's `definitions_dir`.
+        directory: for files, the service's `pipelines_dir`.
 
     Returns:
         The stream as it goes into the message, and what goes with it.
@@ -111,7 +111,7 @@ def _write(views: Sequence[memoryview], directory: Path) -> str:
 
 
 def read_into(room: memoryview, contents: Contents, directory: Path) -> None:
-    """Put the buffers of a definition into memory.
+    """Put the buffers of a pickled pipeline into memory.
 
     Args:
         room: where the buffers end, as `places_of` says, is its size.

@@ -165,7 +165,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         session_id: unique; batches of an older session are told apart by it.
-        definition_id: which pipeline.
+        pipeline_id: which pipeline.
         epoch: the epoch.
         seed: base of the random state of each sample.
         order: which samples each step has.
@@ -177,7 +177,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     session_id: str
-    definition_id: str
+    pipeline_id: str
     epoch: int
     seed: int
     order: PlannedOrder | ListedOrder | ShardOrder

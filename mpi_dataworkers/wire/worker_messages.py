@@ -101,10 +101,10 @@ class EndOfShard(Message, frozen=True):
     token: int
 
 
-class FetchDefinition(Message, frozen=True):
+class FetchPipeline(Message, frozen=True):
     """The worker meets a pipeline for the first time."""
 
-    definition_id: str
+    pipeline_id: str
 
 
 class Draining(Message, frozen=True, omit_defaults=True):
@@ -185,10 +185,10 @@ class DropSession(Message, frozen=True):
     session_id: str
 
 
-class DropDefinition(Message, frozen=True):
+class DropPipeline(Message, frozen=True):
     """No loader uses this pipeline any more: what was made of it may go."""
 
-    definition_id: str
+    pipeline_id: str
 
 
 class UnknownPeer(Message, frozen=True):

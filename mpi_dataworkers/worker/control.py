@@ -1,6 +1,6 @@
 """A data worker's talk with the dispatcher, in a thread of its own: a long sample does not look like a dead worker.
 
-It hands leases and definitions to the main thread, and sends what that one has to say.
+It hands leases and pickled pipelines to the main thread, and sends what that one has to say.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     Alive,
     DrainWorker,
-    DropDefinition,
+    DropPipeline,
     DropSession,
     GrantLease,
     LeaveWorker,
     Message,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     RegisterWorker,
     RenewWorker,
@@ -39,10 +39,10 @@ from hetstream.mpi_dataworkers.wire.messages import (
 )
 from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
-from hetstream.mpi_dataworkers.worker.definitions import Definitions
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
 from hetstream.mpi_dataworkers.worker.own_memory import OwnMemory
+from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ControlThread:
     Args:
         dispatcher: the connection to it.
         registration: of this data worker.
-        leases, definitions: where what comes is put.
+        leases, pickled_pipelines: where what comes is put.
         page: where its supervisor is told and read.
         loaded: the program that the process serves, for registrations.
 
@@ -77,14 +77,14 @@ class ControlThread:
         dispatcher: DispatcherConnection,
         registration: RegisterWorker,
         leases: HeldLeases,
-        definitions: Definitions,
+        pickled_pipelines: PickledPipelines,
         page: WorkPage,
         loaded: LoadedProgram,
     ) -> None:
         self.number = 0
         self.failure: BaseException | None = None
         self._dispatcher, self._registration = dispatcher, registration
-        self._leases, self._definitions, self._page, self._loaded = leases, definitions, page, loaded
+        self._leases, self._pickled_pipelines, self._page, self._loaded = leases, pickled_pipelines, page, loaded
         self._memory = OwnMemory()
         # When the registration that is under way was sent; None while there is none.
         self._asked_at: float | None = None
@@ -161,7 +161,7 @@ class ControlThread:
         self._registration = msgspec.structs.replace(self._registration, replaces="", fate=None)
         _log.info("data_worker=%d registered", message.number)
         reach("worker.registered")
-        self._definitions.ask_again()
+        self._pickled_pipelines.ask_again()
         self._leases.drain_again()
 
     def _register_again(self, _: UnknownPeer) -> None:
@@ -182,8 +182,8 @@ _HANDLERS: dict[type[Message | Reconnected], Callable[[ControlThread, Any], None
     TrimLease: lambda control, message: control._leases.trim(message.token, message.stop_step),
     RevokeLease: lambda control, message: control._leases.revoke(message),
     DropSession: lambda control, message: control._leases.drop_session(message.session_id),
-    ProvideDefinition: lambda control, message: control._definitions.take(message),
-    DropDefinition: lambda control, message: control._definitions.drop(message.definition_id),
+    ProvidePipeline: lambda control, message: control._pickled_pipelines.take(message),
+    DropPipeline: lambda control, message: control._pickled_pipelines.drop(message.pipeline_id),
     WorkerRegistered: ControlThread._registered,
     Reconnected: lambda control, _: control._register(),
     UnknownPeer: ControlThread._register_again,

@@ -1,4 +1,4 @@
-"""One copy of each definition for all processes of a data worker: fetched once, and mapped by each.
+"""One copy of each pickled pipeline for all processes of a data worker: fetched once, and mapped by each.
 
 What is shared here are bytes, never objects: each process unpickles for itself, so what a dataset opens in
 `__setstate__` is its own. (Where it opens nothing, `fork_server.py` loads it for all.) Arrays and tensors lie in the
@@ -21,15 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.mpi_dataworkers.ops.definition import Definition
-from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
+from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import buffers_in, places_of, read_into
 from hetstream.mpi_dataworkers.worker.children import is_stopped
 
 _NUM_SLOTS = 16
-# A small definition stays for processes that come later.
+# A small pickled pipeline stays for processes that come later.
 _KEEP_UNUSED_BYTES = 1 << 20
-# Of a slot: the definition's id, written last; the bytes of the message without its contents.
+# Of a slot: the pipeline's id, written last; the bytes of the message without its contents.
 _NAME_BYTES = 64
 _LENGTH_BYTES = 8
 # Of the turn: the process that had it last.
@@ -41,7 +41,7 @@ class Exchange:
     """The slots, shared by a supervisor and its children; made before the fork.
 
     Args:
-        num_slots: definitions that can be kept at a time; what comes when all are in use is kept by one process alone.
+        num_slots: pipelines that can be kept at a time; what comes when all are in use is kept by one process alone.
     """
 
     def __init__(self, num_slots: int = _NUM_SLOTS) -> None:
@@ -50,7 +50,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def alone(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
-        """Wait until no other process of this data worker fetches a definition, or the one that does is stopped.
+        """Wait until no other process of this data worker fetches a pickled pipeline, or the one that does is stopped.
 
         Gives:
             Whether the others wait for this one.
@@ -69,26 +69,26 @@ class Exchange:
         """Whether the process whose turn it is, or was a moment ago, does not run."""
         return is_stopped(int.from_bytes(os.pread(self._turn, _PID_BYTES, 0), "little"))
 
-    def find(self, definition_id: str) -> Definition | None:
-        """Map a definition that is here."""
+    def find(self, pipeline_id: str) -> PickledPipeline | None:
+        """Map a pickled pipeline that is here."""
         for slot in self._slots:
-            if _name_of(slot) != definition_id:
+            if _name_of(slot) != pipeline_id:
                 continue
             own = _opened(slot)
             try:
-                if _locked(own, fcntl.LOCK_SH) and _name_of(own) == definition_id:
+                if _locked(own, fcntl.LOCK_SH) and _name_of(own) == pipeline_id:
                     return _mapped(own)
             finally:
                 os.close(own)
         return None
 
-    def keep(self, message: ProvideDefinition, directory: Path, shared: bool = True) -> Definition:
-        """Put a definition here and map it. Call it inside `alone`.
+    def keep(self, message: ProvidePipeline, directory: Path, shared: bool = True) -> PickledPipeline:
+        """Put a pickled pipeline here and map it. Call it inside `alone`.
 
         Args:
             message: as it came.
-            directory: where large definitions lie, the service's `definitions_dir`.
-            shared: the other processes wait for this one; else it keeps the definition for itself.
+            directory: where large pickled pipelines lie, the service's `pipelines_dir`.
+            shared: the other processes wait for this one; else it keeps the pickled pipeline for itself.
 
         Raises:
             HandoverFailed: its bytes cannot be had.
@@ -114,14 +114,14 @@ class Exchange:
                 os.close(own)
         return chosen if chosen >= 0 else _own_memory()
 
-    def give_back(self, definition_id: str) -> None:
-        """Free the memory of a definition, unless a process has it mapped."""
+    def give_back(self, pipeline_id: str) -> None:
+        """Free the memory of a pickled pipeline, unless a process has it mapped."""
         for slot in self._slots:
-            if _name_of(slot) != definition_id:
+            if _name_of(slot) != pipeline_id:
                 continue
             own = _opened(slot)
             try:
-                if _locked(own, fcntl.LOCK_EX) and _name_of(own) == definition_id:
+                if _locked(own, fcntl.LOCK_EX) and _name_of(own) == pipeline_id:
                     os.ftruncate(own, 0)
             finally:
                 os.close(own)
@@ -133,7 +133,7 @@ class Exchange:
 
 
 def _own_memory() -> int:
-    return os.memfd_create("hetstream-definition")
+    return os.memfd_create("hetstream-pipeline")
 
 
 def _opened(descriptor: int) -> int:
@@ -159,7 +159,7 @@ def _name_of(slot: int) -> str:
     return os.pread(slot, _NAME_BYTES, 0).rstrip(b"\0").decode()
 
 
-def _fill(own: int, message: ProvideDefinition, directory: Path) -> None:
+def _fill(own: int, message: ProvidePipeline, directory: Path) -> None:
     contents = message.contents
     without_data = msgspec.structs.replace(contents, data=b"")
     head = msgspec.msgpack.encode(msgspec.structs.replace(message, contents=without_data))
@@ -170,7 +170,7 @@ def _fill(own: int, message: ProvideDefinition, directory: Path) -> None:
         view[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES] = len(head).to_bytes(_LENGTH_BYTES, "little")
         view[_NAME_BYTES + _LENGTH_BYTES : _NAME_BYTES + _LENGTH_BYTES + len(head)] = head
         read_into(room, contents, directory)
-    os.pwrite(own, message.definition_id.encode().ljust(_NAME_BYTES, b"\0"), 0)
+    os.pwrite(own, message.pipeline_id.encode().ljust(_NAME_BYTES, b"\0"), 0)
 
 
 def _start_of(head_bytes: int) -> int:
@@ -178,7 +178,7 @@ def _start_of(head_bytes: int) -> int:
     return -(-(_NAME_BYTES + _LENGTH_BYTES + head_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _mapped(own: int) -> Definition:
+def _mapped(own: int) -> PickledPipeline:
     """Map a full slot; what is written to the memory is seen by this process alone.
 
     The mapping has a descriptor of the same open file, so the lock is held for as long as an array lies in the memory.
@@ -186,7 +186,7 @@ def _mapped(own: int) -> Definition:
     whole = memoryview(mmap.mmap(own, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     head_bytes = int.from_bytes(whole[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES], "little")
     head = whole[_NAME_BYTES + _LENGTH_BYTES :][:head_bytes]
-    message = msgspec.msgpack.decode(head, type=ProvideDefinition)
+    message = msgspec.msgpack.decode(head, type=ProvidePipeline)
     buffers = buffers_in(whole[_start_of(head_bytes) :], message.contents)
     blob = buffers.pop(0) if message.contents.with_blob else message.blob
-    return Definition(message.definition_id, message.program, message.settings, blob, buffers, message.shared)
+    return PickledPipeline(message.pipeline_id, message.program, message.settings, blob, buffers, message.shared)

@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from hetstream.mpi_dataworkers.ops.definition import Definition
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker.children import (
     FRESH_PROCESS,
@@ -58,12 +58,12 @@ _MOST_REQUEST_BYTES = 1 << 20
 _LOADED, _REFUSED = b"1", b"0"
 
 
-def ask_to_be_forked(page: WorkPage, definition: Definition, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+def ask_to_be_forked(page: WorkPage, pickled: PickledPipeline, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
     """Ask the supervisor to have a pipeline loaded once for all processes, and wait until it was, or will not be.
 
     Args:
         page: of this process.
-        definition: of the pipeline; while this process has it, the fork server finds it.
+        pickled: the pipeline; while this process has it, the fork server finds it.
         limit_s: how long loading may take.
         is_wanted: asked while it waits.
 
@@ -71,8 +71,8 @@ def ask_to_be_forked(page: WorkPage, definition: Definition, limit_s: float, is_
         Whether this process is to leave with `FRESH_PROCESS`; else it goes on by itself.
     """
     supervisor = os.getppid()
-    if page.wished[0] != definition.definition_id:
-        page.wish(definition.definition_id, limit_s)
+    if page.wished[0] != pickled.pipeline_id:
+        page.wish(pickled.pipeline_id, limit_s)
         os.kill(supervisor, signal.SIGCHLD)  # look here now
     while page.answer is Answer.WAIT and is_wanted() and not is_stopped(supervisor):
         time.sleep(_ASK_AGAIN_S)
@@ -97,7 +97,7 @@ class _ForkServer:
 
 
 class ForkServers:
-    """The fork servers of one supervisor, by the definition that each has loaded.
+    """The fork servers of one supervisor, by the pipeline that each has loaded.
 
     Args:
         exchange: where they find it.
@@ -118,27 +118,27 @@ class ForkServers:
         self._refused: dict[str, None] = {}  # the oldest first
         self._ended: set[int] = set()  # processes that are not reaped yet
 
-    def answer(self, definition_id: str, limit_s: float) -> Answer:
+    def answer(self, pipeline_id: str, limit_s: float) -> Answer:
         """What to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody has."""
-        server = self._servers.get(definition_id)
-        if server is None and definition_id not in self._refused:
+        server = self._servers.get(pipeline_id)
+        if server is None and pipeline_id not in self._refused:
             try:
-                self._servers[definition_id] = self._begin(definition_id, limit_s)
+                self._servers[pipeline_id] = self._begin(pipeline_id, limit_s)
             except OSError as error:  # no process or descriptor to spare
-                self._refuse(definition_id, f"a fork server cannot be started: {error}")
+                self._refuse(pipeline_id, f"a fork server cannot be started: {error}")
                 return Answer.LOAD
             return Answer.WAIT
         if server is not None and not server.is_loaded:
-            self._hear(definition_id, server)
-        if definition_id in self._refused:
+            self._hear(pipeline_id, server)
+        if pipeline_id in self._refused:
             return Answer.LOAD
         return Answer.LEAVE if server is not None and server.is_loaded else Answer.WAIT
 
-    def fork(self, definition_id: str, start_bytes: bytes, page: WorkPage, stacks: StackFile) -> int | None:
+    def fork(self, pipeline_id: str, start_bytes: bytes, page: WorkPage, stacks: StackFile) -> int | None:
         """Have a data worker process forked that has a pipeline.
 
         Args:
-            definition_id: of the pipeline.
+            pipeline_id: of the pipeline.
             start_bytes: for `run`.
             page: of the process.
             stacks: of the process.
@@ -146,7 +146,7 @@ class ForkServers:
         Returns:
             Its process id; None when there is no fork server for it, or none that works.
         """
-        server = self._servers.get(definition_id)
+        server = self._servers.get(pipeline_id)
         if server is None or not server.is_loaded:
             return None
         deadline = time.monotonic() + max(_FORK_S, server.load_s)
@@ -157,15 +157,15 @@ class ForkServers:
                     raise TimeoutError("it does not answer")
                 time.sleep(_LOOK_AGAIN_S)
         except OSError as error:
-            self._refuse(definition_id, f"its fork server {server.pid} failed: {error}")
+            self._refuse(pipeline_id, f"its fork server {server.pid} failed: {error}")
             return None
         page.note_known()
         return page.pid
 
     def end_unused(self, in_use: Collection[str]) -> None:
         """End those that no process was forked from, and that none waits for."""
-        for definition_id in self._servers.keys() - in_use:
-            self._end(definition_id)
+        for pipeline_id in self._servers.keys() - in_use:
+            self._end(pipeline_id)
 
     def forget(self, pid: int, how: str) -> bool:
         """Take note that a process has ended, before it is waited for.
@@ -182,9 +182,9 @@ class ForkServers:
         if pid in self._ended:
             self._ended.remove(pid)
             return True
-        for definition_id, server in self._servers.items():
+        for pipeline_id, server in self._servers.items():
             if server.pid == pid:
-                self._refuse(definition_id, f"its fork server {pid} {how}")
+                self._refuse(pipeline_id, f"its fork server {pid} {how}")
                 self._ended.remove(pid)
                 return True
         return False
@@ -203,7 +203,7 @@ class ForkServers:
             os.waitpid(pid, 0)
         self._ended.clear()
 
-    def _begin(self, definition_id: str, limit_s: float) -> _ForkServer:
+    def _begin(self, pipeline_id: str, limit_s: float) -> _ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         supervisor = os.getpid()
@@ -213,7 +213,7 @@ class ForkServers:
                 return 0
             ours.close()
             self._leave_supervisor()
-            return self._serve(definition_id, theirs, supervisor)
+            return self._serve(pipeline_id, theirs, supervisor)
 
         try:
             pid = fork_child(run)
@@ -224,7 +224,7 @@ class ForkServers:
             theirs.close()
         return _ForkServer(pid, ours, limit_s, self._clock())
 
-    def _hear(self, definition_id: str, server: _ForkServer) -> None:
+    def _hear(self, pipeline_id: str, server: _ForkServer) -> None:
         """Take note of what a fork server says that is loading."""
         said = b""
         with contextlib.suppress(OSError):  # it has said nothing yet, or has ended, which `forget` is told
@@ -233,37 +233,37 @@ class ForkServers:
         if said == _LOADED:
             server.is_loaded, server.load_s = True, load_s
         elif said == _REFUSED:
-            self._refuse(definition_id, "")
+            self._refuse(pipeline_id, "")
         elif is_stopped(server.pid):
-            self._refuse(definition_id, "its fork server is stopped")
+            self._refuse(pipeline_id, "its fork server is stopped")
         elif load_s > server.limit_s:
-            self._refuse(definition_id, f"its fork server has not loaded it in {server.limit_s:g} s")
+            self._refuse(pipeline_id, f"its fork server has not loaded it in {server.limit_s:g} s")
 
-    def _refuse(self, definition_id: str, reason: str) -> None:
+    def _refuse(self, pipeline_id: str, reason: str) -> None:
         if reason:  # else the fork server has said it
-            _log.warning("pipeline=%s is loaded in each process: %s", definition_id[:8], reason)
-        self._refused[definition_id] = None
+            _log.warning("pipeline=%s is loaded in each process: %s", pipeline_id[:8], reason)
+        self._refused[pipeline_id] = None
         if len(self._refused) > _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
-        if definition_id in self._servers:
-            self._end(definition_id)
+        if pipeline_id in self._servers:
+            self._end(pipeline_id)
 
-    def _end(self, definition_id: str) -> None:
-        server = self._servers.pop(definition_id)
+    def _end(self, pipeline_id: str) -> None:
+        server = self._servers.pop(pipeline_id)
         server.channel.close()
         self._ended.add(server.pid)
         os.kill(server.pid, signal.SIGKILL)
 
     # --- in the fork server -----------------------------------------------------------------------------------------
 
-    def _serve(self, definition_id: str, channel: socket.socket, supervisor: int) -> int:
+    def _serve(self, pipeline_id: str, channel: socket.socket, supervisor: int) -> int:
         """Load a pipeline, and fork whatever the supervisor asks for."""
         use_one_thread()
-        loaded, reason = self._load(definition_id)
+        loaded, reason = self._load(pipeline_id)
         if reason:
-            _log.info("pipeline=%s is loaded in each process: loading it %s", definition_id[:8], reason)
+            _log.info("pipeline=%s is loaded in each process: loading it %s", pipeline_id[:8], reason)
         else:
-            of = definition_id[:8], os.getpid(), loaded.kept_bytes
+            of = pipeline_id[:8], os.getpid(), loaded.kept_bytes
             _log.info("pipeline=%s loaded once for this host, in process %d: %d bytes", *of)
         channel.send(_REFUSED if reason else _LOADED)
         os.kill(supervisor, signal.SIGCHLD)  # look here now
@@ -281,19 +281,19 @@ class ForkServers:
             for descriptor in descriptors:
                 os.close(descriptor)
             # Who was forked needs the bytes no more. Those that left for it had them mapped; the last one is gone now.
-            self._exchange.give_back(definition_id)
+            self._exchange.give_back(pipeline_id)
 
-    def _load(self, definition_id: str) -> tuple[LoadedProgram, str]:
+    def _load(self, pipeline_id: str) -> tuple[LoadedProgram, str]:
         """Load a pipeline, and say why processes cannot be forked with it."""
         loaded = LoadedProgram()
-        definition = self._exchange.find(definition_id)
-        if definition is None:
+        pickled = self._exchange.find(pipeline_id)
+        if pickled is None:
             return loaded, "failed: its bytes are not shared"
         adopt_orphans(True)  # what loading has started is then a child, whoever of them started it
         before = Holdings.now()
         try:
             with ForksEndHere():
-                loaded.keep(definition)
+                loaded.keep(pickled)
         except Exception as error:  # noqa: BLE001, user code: each process will see for itself
             return loaded, f"failed: {error}"
         reason = Holdings.now().why_not_fork(before)

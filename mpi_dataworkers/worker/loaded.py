@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.definition import Definition, load_pipeline
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
 from hetstream.mpi_dataworkers.programs import joined, serves
@@ -19,9 +19,9 @@ from hetstream.mpi_dataworkers.wire.messages import Program
 _log = logging.getLogger(__name__)
 
 
-def objects_bytes(definition: Definition) -> int:
+def objects_bytes(pickled: PickledPipeline) -> int:
     """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
-    return memoryview(definition.blob).nbytes
+    return memoryview(pickled.blob).nbytes
 
 
 class OtherProgram(Exception):
@@ -41,7 +41,7 @@ class LoadedProgram:
         self._in_force = SettingsInForce()
         self._said_changed = False
         self.kept_bytes = 0
-        self._kept: tuple[Definition, Pipeline] | None = None
+        self._kept: tuple[PickledPipeline, Pipeline] | None = None
 
     def apply(self, settings: bytes) -> None:
         """Put what the program had set when it defined a pipeline in force.
@@ -55,20 +55,20 @@ class LoadedProgram:
             text = f"{type(error).__name__}: {error}"
             raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
 
-    def load(self, definition: Definition) -> Pipeline:
+    def load(self, pickled: PickledPipeline) -> Pipeline:
         """Be a process of a pipeline's program, under its settings, and unpickle it.
 
         Raises:
             OtherProgram: this process cannot.
             PipelineError: user code failed.
         """
-        program = definition.program
+        program = pickled.program
         if self.program is None:
             enter_program(program)
         elif not serves(self.program, program):
             raise OtherProgram
         self.program = program if self.program is None else joined(self.program, program)
-        self.apply(definition.settings)
+        self.apply(pickled.settings)
         changed = changed_since(program)
         if changed and not self._said_changed:
             self._said_changed = True
@@ -77,19 +77,19 @@ class LoadedProgram:
                 "starts again",
                 ", ".join(changed),
             )
-        return load_pipeline(definition)
+        return load_pipeline(pickled)
 
-    def keep(self, definition: Definition) -> None:
+    def keep(self, pickled: PickledPipeline) -> None:
         """Load a pipeline for processes that are forked from this one."""
-        pipeline = self.load(definition)
-        self.kept_bytes = objects_bytes(definition)
-        if not definition.buffers:  # else arrays lie in the memory in which it came
-            definition = replace(definition, blob=b"")
-        self._kept = definition, pipeline
+        pipeline = self.load(pickled)
+        self.kept_bytes = objects_bytes(pickled)
+        if not pickled.buffers:  # else arrays lie in the memory in which it came
+            pickled = replace(pickled, blob=b"")
+        self._kept = pickled, pipeline
 
-    def take(self, definition_id: str) -> tuple[Definition, Pipeline] | None:
+    def take(self, pipeline_id: str) -> tuple[PickledPipeline, Pipeline] | None:
         """The pipeline that was loaded before this process was forked: once, because samples may change it."""
-        if self._kept is None or self._kept[0].definition_id != definition_id:
+        if self._kept is None or self._kept[0].pipeline_id != pipeline_id:
             return None
         taken, self._kept = self._kept, None
         return taken

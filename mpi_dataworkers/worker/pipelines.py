@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable
 
-from hetstream.mpi_dataworkers.ops.definition import Definition
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.messages import Failure, GrantLease
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
-from hetstream.mpi_dataworkers.worker.definitions import Definitions
 from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram, objects_bytes
+from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 # A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
@@ -37,10 +37,10 @@ class ForkedAnew(Exception):
 
 
 class Pipelines:
-    """The pipelines of one process, by definition. Of its main thread.
+    """The pipelines of one process, by id. Of its main thread.
 
     Args:
-        definitions: where they are found.
+        pickled_pipelines: where they are found.
         loaded: the program of this process.
         leases: loading ends when the lease that it is for is gone.
         page: where the process says what it is doing.
@@ -50,19 +50,19 @@ class Pipelines:
 
     def __init__(
         self,
-        definitions: Definitions,
+        pickled_pipelines: PickledPipelines,
         loaded: LoadedProgram,
         leases: HeldLeases,
         page: WorkPage,
         forks_anew: bool,
         worker_number: Callable[[], int],
     ) -> None:
-        self._definitions, self._loaded, self._leases, self._page = definitions, loaded, leases, page
+        self._pickled_pipelines, self._loaded, self._leases, self._page = pickled_pipelines, loaded, leases, page
         self._forks_anew, self._worker_number = forks_anew, worker_number
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
-        self._in_use: dict[str, Definition] = {}  # siblings find them while they are held
+        self._in_use: dict[str, PickledPipeline] = {}  # siblings find them while they are held
         # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
         self._asked_bytes = loaded.kept_bytes
 
@@ -76,75 +76,73 @@ class Pipelines:
             StepFailed: user code failed.
             LeaseGone: the lease was revoked while it waited.
             ForkedAnew, OtherProgram: this process is to leave.
-            HandoverFailed: the definition's bytes cannot be had.
+            HandoverFailed: the pickled pipeline's bytes cannot be had.
         """
-        definition_id = lease.session.definition_id
-        if self._definitions.has_dropped or self._failed_at:
-            self._forget_old(definition_id)
-        if definition_id not in self._pipelines:
+        pipeline_id = lease.session.pipeline_id
+        if self._pickled_pipelines.has_dropped or self._failed_at:
+            self._forget_old(pipeline_id)
+        if pipeline_id not in self._pipelines:
             try:
-                self._pipelines[definition_id] = EnteredPipeline(
-                    self._load(definition_id, lease), self._worker_number()
-                )
+                self._pipelines[pipeline_id] = EnteredPipeline(self._load(pipeline_id, lease), self._worker_number())
             except (LeaseGone, ForkedAnew, OtherProgram, HandoverFailed):
                 raise
             except Exception as error:  # noqa: BLE001, user code; every step of this pipeline fails alike
-                self._pipelines[definition_id] = error
-                self._failed_at[definition_id] = time.monotonic()
+                self._pipelines[pipeline_id] = error
+                self._failed_at[pipeline_id] = time.monotonic()
             while len(self._pipelines) > _MAX_PIPELINES:
                 self._forget(next(iter(self._pipelines)))
-        entered = self._pipelines[definition_id]
+        entered = self._pipelines[pipeline_id]
         if isinstance(entered, EnteredPipeline):
             base_seed = lease.session.seed
             if entered.is_new(base_seed):
                 self._page.at_sample(-1)
             try:
-                self._loaded.apply(self._in_use[definition_id].settings)
+                self._loaded.apply(self._in_use[pipeline_id].settings)
                 return entered.enter(base_seed)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
-                entered = self._pipelines[definition_id] = error
-                self._failed_at[definition_id] = time.monotonic()
+                entered = self._pipelines[pipeline_id] = error
+                self._failed_at[pipeline_id] = time.monotonic()
         raise StepFailed(describe_failure(entered, is_final=True))
 
-    def check_writes(self, definition_id: str) -> None:
+    def check_writes(self, pipeline_id: str) -> None:
         """See that user code has not written to the memory that it shares.
 
         Raises:
             PipelineError: it has.
         """
-        if definition_id in self._write_watches:
-            self._write_watches[definition_id].check()
+        if pipeline_id in self._write_watches:
+            self._write_watches[pipeline_id].check()
 
-    def _load(self, definition_id: str, lease: GrantLease) -> Pipeline:
+    def _load(self, pipeline_id: str, lease: GrantLease) -> Pipeline:
         """Have a pipeline: as it was when this process was forked, or unpickled."""
-        taken = self._loaded.take(definition_id)
+        taken = self._loaded.take(pipeline_id)
         if taken is not None:
             found, pipeline = taken
         else:
             self._page.rest()  # no user code runs while it waits
-            found = self._definitions.find(definition_id, lambda: self._leases.holds(lease.token))
+            found = self._pickled_pipelines.find(pipeline_id, lambda: self._leases.holds(lease.token))
             if self._forks_anew and objects_bytes(found) > max(FORK_FROM_BYTES, self._asked_bytes):
                 self._ask_to_be_forked(found, lease)
             self._page.at_sample(-1)
             pipeline = self._loaded.load(found)
-        self._in_use[definition_id] = found
+        self._in_use[pipeline_id] = found
         if found.shared:
-            self._write_watches[definition_id] = WriteWatch(found.digest_of_shared)
+            self._write_watches[pipeline_id] = WriteWatch(found.digest_of_shared)
         return pipeline
 
-    def _ask_to_be_forked(self, definition: Definition, lease: GrantLease) -> None:
+    def _ask_to_be_forked(self, pickled: PickledPipeline, lease: GrantLease) -> None:
         limit_s = lease.session.errors.sample_timeout_s
-        if ask_to_be_forked(self._page, definition, limit_s, lambda: self._leases.holds(lease.token)):
+        if ask_to_be_forked(self._page, pickled, limit_s, lambda: self._leases.holds(lease.token)):
             raise ForkedAnew
         if not self._leases.holds(lease.token):
             raise LeaseGone
-        self._asked_bytes = objects_bytes(definition)
+        self._asked_bytes = objects_bytes(pickled)
 
-    def _forget_old(self, definition_id: str) -> None:
+    def _forget_old(self, pipeline_id: str) -> None:
         """Forget what no loader uses, and this pipeline if it could not be loaded some time ago."""
-        dropped = self._definitions.take_dropped()
-        if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
-            dropped.add(definition_id)
+        dropped = self._pickled_pipelines.take_dropped()
+        if time.monotonic() - self._failed_at.get(pipeline_id, math.inf) > _LOAD_AGAIN_S:
+            dropped.add(pipeline_id)
         for name in dropped:
             self._forget(name)
             if self._page.shares == name:
@@ -152,11 +150,11 @@ class Pipelines:
                 if not self._pipelines:  # to leave costs what other pipelines have in this process, a cache, say
                     self._asked_bytes = 0
 
-    def _forget(self, definition_id: str) -> None:
-        self._loaded.take(definition_id)
-        if self._page.wished[0] == definition_id:
+    def _forget(self, pipeline_id: str) -> None:
+        self._loaded.take(pipeline_id)
+        if self._page.wished[0] == pipeline_id:
             self._page.wish("")
-        self._pipelines.pop(definition_id, None)
-        self._write_watches.pop(definition_id, None)
-        self._failed_at.pop(definition_id, None)
-        self._in_use.pop(definition_id, None)
+        self._pipelines.pop(pipeline_id, None)
+        self._write_watches.pop(pipeline_id, None)
+        self._failed_at.pop(pipeline_id, None)
+        self._in_use.pop(pipeline_id, None)

@@ -174,7 +174,7 @@ class StepMaker:
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
         batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if len(kept) > 0 else None
-        self._pipelines.check_writes(session.definition_id)
+        self._pipelines.check_writes(session.pipeline_id)
         return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
 
     def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
@@ -189,7 +189,7 @@ class StepMaker:
                 session.epoch,
                 self._page.at_sample,
                 self._rounds,
-                session.definition_id,
+                session.pipeline_id,
                 session.errors.on_error != "raise",
             )
         return self._readers[session.session_id]

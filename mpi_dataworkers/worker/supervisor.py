@@ -166,7 +166,7 @@ class _Supervisor:
         self._stopping = False
         self._deadlines = ShutdownDeadlines()
         self._early_deaths = 0
-        self._to_start: collections.deque[tuple[WorkerStart, str]] = collections.deque()  # with which definition
+        self._to_start: collections.deque[tuple[WorkerStart, str]] = collections.deque()  # with which pipeline
         self._said_full = False
         self._files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._failed = False
@@ -243,9 +243,9 @@ class _Supervisor:
         if (num_asked := child.page.num_asked) > child.num_asked:
             child.num_asked = num_asked
             self._start(child.start.slot)
-        definition_id, limit_s = child.page.wished
-        if definition_id and child.page.answer is Answer.WAIT:
-            child.page.answer = self._fork_servers.answer(definition_id, limit_s)
+        pipeline_id, limit_s = child.page.wished
+        if pipeline_id and child.page.answer is Answer.WAIT:
+            child.page.answer = self._fork_servers.answer(pipeline_id, limit_s)
         work = child.page.read()
         if work != child.seen:
             child.seen, child.seen_at = work, self._clock.now
@@ -272,7 +272,7 @@ class _Supervisor:
         return code != 0 or child.page.read() is not None
 
     def _wanted(self) -> set[str]:
-        """Definitions that processes were forked with, or want to be forked with."""
+        """Pipelines that processes were forked with, or want to be forked with."""
         if self._stopping:
             return set()
         children = self._children.values()
@@ -310,9 +310,9 @@ class _Supervisor:
         else:
             self._start(child.start.slot, wished or shares, child.start.worker_id, fate)
 
-    def _start(self, slot: str, definition_id: str = "", replaces: str = "", fate: Fate | None = None) -> None:
+    def _start(self, slot: str, pipeline_id: str = "", replaces: str = "", fate: Fate | None = None) -> None:
         """Start a process, with a pipeline if a fork server has loaded it."""
-        self._to_start.append((WorkerStart(secrets.token_hex(16), slot, replaces, fate), definition_id))
+        self._to_start.append((WorkerStart(secrets.token_hex(16), slot, replaces, fate), pipeline_id))
         self._start_all()
 
     def _start_all(self) -> None:
@@ -328,12 +328,12 @@ class _Supervisor:
             self._said_full = False
             self._to_start.popleft()
 
-    def _fork(self, start: WorkerStart, definition_id: str) -> None:
+    def _fork(self, start: WorkerStart, pipeline_id: str) -> None:
         with contextlib.ExitStack() as undo:
             page = undo.enter_context(contextlib.closing(WorkPage()))
             stacks = undo.enter_context(contextlib.closing(StackFile()))
-            start_bytes, page.shares = msgspec.msgpack.encode(start), definition_id
-            pid = self._fork_servers.fork(definition_id, start_bytes, page, stacks)
+            start_bytes, page.shares = msgspec.msgpack.encode(start), pipeline_id
+            pid = self._fork_servers.fork(pipeline_id, start_bytes, page, stacks)
             if pid is None:
                 page.shares = ""
                 supervisor = os.getpid()

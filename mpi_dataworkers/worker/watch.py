@@ -26,8 +26,8 @@ from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
 # it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never); which
-# definition it wants to be forked with, how long loading that may take, and the answer; its process id, and whether its
-# supervisor knows it; which definition it was forked with and uses.
+# pipeline it wants to be forked with, how long loading that may take, and the answer; its process id, and whether its
+# supervisor knows it; which pipeline it was forked with and uses.
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
@@ -153,16 +153,16 @@ class WorkPage:
         _, limit_s, token, step, session = _PAGE.unpack_from(self._page)
         return Work(session.rstrip(b"\0").decode(), token, step, sample_index, since, limit_s)
 
-    def wish(self, definition_id: str, limit_s: float = 0.0) -> None:
+    def wish(self, pipeline_id: str, limit_s: float = 0.0) -> None:
         """Want a pipeline to be loaded before this process is forked anew; "" to want it no more."""
         _WISH.pack_into(self._page, _WISH_AT, b"", limit_s, Answer.WAIT)
-        _NAME.pack_into(self._page, _WISH_AT, definition_id.encode())  # who sees it, sees the rest
+        _NAME.pack_into(self._page, _WISH_AT, pipeline_id.encode())  # who sees it, sees the rest
 
     @property
     def wished(self) -> tuple[str, float]:
-        """The definition that the process wants, "" for none, and how long loading may take, s."""
-        definition_id, limit_s, _ = _WISH.unpack_from(self._page, _WISH_AT)
-        return definition_id.rstrip(b"\0").decode(), limit_s
+        """The pipeline that the process wants, "" for none, and how long loading may take, s."""
+        pipeline_id, limit_s, _ = _WISH.unpack_from(self._page, _WISH_AT)
+        return pipeline_id.rstrip(b"\0").decode(), limit_s
 
     @property
     def answer(self) -> Answer:
@@ -193,12 +193,12 @@ class WorkPage:
 
     @property
     def shares(self) -> str:
-        """The definition with which the process was forked, while its pipeline is in use; "" for none."""
+        """The pipeline with which the process was forked, while it is in use; "" for none."""
         return bytes(_NAME.unpack_from(self._page, _SHARES_AT)[0]).rstrip(b"\0").decode()
 
     @shares.setter
-    def shares(self, definition_id: str) -> None:
-        _NAME.pack_into(self._page, _SHARES_AT, definition_id.encode())
+    def shares(self, pipeline_id: str) -> None:
+        _NAME.pack_into(self._page, _SHARES_AT, pipeline_id.encode())
 
     def close(self) -> None:
         """Give the page back."""

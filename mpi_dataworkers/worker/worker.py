@@ -2,7 +2,7 @@
 
 One `DataWorker` is one process, forked by `supervisor.py`. Its main thread works on leases: `steps.py` makes each step,
 with a pipeline of `pipelines.py`. A second thread (`control.py`) keeps the connection to the dispatcher. Both share
-`leases.py` (what there is to do) and `definitions.py` (what to do it with).
+`leases.py` (what there is to do) and `pickled_pipelines.py` (what to do it with).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hetstream.mpi_dataworkers.wire.messages import Delivery, FailLease, FailSte
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.control import ControlThread
-from hetstream.mpi_dataworkers.worker.definitions import Definitions
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.gather import Gatherer
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram
+from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
 from hetstream.mpi_dataworkers.worker.pipelines import ForkedAnew, Pipelines, StepFailed
 from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
 from hetstream.mpi_dataworkers.worker.steps import StepMaker
@@ -53,7 +53,7 @@ class DataWorker:
         options: of the data worker.
         has_ended: whether the service is over, for when there is no connection on which to be told.
         page: where it says what it is doing.
-        exchange: definitions that this host has; None for a process that shares them with no other.
+        exchange: pickled pipelines that this host has; None for a process that shares them with no other.
         loaded: what was loaded before this process was forked.
     """
 
@@ -71,13 +71,13 @@ class DataWorker:
         loaded = loaded or LoadedProgram()
         self._dispatcher = DispatcherConnection(service, start.worker_id, has_ended)
         self._leases = HeldLeases(self._dispatcher)
-        self._definitions = Definitions(exchange, service.definitions_dir, self._dispatcher)
+        self._pickled_pipelines = PickledPipelines(exchange, service.pipelines_dir, self._dispatcher)
         registration = _registration(start)
         self._control = control = ControlThread(
-            self._dispatcher, registration, self._leases, self._definitions, self._page, loaded
+            self._dispatcher, registration, self._leases, self._pickled_pipelines, self._page, loaded
         )
         pipelines = Pipelines(
-            self._definitions, loaded, self._leases, self._page, options.forks_anew, lambda: control.number
+            self._pickled_pipelines, loaded, self._leases, self._page, options.forks_anew, lambda: control.number
         )
         self._steps = StepMaker(
             pipelines, self._leases, self._dispatcher, self._page, options.cache_bytes, options.num_threads
@@ -119,7 +119,7 @@ class DataWorker:
         self._sender.close(min(deadlines.batches_by, time.monotonic() + _LINGER_S))
         self._dispatcher.close(deadlines.messages_by)
         self._steps.close()
-        self._definitions.close()
+        self._pickled_pipelines.close()
 
     def _next_lease(self) -> GrantLease | None:
         while True:

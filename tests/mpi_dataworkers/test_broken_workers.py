@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
@@ -80,7 +80,7 @@ class Cluster:
         self.made: set[int] = set()
         self.outcome = Outcome([], set(), 0, 0.0, [], {})
         self.send(LOADER, RegisterLoader("job", 0, 0, 1, "gpu", 1, "d", {}))
-        self.send(LOADER, ProvideDefinition("d", Program("/", []), b"", b"x"))
+        self.send(LOADER, ProvidePipeline("d", Program("/", []), b"", b"x"))
         peers = list(self.host_of)
         random.Random(seed).shuffle(peers)
         for peer in peers:

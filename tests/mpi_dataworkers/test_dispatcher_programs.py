@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
     RegisterWorker,
     RenewWorker,
@@ -44,14 +44,14 @@ def connect(state: DispatcherState, loader: str, program: Program, trainer: str 
     """A loader of a program registers; its trainer has its name unless another is said."""
     registration = RegisterLoader(loader, 0, 0, 1, "host", 1, f"d-{loader}", {}, trainer=trainer or loader)
     state.handle(loader, registration, now)
-    state.handle(loader, ProvideDefinition(f"d-{loader}", program, b"", b""), now)
+    state.handle(loader, ProvidePipeline(f"d-{loader}", program, b"", b""), now)
 
 
 def begin(
-    state: DispatcherState, loader: str, now: float = 0.0, sharing: Sharing | None = None, definition_id: str = ""
+    state: DispatcherState, loader: str, now: float = 0.0, sharing: Sharing | None = None, pipeline_id: str = ""
 ) -> list[Instruction]:
     order = PlannedOrder(8, 1, 1, 0, False, False, 0)
-    session = SessionSpec(f"s-{loader}", definition_id or f"d-{loader}", 0, 0, order, ["tcp://loader:1"], sharing)
+    session = SessionSpec(f"s-{loader}", pipeline_id or f"d-{loader}", 0, 0, order, ["tcp://loader:1"], sharing)
     return state.handle(loader, OpenSession(session, 8, 0, [], 4, None), now)
 
 
@@ -156,8 +156,8 @@ def test_a_program_that_loads_another_version_of_a_module_gets_fresh_processes()
     begin(state, "a")
     state.handle("a", CloseSession("s-a", 8, STATS), 1.0)
     reloaded = Program("/one", ["/one", ""], {"data": "2"})
-    state.handle("a", ProvideDefinition("reloaded", reloaded, b"", b""), 1.0)
-    assert sent(begin(state, "a", 1.0, definition_id="reloaded"), RenewWorker) == ["w0"]
+    state.handle("a", ProvidePipeline("reloaded", reloaded, b"", b""), 1.0)
+    assert sent(begin(state, "a", 1.0, pipeline_id="reloaded"), RenewWorker) == ["w0"]
 
 
 def test_after_a_restart_of_the_dispatcher_a_process_says_which_program_it_serves() -> None:
@@ -221,5 +221,5 @@ def test_jobs_that_name_their_pipeline_share_although_they_start_in_different_di
     connect(state, "b", TWO)
     out = begin(state, "b", sharing=stream)
     grants = [one.message for one in out if isinstance(one, Send) and isinstance(one.message, GrantLease)]
-    assert {grant.session.definition_id for grant in grants} == {"d-a"}, "made from the pipeline that is there"
+    assert {grant.session.pipeline_id for grant in grants} == {"d-a"}, "made from the pipeline that is there"
     assert not sent(out, AddProcess)

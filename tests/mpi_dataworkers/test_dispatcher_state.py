@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from hetstream.mpi_dataworkers.dispatcher import limits
-from hetstream.mpi_dataworkers.dispatcher.events import DefinitionRemembered, LoaderLost, SessionClosed
+from hetstream.mpi_dataworkers.dispatcher.events import LoaderLost, PipelineRemembered, SessionClosed
 from hetstream.mpi_dataworkers.dispatcher.instructions import (
-    ForgetDefinition,
+    ForgetPipeline,
     ForgetWorker,
     Instruction,
-    RememberDefinition,
+    RememberPipeline,
     RememberStats,
     RememberWorker,
     ReportEvent,
@@ -27,11 +27,11 @@ from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
     Draining,
     DrainWorker,
-    DropDefinition,
+    DropPipeline,
     DropSession,
     ExtendSession,
     FailLease,
-    FetchDefinition,
+    FetchPipeline,
     FinishLease,
     GrantLease,
     HeldLease,
@@ -44,12 +44,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderStats,
     Membership,
     Message,
-    NeedDefinition,
+    NeedPipeline,
     Notice,
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     RegisterLoader,
     RegisterWorker,
@@ -252,25 +252,25 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     state.validate()
 
 
-def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
+def test_pickled_pipeline_is_sent_once_and_fetched_when_it_comes() -> None:
     state = DispatcherState(1, 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
     assert sent(state.handle(LOADER, loader(0), 0.0), LoaderRegistered) == [(LOADER, LoaderRegistered(True, 1, "d"))]
-    assert state.handle("w0", FetchDefinition("d"), 0.0) == []
-    provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
+    assert state.handle("w0", FetchPipeline("d"), 0.0) == []
+    provided = ProvidePipeline("d", Program("/", []), b"", b"blob")
     out = state.handle(LOADER, provided, 0.0)
-    remembered = ReportEvent(DefinitionRemembered(definition_id="d", num_bytes=4))
-    assert out == [RememberDefinition(provided), remembered, Send("w0", provided)]
+    remembered = ReportEvent(PipelineRemembered(pipeline_id="d", num_bytes=4))
+    assert out == [RememberPipeline(provided), remembered, Send("w0", provided)]
     assert sent(state.handle("other", loader(1), 0.0), LoaderRegistered) == [("other", LoaderRegistered(False, 1, "d"))]
 
 
-def test_a_definition_that_was_lost_is_asked_for_once_for_each_data_worker_that_wants_it() -> None:
+def test_a_pickled_pipeline_that_was_lost_is_asked_for_once_for_each_data_worker_that_wants_it() -> None:
     state = ready_state()
-    assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send(LOADER, NeedDefinition("d"))]
-    provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
-    assert sent(state.handle(LOADER, provided, 0.0), ProvideDefinition) == [("w0", provided)]
+    assert state.handle("w0", FetchPipeline("d"), 0.0) == [Send(LOADER, NeedPipeline("d"))]
+    provided = ProvidePipeline("d", Program("/", []), b"", b"blob")
+    assert sent(state.handle(LOADER, provided, 0.0), ProvidePipeline) == [("w0", provided)]
     assert state.handle(LOADER, provided, 0.0) == [], "it is journaled once, and was asked for once"
-    assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send("w0", provided)]
+    assert state.handle("w0", FetchPipeline("d"), 0.0) == [Send("w0", provided)]
 
 
 def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -> None:
@@ -721,16 +721,16 @@ def test_a_message_of_the_wrong_role_is_refused() -> None:
         assert f"{type(message).__name__} is no message of a" in refusal.text
 
 
-def test_definitions_that_no_loader_uses_are_forgotten() -> None:
+def test_pickled_pipelines_that_no_loader_uses_are_forgotten() -> None:
     state = ready_state()
     for number in range(3):
-        out = state.handle(LOADER, ProvideDefinition(f"d{number}", Program("/", []), b"", b""), 0.0)
-    assert out[0] == ForgetDefinition("d1")
-    assert sent(out, DropDefinition) == [
-        (f"w{number}", DropDefinition("d1")) for number in range(len(state.tables.workers))
+        out = state.handle(LOADER, ProvidePipeline(f"d{number}", Program("/", []), b"", b""), 0.0)
+    assert out[0] == ForgetPipeline("d1")
+    assert sent(out, DropPipeline) == [
+        (f"w{number}", DropPipeline("d1")) for number in range(len(state.tables.workers))
     ]
-    assert state.tables.definitions.keys() == {"d2"}
+    assert state.tables.pipelines.keys() == {"d2"}
     current = SessionSpec("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
     state.handle(LOADER, OpenSession(current, 5, 0, [], 8, None), 0.0)
-    state.handle(LOADER, ProvideDefinition("d3", Program("/", []), b"", b""), 0.0)
-    assert state.tables.definitions.keys() == {"d2", "d3"}, "a pass still needs it"
+    state.handle(LOADER, ProvidePipeline("d3", Program("/", []), b"", b""), 0.0)
+    assert state.tables.pipelines.keys() == {"d2", "d3"}, "a pass still needs it"

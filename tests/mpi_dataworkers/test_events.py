@@ -98,7 +98,7 @@ def test_a_service_tells_its_story(service: Any, wait_until: Callable[..., None]
     names = [event["event"] for event in told]
     assert names[0] == "DispatcherStarted"
     assert names[-1] == "DispatcherStopped"
-    for name in ("LoaderConnected", "DefinitionRemembered", "SessionOpened", "SessionClosed", "LoaderLost"):
+    for name in ("LoaderConnected", "PipelineRemembered", "SessionOpened", "SessionClosed", "LoaderLost"):
         assert names.count(name) == 1, names
     causes = [event["cause"] for event in told if event["event"] == "DataWorkerLost"]
     assert len(causes) == 3

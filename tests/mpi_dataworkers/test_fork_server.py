@@ -36,9 +36,9 @@ def pss_of_all(pid: int) -> int:
     return total
 
 
-def definitions_bytes(pid: int) -> int:
-    """Memory in which a data worker holds definitions as they came."""
-    files = [one for one in Path(f"/proc/{pid}/fd").iterdir() if "hetstream-definition" in os.readlink(one)]
+def pickled_bytes(pid: int) -> int:
+    """Memory in which a data worker holds pickled pipelines as they came."""
+    files = [one for one in Path(f"/proc/{pid}/fd").iterdir() if "hetstream-pipeline" in os.readlink(one)]
     assert files
     return sum(one.stat().st_size for one in files)
 
@@ -92,7 +92,7 @@ def test_four_processes_hold_one_copy_of_many_strings(
 
         wait_until(all_take_part, 60, "batches from all four")
         grown, num_bytes = pss_of_all(worker.pid) - empty, len(dataset) * dataset.WORD_BYTES
-        wait_until(lambda: definitions_bytes(worker.pid) == 0, 10, "the bytes as they came to be given back")
+        wait_until(lambda: pickled_bytes(worker.pid) == 0, 10, "the bytes as they came to be given back")
     assert dataset.loaders() == [server_of(service)]
     # Once as objects, and what each has read of them; without the fork server it is nine times.
     assert grown < 3 * num_bytes, f"{grown / num_bytes:.2f} times the strings"

@@ -110,10 +110,10 @@ def test_refusals_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
     servers = ForkServers(exchange, lambda: None, lambda *_: 0, time.monotonic)
     try:
         for number in range(1000):
-            assert servers.answer(f"definition {number}", 1.0) is Answer.WAIT
+            assert servers.answer(f"pickled pipeline {number}", 1.0) is Answer.WAIT
             assert servers.forget(ended, "ended with code 3")
-        assert servers.answer("definition 999", 1.0) is Answer.LOAD
-        assert servers.answer("definition 0", 1.0) is Answer.WAIT, "it is of a program that is long over"
+        assert servers.answer("pickled pipeline 999", 1.0) is Answer.LOAD
+        assert servers.answer("pickled pipeline 0", 1.0) is Answer.WAIT, "it is of a program that is long over"
     finally:
         servers.close()
         exchange.close()

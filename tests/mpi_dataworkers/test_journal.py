@@ -11,7 +11,7 @@ import pytest
 from hetstream.mpi_dataworkers.dispatcher import journal as journal_module
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvidePipeline, RegisterLoader
 
 LOADER = RegisterLoader("job", 0, 0, 1, "host", 1, "d", {})
 
@@ -21,7 +21,7 @@ def write(directory: Path, groups: int = 1) -> None:
     journal = Journal(directory)
     for number in range(groups):
         journal.begin()
-        journal.remember_definition(ProvideDefinition(f"d{number}", Program("/", []), b"", b"blob" * 100))
+        journal.remember_pipeline(ProvidePipeline(f"d{number}", Program("/", []), b"", b"blob" * 100))
         journal.remember_worker(f"w{number}")
         journal.remember_stats(LOADER, LoaderStats(epochs=number))
         journal.commit()
@@ -35,7 +35,7 @@ def test_what_was_committed_is_there_after_a_death(tmp_path: Path) -> None:
     write(tmp_path, groups=3)
     journal = Journal(tmp_path)
     assert journal.incarnation == 2
-    assert [one.definition_id for one in journal.definitions] == ["d0", "d1", "d2"]
+    assert [one.pipeline_id for one in journal.pipelines] == ["d0", "d1", "d2"]
     assert journal.workers == {"w0", "w1", "w2"}
     assert journal.loaders()[0]["epochs"] == 2
     journal.close()
@@ -47,7 +47,7 @@ def test_a_torn_last_record_is_dropped_with_its_group_and_nothing_else(tmp_path:
     log = tmp_path / "journal.sqlite-wal"
     log.write_bytes(log.read_bytes()[:-cut])
     journal = Journal(tmp_path)
-    names = sorted(one.definition_id for one in journal.definitions)
+    names = sorted(one.pipeline_id for one in journal.pipelines)
     assert names in (["d0", "d1", "d2", "d3"], ["d0", "d1", "d2"]), "groups are there or not, and in order"
     assert journal.workers == {name.replace("d", "w") for name in names}, "a group is there whole or not at all"
     journal.close()
@@ -100,8 +100,8 @@ def duplicate_a_row(path: Path) -> None:
         (sql("insert into facts values ('keys', '[\"a\"]')"), "1 keys instead of 5"),
         (sql("insert into facts values ('keys', '[')"), "truncated"),
         (sql("insert into facts values ('port', '70000')"), "port 70000"),
-        (sql("update definitions set id = 'other'"), "the pipeline d0 is filed as other"),
-        (sql("update definitions set message = x'00'"), "Expected `object`"),
+        (sql("update pipelines set id = 'other'"), "the pipeline d0 is filed as other"),
+        (sql("update pipelines set message = x'00'"), "Expected `object`"),
         (sql("update loaders set stats = x'00'"), "Expected `object`"),
     ],
     ids=range(13),
@@ -109,7 +109,7 @@ def duplicate_a_row(path: Path) -> None:
 def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     journal = Journal(tmp_path)
     journal.begin()
-    journal.remember_definition(ProvideDefinition("d0", Program("/", []), b"", b"blob"))
+    journal.remember_pipeline(ProvidePipeline("d0", Program("/", []), b"", b"blob"))
     journal.remember_worker("w0")
     journal.remember_stats(LOADER, LoaderStats())
     journal.commit()
@@ -122,19 +122,18 @@ def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[
 def test_a_large_pipeline_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_PART_BYTES", 1000)
     large = [
-        ProvideDefinition(name, Program("/", []), b"", name.encode() * size)
-        for name, size in (("d0", 3000), ("d1", 500))
+        ProvidePipeline(name, Program("/", []), b"", name.encode() * size) for name, size in (("d0", 3000), ("d1", 500))
     ]
     journal = Journal(tmp_path)
-    for definition in (*large, large[0]):
-        journal.remember_definition(definition)
+    for pipeline in (*large, large[0]):
+        journal.remember_pipeline(pipeline)
     journal.close()
     journal = Journal(tmp_path)
-    assert journal.definitions == large
-    journal.forget_definition("d0")
+    assert journal.pipelines == large
+    journal.forget_pipeline("d0")
     journal.close()
     journal = Journal(tmp_path)
-    assert journal.definitions == large[1:]
+    assert journal.pipelines == large[1:]
     journal.close()
 
 
@@ -145,8 +144,8 @@ def test_it_stays_small_however_long_the_service_runs(tmp_path: Path) -> None:
         journal.remember_stats(LOADER, LoaderStats(epochs=number, steps=1000 * number))
         journal.remember_worker(f"w{number}")
         journal.forget_worker(f"w{number - 8}")
-        journal.forget_definition(f"d{number - 1}")
-        journal.remember_definition(ProvideDefinition(f"d{number}", Program("/", []), b"", b"x" * 20_000))
+        journal.forget_pipeline(f"d{number - 1}")
+        journal.remember_pipeline(ProvidePipeline(f"d{number}", Program("/", []), b"", b"x" * 20_000))
         journal.commit()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 << 20
     journal.close()

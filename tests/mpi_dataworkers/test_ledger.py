@@ -158,7 +158,7 @@ def test_the_dispatcher_may_die_at_every_point(
 ) -> None:
     service.start_workers(2)
     run = start(samples=160, epochs=60)
-    # Every commit of a start: the number of starts and the port; later ones: definitions, data workers, statistics.
+    # Every commit of a start: the number of starts and the port; later ones: pipelines, data workers, statistics.
     faults = requests(tmp_path, "dispatcher", (1, 12)) + f",dispatcher.before_commit:2:kill:{tmp_path}/dispatcher.x.2"
     monkeypatch.setenv("HETSTREAM_FAULT", faults)
     service.kill_dispatcher()

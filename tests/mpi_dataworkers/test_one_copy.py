@@ -17,11 +17,11 @@ import torch
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.definition import Definition, define, load_pipeline
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline, pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
-from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvideDefinition
+from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, pack, read_into, remove_unused
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 
@@ -58,10 +58,10 @@ def test_four_processes_hold_one_copy_of_a_large_array_and_a_tensor(service: Any
         wait_until(streamed_epoch, timeout_s=60, what="an epoch from data workers")
         grown = pss_of_all(worker.pid) - empty
         assert grown < 1.6 * (num_bytes := 2 * array.nbytes), f"{grown / num_bytes:.2f} copies"
-        assert len(list((service.address_file.parent).glob("definitions-*/*"))) == 1
+        assert len(list((service.address_file.parent).glob("pipelines-*/*"))) == 1
     assert service.log("worker").count("fetched for this host") == 1
     service.stop()
-    assert not list(service.address_file.parent.glob("definitions-*")), "nothing is left of it"
+    assert not list(service.address_file.parent.glob("pipelines-*")), "nothing is left of it"
 
 
 def test_what_a_dataset_opens_when_it_is_loaded_belongs_to_one_process(three: Any, tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def exchange() -> Iterator[Exchange]:
     with_two_slots.close()
 
 
-def message_of(name: str, *buffers: bytes, blob: bytes = b"pickle") -> ProvideDefinition:
-    return ProvideDefinition(name, Program("/", ["/a"]), b"", *pack(blob, buffers, Path("/nowhere")))
+def message_of(name: str, *buffers: bytes, blob: bytes = b"pickle") -> ProvidePipeline:
+    return ProvidePipeline(name, Program("/", ["/a"]), b"", *pack(blob, buffers, Path("/nowhere")))
 
 
-def test_a_definition_is_kept_for_all_and_each_one_writes_to_its_own(exchange: Exchange) -> None:
+def test_a_pickled_pipeline_is_kept_for_all_and_each_one_writes_to_its_own(exchange: Exchange) -> None:
     assert exchange.find("d") is None
     buffers = [b"a" * 100, b"", b"b" * 5000]
     with exchange.alone(lambda: False) as is_its_turn, exchange.alone(lambda: True) as is_anothers:
@@ -144,7 +144,7 @@ def test_a_definition_is_kept_for_all_and_each_one_writes_to_its_own(exchange: E
     second = exchange.find("d")
     assert second is not None
     assert [bytes(one) for one in second.buffers] == buffers
-    assert (second.definition_id, second.program, second.blob) == ("d", Program("/", ["/a"]), b"pickle")
+    assert (second.pipeline_id, second.program, second.blob) == ("d", Program("/", ["/a"]), b"pickle")
     memoryview(first.buffers[0])[:1] = b"x"
     assert bytes(second.buffers[0][:2]) == b"aa"
 
@@ -224,13 +224,13 @@ def test_what_is_too_large_for_a_message_goes_by_a_file_that_is_checked(
 ) -> None:
     monkeypatch.setattr(handover, "IN_MESSAGE_BYTES", 1000)
     blob, data = os.urandom(blob_bytes), os.urandom(2000)
-    directory = tmp_path / "definitions"
+    directory = tmp_path / "pickled pipelines"
     for _ in range(2):  # another rank
         sent, contents = pack(blob, [data], directory)
     (file,) = directory.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert len(sent) + len(contents.data) <= 1000
-    message = ProvideDefinition("d", Program("/", []), b"", sent, contents)
+    message = ProvidePipeline("d", Program("/", []), b"", sent, contents)
     kept = exchange.keep(message, directory)
     assert (bytes(kept.blob), [bytes(one) for one in kept.buffers]) == (blob, [data])
     file.write_bytes(b"x" + file.read_bytes()[1:])
@@ -253,7 +253,7 @@ def test_a_dataset_above_the_cap_or_without_room_is_refused_with_the_reason(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PipelineError, match=r"by a file, and it cannot be written: .*Not a dir"):
-        pack(b"", [bytes(handover.IN_MESSAGE_BYTES + 1)], tmp_path / "file" / "definitions")
+        pack(b"", [bytes(handover.IN_MESSAGE_BYTES + 1)], tmp_path / "file" / "pickled pipelines")
     monkeypatch.setattr(handover, "MOST_BYTES", 1000)
     with pytest.raises(PipelineError, match="is 1,002 bytes in pickled form, more than the 1,000"):
         pack(b"xx", [bytes(1000)], tmp_path)
@@ -268,7 +268,7 @@ def through(value: Any) -> Any:
     """What a data worker makes of it."""
     pickled = pickle_apart(Pipeline(value, list, -1))
     copies = [memoryview(bytearray(buffer)) for buffer in pickled.buffers]
-    return load_pipeline(Definition("d", Program(os.getcwd(), []), b"", pickled.blob, copies)).dataset
+    return load_pipeline(PickledPipeline("d", Program(os.getcwd(), []), b"", pickled.blob, copies)).dataset
 
 
 def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
@@ -318,13 +318,13 @@ def test_other_tensors_go_torchs_own_way() -> None:
     assert made[5] == 7
 
 
-def test_a_change_of_one_byte_is_another_definition() -> None:
+def test_a_change_of_one_byte_is_another_pickled_pipeline() -> None:
     array = np.zeros(1 << 20, dtype=np.uint8)
     pipeline = Pipeline(array, list, len(array))
-    before = define(pipeline).definition_id
-    assert define(pipeline).definition_id == before
+    before = pickle_pipeline(pipeline).pipeline_id
+    assert pickle_pipeline(pipeline).pipeline_id == before
     array[-1] = 1
-    assert define(pipeline).definition_id != before
+    assert pickle_pipeline(pipeline).pipeline_id != before
 
 
 def test_a_data_worker_whose_dataset_never_loads_ends_when_told(service: Any, tmp_path: Path, wait_until: Any) -> None:

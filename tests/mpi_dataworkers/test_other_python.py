@@ -38,7 +38,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
     RegisterWorker,
     SessionSpec,
@@ -85,7 +85,7 @@ def test_versions_are_compared_at_registration() -> None:
     other = Interpreter("/usr/bin/python3", "3.11.2", "2.13.0", "0.1.0")
     handle("w0", RegisterWorker("cpu0", 7, "", [], slot="a", interpreter=other), 0.0)
     handle("loader", RegisterLoader("job", 0, 0, 1, "gpu0", 1, "d", {}, interpreter=OURS), 0.0)
-    handle("loader", ProvideDefinition("d", Program("/", []), b"", b"blob"), 0.0)
+    handle("loader", ProvidePipeline("d", Program("/", []), b"", b"blob"), 0.0)
     session = SessionSpec("s", "d", 0, 1, PlannedOrder(8, 1, 1, 0, False, False, 0), ["r"])
     handle("loader", OpenSession(session, 8, 0, [], 8, None), 0.1)
     assert not sent(GrantLease), "its pickles are for another Python"

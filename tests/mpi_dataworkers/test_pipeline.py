@@ -24,8 +24,14 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.definition import Definition, copy_of, define, find_unpicklable, load_pipeline
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
+    PickledPipeline,
+    copy_of,
+    find_unpicklable,
+    load_pipeline,
+    pickle_pipeline,
+)
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
@@ -81,13 +87,13 @@ def test_user_errors_name_the_sample() -> None:
     assert (caught.value.sample_index, type(caught.value.user_error())) == (-1, ZeroDivisionError)
 
 
-def test_definition_travels_by_value_and_checks_the_length() -> None:
+def test_pickled_pipeline_travels_by_value_and_checks_the_length() -> None:
     pipeline = Pipeline(datasets.Augmented(5), lambda samples: [index for _, index in samples], 5)
-    definition = define(pipeline)
-    assert definition.program.working_dir
-    loaded = load_pipeline(definition)
+    pickled = pickle_pipeline(pipeline)
+    assert pickled.program.working_dir
+    loaded = load_pipeline(pickled)
     assert batch_of(loaded, [4, 2], 0, 0) == [4, 2]
-    wrong = define(Pipeline(datasets.Augmented(5), default_collate, 6))
+    wrong = pickle_pipeline(Pipeline(datasets.Augmented(5), default_collate, 6))
     with pytest.raises(PipelineError, match="has 5 samples in a data worker and 6 in the trainer"):
         load_pipeline(wrong)
 
@@ -112,39 +118,39 @@ def script_class() -> Any:
     return Scaled
 
 
-def test_each_definition_has_the_classes_of_its_time() -> None:
+def test_each_pickled_pipeline_has_the_classes_of_its_time() -> None:
     kind = script_class()
     loaded = {}
     for scale in (1, 3):
         kind.scale = scale
-        loaded[scale] = load_in_another_process(define(Pipeline(kind(), list, 4)), kind)
+        loaded[scale] = load_in_another_process(pickle_pipeline(Pipeline(kind(), list, 4)), kind)
     for scale, pipeline in loaded.items():
         assert batch_of(pipeline, [1, 2], 0, 0) == [(scale, 2 * scale), (2 * scale, 2 * scale)]
 
 
-def load_in_another_process(definition: Definition, kind: type) -> Pipeline:
+def load_in_another_process(pickled: PickledPipeline, kind: type) -> Pipeline:
     """Load a pipeline where nobody has defined its class: cloudpickle does not know it there."""
     ids = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     class_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS[kind]
     own = ids.pop(class_id)
     try:
-        return load_pipeline(definition)
+        return load_pipeline(pickled)
     finally:
         ids[class_id] = own
 
 
 def test_a_copy_leaves_the_programs_own_classes_as_they_are_and_tells_of_changed_ones() -> None:
     kind = script_class()
-    definition = define(Pipeline(kind(), list, 4))
+    pickled = pickle_pipeline(Pipeline(kind(), list, 4))
     method = kind.__getitem__
-    assert copy_of(definition.in_private())[1] == []
+    assert copy_of(pickled.in_private())[1] == []
     kind.scale = 3
-    copied, changed = copy_of(definition.in_private())
+    copied, changed = copy_of(pickled.in_private())
     assert (changed, kind.scale) == ([kind], 3)
     assert kind.__getitem__ is method
     assert type(copied.dataset) is kind
     kind.scale, kind.__len__ = 1, lambda _: 4
-    assert copy_of(definition.in_private())[1] == [kind]
+    assert copy_of(pickled.in_private())[1] == [kind]
 
 
 def test_what_cloudpickle_cannot_write_or_would_write_by_name_travels_with_the_script() -> None:
@@ -173,10 +179,10 @@ def test_what_cloudpickle_cannot_write_or_would_write_by_name_travels_with_the_s
         torch.backends.cudnn.deterministic = True  # a module of a class of its own
 
     pipeline = Pipeline(Cached(), list, 10, seed_all)
-    loaded = load_in_another_process(define(pipeline), Cached)
+    loaded = load_in_another_process(pickle_pipeline(pipeline), Cached)
     assert batch_of(loaded, [9, 3], 0, 0) == [(34, 18, 10), (2, 6, 10)]
     assert loaded.worker_init_fn is not None
-    copies = load_in_another_process(define(replace(pipeline, collate_fn=fibonacci)), Cached)
+    copies = load_in_another_process(pickle_pipeline(replace(pipeline, collate_fn=fibonacci)), Cached)
     assert copies.collate_fn(20) == 6765
     assert copies.collate_fn.cache_parameters() == fibonacci.cache_parameters()  # type: ignore[attr-defined]
 
@@ -211,7 +217,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
     for pipeline, name in cases:
         assert find_unpicklable(pipeline) == name
         with pytest.raises(PipelineError, match="cannot be sent to data workers"):
-            define(pipeline)
+            pickle_pipeline(pipeline)
 
 
 # A proxy without an object, as of a web framework outside of a request.
@@ -229,20 +235,20 @@ def test_a_proxy_without_an_object_is_named(tmp_path: Path, monkeypatch: pytest.
     script: dict[str, Any] = {"__name__": "__main__"}
     exec(UNBOUND, script)
     with pytest.raises(PipelineError, match=r"collate_fn -> global PROXY \(__main__\.Unbound\) cannot be pickled"):
-        define(Pipeline([1], script["collate"], 1))
+        pickle_pipeline(Pipeline([1], script["collate"], 1))
     (tmp_path / "unbound_proxy.py").write_text(UNBOUND)
     monkeypatch.syspath_prepend(tmp_path)
     collate = importlib.import_module("unbound_proxy").collate
     with pytest.raises(PipelineError, match=r"its code names cannot be looked at \(RuntimeError\('no object'\)\)"):
-        define(Pipeline([1], collate, 1))
+        pickle_pipeline(Pipeline([1], collate, 1))
 
 
-def test_a_program_whose_directory_is_gone_has_a_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_directory_is_gone_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path / "scratch")
     monkeypatch.setattr("sys.path", ["", "lib", *sys.path])
     (tmp_path / "scratch").rmdir()
-    program = define(Pipeline([1], list, 1)).program
+    program = pickle_pipeline(Pipeline([1], list, 1)).program
     monkeypatch.chdir(tmp_path)
     assert program.working_dir.startswith(str(tmp_path / "scratch"))
     assert os.path.join(program.working_dir, "lib") in program.sys_path

@@ -1,4 +1,4 @@
-"""What a definition carries of the program around it, and how a data worker process takes it over."""
+"""What a pickled pipeline carries of the program around it, and how a data worker process takes it over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.ops.definition import define
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
     INSTALLATION,
@@ -208,7 +208,7 @@ def test_pickling_a_pipeline_leaves_cloudpickle_as_it_was(monkeypatch: pytest.Mo
     script = ModuleType("__mp_main__")
     exec("class Data:\n    def __len__(self): return 3", vars(script))  # as multiprocessing runs it
     monkeypatch.setitem(sys.modules, "__mp_main__", script)
-    definition = define(Pipeline(script.Data(), list, 3))
+    pickled = pickle_pipeline(Pipeline(script.Data(), list, 3))
     monkeypatch.delitem(sys.modules, "__mp_main__")
-    assert len(cloudpickle.loads(definition.blob).dataset) == 3
+    assert len(cloudpickle.loads(pickled.blob).dataset) == 3
     assert "__mp_main__" not in cloudpickle.list_registry_pickle_by_value()

@@ -83,7 +83,7 @@ def reader(rank: int, shared: SharedRounds | None, dataset: Any = None) -> Any:
     order = ShardOrder("itself", 0, 1, 4, False, False, 0, 0, rank, 2)
     buckets = StreamBuckets(length_of, tuple(BOUNDARIES))
     pipeline = Pipeline(dataset or datasets.Log(200), collate, -1, stream_buckets=buckets)
-    return open_shard(pipeline, order, 5, 0, shared=shared, definition_id="d")
+    return open_shard(pipeline, order, 5, 0, shared=shared, pipeline_id="d")
 
 
 def collate(samples: list[Any]) -> Any:

@@ -12,7 +12,7 @@ import hook_programs as programs
 import numpy as np
 import pytest
 import torch
-from hooking import assert_no_local_step, definitions_of, hooked
+from hooking import assert_no_local_step, hooked, sent_pipelines_of
 from torch.utils.data import DataLoader
 
 from hetstream.mpi_dataworkers.errors import PipelineError
@@ -94,12 +94,12 @@ def test_memory_that_stays_as_it_is_is_not_sent_again(three: Any, monkeypatch: p
         loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
         for _ in loader:
             pass
-        sent = definitions_of(loader).last
+        sent = sent_pipelines_of(loader).last
         assert sent is not None
-        assert sent.definition.shared == [0]
-        assert definitions_of(loader).with_shared_memory(sent) is sent
+        assert sent.pickled.shared == [0]
+        assert sent_pipelines_of(loader).with_shared_memory(sent) is sent
         dataset.labels[-1] = 1
-        assert definitions_of(loader).with_shared_memory(sent).message.definition_id != sent.message.definition_id
+        assert sent_pipelines_of(loader).with_shared_memory(sent).message.pipeline_id != sent.message.pipeline_id
 
 
 def test_shared_memory_with_a_name_or_a_lock_stays_with_the_trainer(

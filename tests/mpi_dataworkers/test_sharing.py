@@ -199,7 +199,7 @@ def test_the_cache_of_a_data_worker_is_bounded(service: Any, jobs: Any, monkeypa
 
 
 PROGRAM = """
-from hetstream.mpi_dataworkers.ops.definition import define
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 scale = 3
 
@@ -214,7 +214,7 @@ class Changed(Mine):
     def __getitem__(self, index): return index
 
 for one in (Mine(), Changed()):
-    print(define(Pipeline([one, Mine()], lambda batch: scale * batch[0], 10)).definition_id)
+    print(pickle_pipeline(Pipeline([one, Mine()], lambda batch: scale * batch[0], 10)).pipeline_id)
 """
 
 
@@ -280,14 +280,14 @@ def test_in_window_mode_jobs_get_their_count_through_every_death(service: Any, j
 
 
 def test_programs_in_different_directories_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetstream.mpi_dataworkers.ops.definition import define
+    from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
     from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 
     found = set()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        found.add(define(Pipeline(datasets.Augmented(3), list, 3)).definition_id)
+        found.add(pickle_pipeline(Pipeline(datasets.Augmented(3), list, 3)).pipeline_id)
     assert len(found) == 2, "a relative path in the dataset would be another file"
 
 

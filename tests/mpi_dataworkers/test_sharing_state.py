@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     Refused,
     RegisterLoader,
     RegisterWorker,
@@ -224,14 +224,14 @@ def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
     assert not isinstance(out.message, Refused)
 
 
-def told(state: DispatcherState, job: str, definition: ProvideDefinition, key: str, **described: str) -> list[str]:
+def told(state: DispatcherState, job: str, pipeline: ProvidePipeline, key: str, **described: str) -> list[str]:
     """What a loader of a job hears when it begins a pass."""
     description = {"dataset": "A", "length": "10", "sharing": "lossless", "pipeline_name": ""} | described
-    registration = RegisterLoader(job, 0, 0, 1, "host", ord(job), definition.definition_id, description)
+    registration = RegisterLoader(job, 0, 0, 1, "host", ord(job), pipeline.pipeline_id, description)
     order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
-    session = SessionSpec(job, definition.definition_id, 0, 0, order, "tcp://loader:1", Sharing(key, "lossless", STEPS))
+    session = SessionSpec(job, pipeline.pipeline_id, 0, 0, order, "tcp://loader:1", Sharing(key, "lossless", STEPS))
     out: list[Instruction] = []
-    for message in (registration, definition, OpenSession(session, STEPS, 0, [], 4, None, 0)):
+    for message in (registration, pipeline, OpenSession(session, STEPS, 0, [], 4, None, 0)):
         out += state.handle(job, message, 0.0)
     return [one.message.text for one in out if isinstance(one, Send) and isinstance(one.message, Notice)]
 
@@ -239,17 +239,17 @@ def told(state: DispatcherState, job: str, definition: ProvideDefinition, key: s
 def test_who_is_to_share_and_does_not_is_told_why_once() -> None:
     state = DispatcherState(1, 0.0)
     here = Program("/here", ["/modules"])
-    first = ProvideDefinition("first", here, b"lr=1", b"A")
+    first = ProvidePipeline("first", here, b"lr=1", b"A")
     assert told(state, "a", first, "key") == []
-    (text,) = told(state, "b", ProvideDefinition("second", here, b"lr=2", b"A"), "other key")
+    (text,) = told(state, "b", ProvidePipeline("second", here, b"lr=2", b"A"), "other key")
     assert text.startswith("the loader of job 'b' shares no batches with the one of job 'a'")
     assert "their command lines, their environment or other settings differ. If the two read the same data" in text
-    (text,) = told(state, "c", ProvideDefinition("third", Program("/there", []), b"", b""), "third key")
+    (text,) = told(state, "c", ProvidePipeline("third", Program("/there", []), b"", b""), "third key")
     assert "they run in /here there, in /there here" in text
     assert told(state, "d", first, "key") == [], "it shares with the first"
-    assert told(state, "e", ProvideDefinition("e", here, b"", b"A"), "e", pipeline_name="mine") == []
-    assert told(state, "f", ProvideDefinition("f", here, b"", b"A"), "f", length="11") == [], "it looks different"
-    assert told(state, "b", ProvideDefinition("second", here, b"lr=2", b"A"), "other key") == [], "it has been told"
+    assert told(state, "e", ProvidePipeline("e", here, b"", b"A"), "e", pipeline_name="mine") == []
+    assert told(state, "f", ProvidePipeline("f", here, b"", b"A"), "f", length="11") == [], "it looks different"
+    assert told(state, "b", ProvidePipeline("second", here, b"lr=2", b"A"), "other key") == [], "it has been told"
 
 
 def batch(num_bytes: int) -> CachedBatch:

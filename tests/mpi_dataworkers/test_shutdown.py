@@ -54,7 +54,7 @@ class _Closed:
 def _worker_that_closes() -> Any:
     one: Any = worker.DataWorker.__new__(worker.DataWorker)
     one._page = WorkPage()
-    one._sender, one._dispatcher, one._steps, one._definitions = _Closed(), _Closed(), _Closed(), _Closed()
+    one._sender, one._dispatcher, one._steps, one._pickled_pipelines = _Closed(), _Closed(), _Closed(), _Closed()
     return one
 
 

@@ -18,7 +18,7 @@ import hook_programs as programs
 import numpy as np
 import pytest
 import torch
-from hooking import assert_no_local_step, connection_of, definitions_of, hooked
+from hooking import assert_no_local_step, connection_of, hooked, sent_pipelines_of
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -298,9 +298,9 @@ def test_a_loader_that_collates_with_its_own_method_is_freed_with_its_connection
     loader = programs.FilteringLoader(programs.Numbers(8), batch_size=4)
     assert epochs(loader, 1) == [[[100, 200, 300, 400], [500, 600, 700, 800]]]
     client, known = connection_of(loader).client, weakref.ref(loader)
-    sent = definitions_of(loader).last
+    sent = sent_pipelines_of(loader).last
     assert sent is not None
-    assert connection_of(loader).definition().message is sent.message, "what hetstream keeps in it is not sent"
+    assert connection_of(loader).sent_pipeline().message is sent.message, "what hetstream keeps in it is not sent"
     del loader
     gc.collect()
     assert known() is None
@@ -474,9 +474,9 @@ def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
         assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
         assert connection_of(loader).statistics.counters.local_steps == 2
         assert lazy.file is None, "a copy was read"
-        sent = definitions_of(loader).last
+        sent = sent_pipelines_of(loader).last
         assert sent is not None
-        with definitions_of(loader).entered(sent) as entered:
+        with sent_pipelines_of(loader).entered(sent) as entered:
             entered._loaded.dataset.close()
 
         torch.manual_seed(3)

@@ -23,7 +23,7 @@ from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, en
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, write_address_file
 from hetstream.mpi_dataworkers.wire.codec import encode
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvidePipeline, RegisterLoader
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import Store
 from hetstream.slurm_plugin.insight.history import History
@@ -125,7 +125,7 @@ def record(directory: Path) -> None:
     journal.begin()
     journal.set_fact("keys", json.dumps(KEYS))
     journal.set_fact("port", "40123")
-    journal.remember_definition(ProvideDefinition("d0", Program("/home/ada", []), b"", b"blob"))
+    journal.remember_pipeline(ProvidePipeline("d0", Program("/home/ada", []), b"", b"blob"))
     journal.remember_worker("w0")
     journal.remember_stats(LOADER, STATS)
     journal.commit()

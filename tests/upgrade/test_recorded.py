@@ -108,7 +108,7 @@ def test_checkpoints_are_restored(recorded: Path) -> None:
 def test_the_dispatchers_journal_goes_on(recorded: Path) -> None:
     journal = Journal(recorded / "dispatcher")
     assert (journal.incarnation, journal.keys, journal.fact("port")) == (2, KEYS, "40123")
-    assert [one.definition_id for one in journal.definitions] == ["d0"]
+    assert [one.pipeline_id for one in journal.pipelines] == ["d0"]
     assert journal.workers == {"w0"}
     assert journal.loaders()[0]["steps"] == STATS.steps
     journal.close()

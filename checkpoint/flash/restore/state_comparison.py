@@ -215,11 +215,11 @@ class StateComparison:
         return fill
 
     def _match_node(self, path: str, here: Any, saved: Any) -> Fill:
-        definition = _pytree.SUPPORTED_NODES[type(here)]
-        children, context = definition.flatten_fn(here)
-        old, _ = definition.flatten_fn(saved)
+        node_type = _pytree.SUPPORTED_NODES[type(here)]
+        children, context = node_type.flatten_fn(here)
+        old, _ = node_type.flatten_fn(saved)
         fill = self._match_sequence(path, list(children), list(old))
-        return lambda: definition.unflatten_fn(fill(), context)
+        return lambda: node_type.unflatten_fn(fill(), context)
 
     def _match_tensor(self, path: str, here: torch.Tensor, saved: Any) -> Fill:
         if isinstance(saved, torch.Tensor):  # made of parts, such as a sparse one

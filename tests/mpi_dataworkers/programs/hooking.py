@@ -12,8 +12,8 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.hook import patch
 from hetstream.mpi_dataworkers.loader import loader_connection
-from hetstream.mpi_dataworkers.loader.definitions import Definitions
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipelines
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 
@@ -43,11 +43,11 @@ def connection_of(loader: Any) -> LoaderConnection:
     return connection
 
 
-def definitions_of(loader: Any) -> Definitions:
+def sent_pipelines_of(loader: Any) -> SentPipelines:
     """What data workers were given by a loader that is streamed."""
-    definitions = connection_of(loader).definitions
-    assert definitions is not None
-    return definitions
+    sent_pipelines = connection_of(loader).sent_pipelines
+    assert sent_pipelines is not None
+    return sent_pipelines
 
 
 def assert_no_local_step(loader: Any) -> None:

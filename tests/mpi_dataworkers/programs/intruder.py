@@ -16,7 +16,7 @@ from hetstream.mpi_dataworkers.transports.extents import lay_out
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender
 from hetstream.mpi_dataworkers.wire.codec import encode
-from hetstream.mpi_dataworkers.wire.messages import Batch, Hello, Program, Proof, ProvideDefinition, RegisterWorker
+from hetstream.mpi_dataworkers.wire.messages import Batch, Hello, Program, Proof, ProvidePipeline, RegisterWorker
 
 known = json.loads(sys.argv[1])
 forged = Batch(known["session"], 5, 1 << 60, 8, b"\xc0", [])
@@ -126,8 +126,8 @@ for name in os.listdir("/dev/shm"):
     attempt(f"shared memory {name}", open_file, f"/dev/shm/{name}")
 for name in (f"{known['address_file']}.forged", f"{os.path.dirname(known['journal'])}/summary.json"):
     attempt(f"a new file {name}", open_file, name, os.O_WRONLY | os.O_CREAT)
-definition = encode(ProvideDefinition("d", Program("/", []), b"", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
-attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition])
+pickled = encode(ProvidePipeline("d", Program("/", []), b"", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
+attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), pickled])
 for address in known["receivers"]:
     talk = talk_seqpacket if address.startswith("shm:") else talk_stream
     attempt(address, talk, address, [encode(Hello("w", address, bytes(32))), encode(Proof(bytes(32))), encode(forged)])

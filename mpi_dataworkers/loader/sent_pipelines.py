@@ -13,12 +13,18 @@ from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.connection import service_at
-from hetstream.mpi_dataworkers.ops.definition import Definition, copy_of, define, difference, has_changed
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
+    PickledPipeline,
+    copy_of,
+    difference,
+    has_changed,
+    pickle_pipeline,
+)
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.codec import Buffer
-from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
 
 _log = logging.getLogger(__name__)
@@ -30,16 +36,16 @@ class SentPipeline:
 
     Attributes:
         message: what they are sent.
-        definition: the same here. Its buffers are the dataset's own memory: the program may have written to them since.
+        pickled: the same here. Its buffers are the dataset's own memory: the program may have written to them since.
         shared_digest: of those that lie in shared memory, as they were sent.
     """
 
-    message: ProvideDefinition
-    definition: Definition
+    message: ProvidePipeline
+    pickled: PickledPipeline
     shared_digest: str
 
 
-class Definitions:
+class SentPipelines:
     """The pipelines that a loader has sent.
 
     Args:
@@ -66,17 +72,17 @@ class Definitions:
             PipelineError: it cannot be pickled, or not be handed over.
         """
         try:
-            defined = define(pipeline)
+            pickled = pickle_pipeline(pipeline)
         except PipelineError as error:
             if self.last is None:
                 raise
-            if changed := _change_since(self.last.definition, pipeline):
+            if changed := _change_since(self.last.pickled, pipeline):
                 raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
             if not self._said_kept:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
             self._said_kept = True
             return self.last
-        self.last = self._sent(defined, defined.buffers, self.last)
+        self.last = self._sent(pickled, pickled.buffers, self.last)
         return self.last
 
     def with_shared_memory(self, sent: SentPipeline) -> SentPipeline:
@@ -85,18 +91,18 @@ class Definitions:
         Raises:
             PipelineError: it cannot be handed over.
         """
-        definition = sent.definition
-        if definition.digest_of_shared() == sent.shared_digest:
+        pickled = sent.pickled
+        if pickled.digest_of_shared() == sent.shared_digest:
             return sent
-        buffers = list(definition.buffers)
-        if len(definition.shared) < len(buffers):
+        buffers = list(pickled.buffers)
+        if len(pickled.shared) < len(buffers):
             try:
                 buffers = list(self._as_sent(sent))
             except HandoverFailed as error:
                 raise PipelineError(f"its shared memory changed, and the rest cannot be sent again: {error}") from error
-            for number in definition.shared:
-                buffers[number] = definition.buffers[number]
-        return self._sent(definition.with_buffers(buffers), definition.buffers, sent)
+            for number in pickled.shared:
+                buffers[number] = pickled.buffers[number]
+        return self._sent(pickled.with_buffers(buffers), pickled.buffers, sent)
 
     @contextlib.contextmanager
     def entered(self, sent: SentPipeline) -> Iterator[EnteredPipeline]:
@@ -105,34 +111,34 @@ class Definitions:
         Raises:
             PipelineError: the step has written into shared memory.
         """
-        definition = sent.definition
-        if self._copied is None or self._copied[0] != definition.definition_id:
-            if has_changed(definition):
+        pickled = sent.pickled
+        if self._copied is None or self._copied[0] != pickled.pipeline_id:
+            if has_changed(pickled):
                 try:
-                    definition = replace(definition, buffers=self._as_sent(sent))
+                    pickled = replace(pickled, buffers=self._as_sent(sent))
                 except HandoverFailed as error:
                     _log.warning("hetstream: steps made here have arrays that the program has written to: %s", error)
-            private = definition.in_private()
+            private = pickled.in_private()
             pipeline = EnteredPipeline(copy_of(private)[0], 0)
-            self._copied = definition.definition_id, pipeline, WriteWatch(private.digest_of_shared)
+            self._copied = pickled.pipeline_id, pipeline, WriteWatch(private.digest_of_shared)
         _, pipeline, watch = self._copied
         yield pipeline
         watch.check()
 
-    def _sent(self, definition: Definition, own: Sequence[Buffer], before: SentPipeline | None) -> SentPipeline:
-        """Hand a definition over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
-        if before is not None and before.definition.definition_id == definition.definition_id:
+    def _sent(self, pickled: PickledPipeline, own: Sequence[Buffer], before: SentPipeline | None) -> SentPipeline:
+        """Hand a pipeline over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
+        if before is not None and before.pickled.pipeline_id == pickled.pipeline_id:
             message = before.message
         else:
-            blob, contents = pack(definition.blob, definition.buffers, self._directory)
-            names = definition.definition_id, definition.program, definition.settings
-            message = ProvideDefinition(*names, blob, contents, definition.written)
-        return SentPipeline(message, replace(definition, buffers=own), definition.digest_of_shared())
+            blob, contents = pack(pickled.blob, pickled.buffers, self._directory)
+            names = pickled.pipeline_id, pickled.program, pickled.settings
+            message = ProvidePipeline(*names, blob, contents, pickled.written)
+        return SentPipeline(message, replace(pickled, buffers=own), pickled.digest_of_shared())
 
     @property
     def _directory(self) -> Path:
         if self._directory_found is None:  # later the service may be away, which is no reason to stop
-            self._directory_found = service_at(self._address_file).definitions_dir
+            self._directory_found = service_at(self._address_file).pipelines_dir
         return self._directory_found
 
     def _as_sent(self, sent: SentPipeline) -> list[memoryview]:
@@ -147,11 +153,11 @@ class Definitions:
         return buffers_in(room, contents)[int(contents.with_blob) :]
 
 
-def _change_since(definition: Definition, pipeline: Pipeline) -> str:
+def _change_since(pickled: PickledPipeline, pipeline: Pipeline) -> str:
     """What the program has changed of its pipeline since it was defined; "" for nothing."""
-    if has_changed(definition):
+    if has_changed(pickled):
         return "an array"
-    copied, changed_classes = copy_of(definition.in_private())
+    copied, changed_classes = copy_of(pickled.in_private())
     if changed_classes:
         return f"the class {changed_classes[0].__qualname__}"
     return difference(copied, pipeline)

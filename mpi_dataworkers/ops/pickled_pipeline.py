@@ -19,11 +19,11 @@ from hetstream.mpi_dataworkers.wire.messages import Program
 
 
 @dataclass(frozen=True)
-class Definition:
+class PickledPipeline:
     """A pipeline in pickled form, with what its code needs of the program around it.
 
     Attributes:
-        definition_id: see `digest_of`.
+        pipeline_id: see `digest_of`.
         program: the trainer's.
         settings: what the trainer has set, for `ops.program.SettingsInForce`.
         blob: the pickle stream, for `load_pipeline`.
@@ -33,19 +33,19 @@ class Definition:
             are made, of those that they could write to.
     """
 
-    definition_id: str
+    pipeline_id: str
     program: Program
     settings: bytes
     blob: Buffer
     buffers: Sequence[Buffer] = ()
     shared: Sequence[int] = ()
 
-    def with_buffers(self, buffers: Sequence[Buffer]) -> Definition:
+    def with_buffers(self, buffers: Sequence[Buffer]) -> PickledPipeline:
         """The same pipeline with other bytes in its buffers."""
-        definition_id = digest_of(self.blob, buffers, self.program, self.settings)
-        return replace(self, definition_id=definition_id, buffers=buffers)
+        pipeline_id = digest_of(self.blob, buffers, self.program, self.settings)
+        return replace(self, pipeline_id=pipeline_id, buffers=buffers)
 
-    def in_private(self) -> Definition:
+    def in_private(self) -> PickledPipeline:
         """The same in memory of its own: what samples write there is not written into the program's arrays."""
         return replace(self, buffers=[bytearray(buffer) for buffer in self.buffers], shared=self.written)
 
@@ -59,7 +59,7 @@ class Definition:
         return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
 
 
-def define(pipeline: Pipeline) -> Definition:
+def pickle_pipeline(pipeline: Pipeline) -> PickledPipeline:
     """Pickle a pipeline. Classes and functions of `__main__` travel by value, those of modules by name.
 
     Raises:
@@ -80,22 +80,22 @@ def define(pipeline: Pipeline) -> Definition:
         raise PipelineError(
             f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"
         ) from error
-    return Definition("", program, settings, pickled.blob, shared=pickled.shared).with_buffers(pickled.buffers)
+    return PickledPipeline("", program, settings, pickled.blob, shared=pickled.shared).with_buffers(pickled.buffers)
 
 
-def has_changed(definition: Definition) -> bool:
+def has_changed(pickled: PickledPipeline) -> bool:
     """Whether the program has written to the arrays of a dataset since it was defined in this process."""
-    return definition.with_buffers(definition.buffers).definition_id != definition.definition_id
+    return pickled.with_buffers(pickled.buffers).pipeline_id != pickled.pipeline_id
 
 
-def load_pipeline(definition: Definition) -> Pipeline:
+def load_pipeline(pickled: PickledPipeline) -> Pipeline:
     """Rebuild a pipeline, in a data worker in the program that it comes from.
 
     Raises:
         PipelineError: it cannot be rebuilt here, or its dataset has another length here.
     """
     try:
-        pipeline: Pipeline = unpickle(definition.blob, definition.buffers)[0]
+        pipeline: Pipeline = unpickle(pickled.blob, pickled.buffers)[0]
         here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1
     except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
         text = f"{type(error).__name__}: {error}"
@@ -111,11 +111,11 @@ def load_pipeline(definition: Definition) -> Pipeline:
     return pipeline
 
 
-def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
+def copy_of(pickled: PickledPipeline) -> tuple[Pipeline, list[type]]:
     """A copy of a pipeline in the process that has defined it. Its classes are the program's own, as they are now.
 
     Args:
-        definition: in private memory; what samples write is written there.
+        pickled: in private memory; what samples write is written there.
 
     Returns:
         The copy, and classes of the script that the program has changed since.
@@ -124,7 +124,7 @@ def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
         PipelineError: user code raised.
     """
     try:
-        return unpickle(definition.blob, definition.buffers)
+        return unpickle(pickled.blob, pickled.buffers)
     except Exception as error:  # unpickling runs user code: any exception may come
         raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
 

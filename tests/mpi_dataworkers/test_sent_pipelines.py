@@ -1,4 +1,4 @@
-"""Definitions on the wire: each is sent when it is needed, once, and none is lost for good."""
+"""Pickled pipelines on the wire: each is sent when it is needed, once, and none is lost for good."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ErrorPolicy,
     LoaderRegistered,
     Message,
-    NeedDefinition,
+    NeedPipeline,
     OpenSession,
     PlannedOrder,
     Program,
-    ProvideDefinition,
+    ProvidePipeline,
     RegisterLoader,
     UnknownPeer,
 )
@@ -79,7 +79,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, ServiceClient]]:
-    """A loader that is registered with definition `old`, and its dispatcher."""
+    """A loader that is registered with pipeline `old`, and its dispatcher."""
     endpoint = Scripted()
     monkeypatch.setattr(connection, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
     monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
@@ -94,19 +94,19 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
         1 << 20,
         frozenset(),
     )
-    loader = ServiceClient(options, definition("old"))
+    loader = ServiceClient(options, pipeline("old"))
     endpoint.next_of(RegisterLoader)
     yield endpoint, loader
     loader.close()
 
 
-def definition(name: str) -> ProvideDefinition:
-    return ProvideDefinition(name, Program("/", []), b"", name.encode())
+def pipeline(name: str) -> ProvidePipeline:
+    return ProvidePipeline(name, Program("/", []), b"", name.encode())
 
 
 def request(name: str) -> SessionRequest:
     return SessionRequest(
-        definition=definition(name),
+        pipeline=pipeline(name),
         epoch=1,
         seed=0,
         order=ORDER,
@@ -122,15 +122,15 @@ def test_a_dataset_that_changes_while_the_loader_registers_again_is_sent(
 ) -> None:
     endpoint, loader = scripted
     endpoint.answer(UnknownPeer())  # the dispatcher was started again
-    assert endpoint.next_of(RegisterLoader).definition_id == "old"
+    assert endpoint.next_of(RegisterLoader).pipeline_id == "old"
     loader.open_session(request("new"))
     endpoint.answer(LoaderRegistered(False, 1, "old"))
-    sent = [endpoint.next_of(ProvideDefinition, OpenSession) for _ in range(2)]
-    assert isinstance(sent[0], ProvideDefinition)
-    assert sent[0].definition_id == sent[1].session.definition_id == "new"
+    sent = [endpoint.next_of(ProvidePipeline, OpenSession) for _ in range(2)]
+    assert isinstance(sent[0], ProvidePipeline)
+    assert sent[0].pipeline_id == sent[1].session.pipeline_id == "new"
 
 
-def test_sessions_of_several_definitions_are_opened_again_and_none_is_forgotten_between(
+def test_sessions_of_several_pickled_pipelines_are_opened_again_and_none_is_forgotten_between(
     scripted: tuple[Scripted, ServiceClient],
 ) -> None:
     endpoint, loader = scripted
@@ -139,30 +139,30 @@ def test_sessions_of_several_definitions_are_opened_again_and_none_is_forgotten_
     for _ in range(4):
         endpoint.next_of(OpenSession)
     endpoint.answer(UnknownPeer())
-    asked = endpoint.next_of(RegisterLoader).definition_id
+    asked = endpoint.next_of(RegisterLoader).pipeline_id
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     said = []
     while [kind for kind, _ in said].count("session") < 4:
-        message = endpoint.next_of(ProvideDefinition, OpenSession)
+        message = endpoint.next_of(ProvidePipeline, OpenSession)
         is_session = isinstance(message, OpenSession)
         said.append(
             (
-                "session" if is_session else "definition",
-                message.session.definition_id if is_session else message.definition_id,
+                "session" if is_session else "pipeline",
+                message.session.pipeline_id if is_session else message.pipeline_id,
             )
         )
     assert asked == "new"
-    newest = [("definition", "newest"), ("session", "newest")]
-    assert said == [("session", "old"), *newest, ("definition", "new"), ("session", "new"), ("session", "new")]
+    newest = [("pipeline", "newest"), ("session", "newest")]
+    assert said == [("session", "old"), *newest, ("pipeline", "new"), ("session", "new"), ("session", "new")]
 
 
 def test_what_the_dispatcher_lacks_is_said_again(scripted: tuple[Scripted, ServiceClient]) -> None:
     endpoint, loader = scripted
     loader.open_session(request("new"))
-    assert endpoint.next_of(ProvideDefinition).definition_id == "new"
-    endpoint.answer(NeedDefinition("unknown"))
-    endpoint.answer(NeedDefinition("new"))
-    assert endpoint.next_of(ProvideDefinition).definition_id == "new"
+    assert endpoint.next_of(ProvidePipeline).pipeline_id == "new"
+    endpoint.answer(NeedPipeline("unknown"))
+    endpoint.answer(NeedPipeline("new"))
+    assert endpoint.next_of(ProvidePipeline).pipeline_id == "new"
 
 
 class SlowLink:
@@ -225,7 +225,7 @@ class SlowLink:
         self._sockets.close()
 
 
-def test_a_definition_crosses_a_slow_link_once_for_all_processes(service: Any, tmp_path: Path, wait_until: Any) -> None:
+def test_a_pipeline_crosses_a_slow_link_once_for_all_processes(service: Any, tmp_path: Path, wait_until: Any) -> None:
     wait_until(service.address_file.exists, 30, "the dispatcher")
     fields = json.loads(service.address_file.read_text())
     host, _, port = fields["address"].rpartition(":")

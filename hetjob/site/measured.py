@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
-_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+# No step takes 30 years. Ratios of what is far below are no numbers any more.
+_Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e15)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 

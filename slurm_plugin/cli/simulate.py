@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.cli.report import write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -164,14 +165,15 @@ def run(args: argparse.Namespace) -> int:
     """Read, simulate, and write."""
     if args.html and not Path(args.html).parent.is_dir():
         raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
-    if args.seeds < 1:
-        raise UsageError(f"--seeds={args.seeds}: must be at least 1")
+    _check_numbers(args)
     traces = _traces(args)
     cluster = _cluster(args)
     disciplines = _disciplines(args.disciplines)
     recorded = traces[0].workload.recorded is not None
     usual = ("recorded", *_ELASTIC) if recorded else ("tuned", "hardware", "fixed", *_ELASTIC)
     policies = [name for name in args.policies.split(",") if name] if args.policies else list(usual)
+    if not policies:
+        raise UsageError(f"--policies={args.policies}: names none")
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
     base = _base(args, traces)
@@ -188,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     bar.clear()
     notes = [*traces[0].notes, *_odd_jobs(compared)]
     if args.html:
-        write_whole(Path(args.html), simulation_page(Path(args.trace).name, compared, [*lines, *notes]))
+        write_whole(Path(args.html), simulation_page(printable(Path(args.trace).name), compared, [*lines, *notes]))
     meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}
     summary = {
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
@@ -199,8 +201,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing; what a scenario asks of its own, it checks itself."""
+    if args.seeds < 1:
+        raise UsageError(f"--seeds={args.seeds}: must be at least 1")
+    for name in ("seed", "list"):
+        if (value := getattr(args, name)) < 0:
+            raise UsageError(f"--{name}={value}: must be 0 or more")
+    for name in ("window", "node_mtbf"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number of hours above 0")
+    for name in ("gpu_hour", "cpu_hour"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite price of 0 or more")
+
+
 def _traces(args: argparse.Namespace) -> list[Trace]:
-    text = Path(args.trace).read_text(encoding="utf-8", errors="backslashreplace")
+    text = Path(args.trace).read_text(encoding="utf-8-sig", errors="backslashreplace")
     options = ReadOptions(args.seed, args.skip_bad, args.list, Assumptions(gpu_share=args.gpu_busy))
     if not 0 < args.gpu_busy <= 1:
         raise UsageError(f"--gpu-busy={args.gpu_busy}: must be above 0 and at most 1")
@@ -218,7 +237,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.from_slurm:
         return of_nodes(CommandSlurm().snapshot().nodes)
     is_text = "=" in args.cluster and not Path(args.cluster).exists()
-    text = args.cluster if is_text else Path(args.cluster).read_text(encoding="utf-8", errors="backslashreplace")
+    text = args.cluster if is_text else Path(args.cluster).read_text(encoding="utf-8-sig", errors="backslashreplace")
     return read_openb_nodes(args.cluster, text) if text.startswith("sn,") else parse(text)
 
 
@@ -232,7 +251,7 @@ def _disciplines(text: str) -> list[Discipline]:
 
 
 def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
-    mtbf_s = args.node_mtbf * _HOUR_S if args.node_mtbf else math.inf
+    mtbf_s = math.inf if args.node_mtbf is None else args.node_mtbf * _HOUR_S
     last_s = float(traces[0].workload.submit_s[-1])
     return Scenario(
         name="",
@@ -252,8 +271,6 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
 def _prices(args: argparse.Namespace) -> Prices | None:
     if args.gpu_hour is None and args.cpu_hour is None:
         return None
-    if (args.gpu_hour or 0.0) < 0 or (args.cpu_hour or 0.0) < 0:
-        raise UsageError("--gpu-hour and --cpu-hour must be 0 or more")
     return Prices(args.gpu_hour or 0.0, args.cpu_hour or 0.0)
 
 
@@ -276,7 +293,7 @@ def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
     for one in compared:
         rejected = one.first.rejected
         if rejected:
-            name = one.first.workload.names[next(iter(rejected))]
+            name = printable(one.first.workload.names[next(iter(rejected))])
             why = next(iter(rejected.values()))
             notes.append(f"{one.policy}, {one.discipline}: {len(rejected):,} job(s) left out; {name} is {why}")
         if one.first.num_unfinished:

@@ -17,6 +17,8 @@ POINTS = 8
 MAX_CPUS_PER_GPU = 256.0
 # A job that has measured nothing is taken to be so fast with the machines' own number of CPUs, and faster beyond.
 _ASSUMED_SPEED = 0.5
+# Of a speed as a share of the ideal. What a job reports may be as near to 0 as it likes; what is divided by it may not.
+_DIGITS = 9
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -34,7 +36,8 @@ def curve_of(measured: Measured, gpus: float) -> Curve:
     for point in measured.points:
         cpus = float(point.cpus * point.workers)
         if cpus <= most:
-            known[cpus] = max(known.get(cpus, 0.0), min(point.steps_per_s / measured.ideal_steps_per_s, 1.0))
+            share = round(min(point.steps_per_s / measured.ideal_steps_per_s, 1.0), _DIGITS)
+            known[cpus] = max(known.get(cpus, 0.0), share)
     hull = _hull(sorted(known.items()))
     end_cpus, end_speed = hull[-1]
     if len(hull) > 1 and end_speed < 1.0:

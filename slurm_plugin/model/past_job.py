@@ -9,6 +9,8 @@ import msgspec
 
 # A job that took fewer steps has not found its number of data workers, or was only a try.
 LEAST_STEPS = 50
+# Of data workers and of their CPUs, as in a job's reports.
+_MOST = 100_000
 
 
 class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,10 +72,10 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             return None
         largest = max(loaders, key=lambda one: int(one["steps"]))
         features = Features(
-            name=str(summary.get("job_name", "")),
+            name=_text(summary.get("job_name", "")),
             gpus=len({int(one["rank"]) for one in loaders}),
             user=user,
-            dataset=", ".join(sorted({str(one["title"]) for one in loaders if one.get("title")})),
+            dataset=", ".join(sorted({_text(one["title"]) for one in loaders if one.get("title")})),
             batch=round(int(largest["samples"]) / max(1, int(largest["steps"]))),
         )
         needed, memory = elastic.get("trainer_cpus_recommended"), elastic.get("data_worker_mb")
@@ -81,8 +83,8 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             job=job,
             ended_s=ended_s,
             features=features,
-            data_workers=max(0, int(data_workers)),
-            data_worker_cpus=max(1, int(cpus)),
+            data_workers=min(_MOST, max(0, int(data_workers))),
+            data_worker_cpus=min(_MOST, max(1, int(cpus))),
             trainer_cpus=None if needed is None else max(1, int(needed)),
             steps_per_s=max(0.0, float(elastic.get("steps_per_s") or 0.0)),
             wait_share=min(1.0, max(0.0, float(elastic.get("wait_share") or 0.0))),
@@ -90,3 +92,8 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
         return None  # no record of ours
+
+
+def _text(value: object) -> str:
+    """A name of bytes that are no UTF-8 comes with surrogates, which cannot be kept."""
+    return str(value).encode("utf-8", "replace").decode()

@@ -165,7 +165,9 @@ def _waits(own: Sequence[Compared]) -> str:
 
 
 def _over_time(own: Sequence[Compared], points: Sequence[Series], title: str) -> str:
-    end_s = max(float(one.first.use.at_s[-1]) for one in own if len(one.first.use.at_s))
+    end_s = max((float(one.first.use.at_s[-1]) for one in own if len(one.first.use.at_s)), default=0.0)
+    if end_s <= 0:
+        return nothing("No job ran.")
     # Logs of a day or two are read in hours, longer ones in days.
     unit_s, unit = (3600.0, "h") if end_s < 4 * 86400 else (86400.0, "d")
     return both(

@@ -18,6 +18,8 @@ from hetstream.slurm_plugin.errors import SimulationInputError
 Floats = npt.NDArray[np.float64]
 _KEYS = {"count": 1.0, "gpus": 0.0, "cpus": 0.0, "memory_gib": math.inf, "network_gbps": math.inf}
 _MB_PER_GIB = 1024
+# More than any cluster has; what is beyond it is a slip, and would not fit into memory.
+_MOST_NODES, _MOST_OF_A_NODE = 1_000_000, 1e9
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,18 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> Cluster:
             problems.append(f"group {place}: no key {', '.join(unknown)}; there are {', '.join(_KEYS)}")
         values = {name: group.get(name, default) for name, default in _KEYS.items()}
         wrong = [name for name, value in values.items() if not _is_amount(value)]
+        large = [name for name in ("count", "gpus", "cpus") if name not in wrong and values[name] > _MOST_OF_A_NODE]
+        problems += [
+            f"group {place}: {name} is {values[name]:g}: must be at most {_MOST_OF_A_NODE:g}" for name in large
+        ]
         problems += [f"group {place}: {name} is {values[name]!r}: must be a number of 0 or more" for name in wrong]
-        if wrong:
+        if wrong or large:
             continue
         fractions = [name for name in ("count", "gpus", "cpus") if values[name] != int(values[name])]
         problems += [f"group {place}: {name} is {values[name]!r}: must be whole" for name in fractions]
-        if not fractions:
+        if len(columns["gpus"]) + values["count"] > _MOST_NODES:
+            problems.append(f"group {place}: with it there are more than {_MOST_NODES:,} nodes")
+        elif not fractions:
             for name, column in columns.items():
                 column += [float(values[name])] * int(values["count"])
     if not problems and not columns["gpus"]:

@@ -35,6 +35,8 @@ _PROGRESS_EVENTS = 2000
 _CHECK_EVENTS = 64
 # A job that nodes have failed under so often is given up: it makes no way between two failures.
 _MOST_RESTARTS = 1000
+# Looks at the nodes that are kept; a run that takes longer is looked at half as often, from its begin on.
+_MOST_SAMPLES = 2000
 # Relative error of the work that was done against the integral of speeds.
 _TOLERANCE = 1e-6
 
@@ -90,6 +92,7 @@ class _Engine:
         self._is_changed = self._is_faster = self._is_due = False
         self._use = array("d")
         self._used = [0.0, 0.0, 0.0, 0.0]
+        self._sample_step_s = scenario.sample_s
         self._samples: list[tuple[float, float, float, float]] = []
         self._num_events = self._num_job_events = self._num_done = 0
 
@@ -142,7 +145,7 @@ class _Engine:
         self._record()
         if self._sample_s <= now_s:
             self._sample()
-            self._sample_s = now_s + self._scenario.sample_s
+            self._sample_s = now_s + self._sample_step_s
 
     # Jobs
 
@@ -394,6 +397,9 @@ class _Engine:
             gpus_gone = (gpus < 0.5 / own.gpus[seen]) & (cpus > 0.25)
             found = (float(np.abs(cpus - gpus).mean()), float(cpus_gone.mean()), float(gpus_gone.mean()))
             self._samples.append((self._now_s, *found))
+        if len(self._samples) > _MOST_SAMPLES:
+            self._samples = self._samples[::2]
+            self._sample_step_s *= 2
 
     def _outcome(self) -> Outcome:
         columns = np.frombuffer(self._use, dtype=np.float64).reshape(-1, _USE_COLUMNS).T.copy()

@@ -12,6 +12,8 @@ from hetstream.slurm_plugin.errors import SimulationInputError
 
 Convert = Callable[[str], float]
 _MOST_SHOWN = 60
+# Beyond it, seconds are no longer told apart well enough for the books to balance. Epochs in seconds are below.
+MOST = 1e10
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Lines:
         self.bad.add(line)
 
     def number(self, line: int, record: Mapping[str, str], column: str, default: float = math.nan) -> float:
-        """A finite number of 0 or more; NaN, and a complaint, if it is none. An empty value gives the default."""
+        """A number from 0 to 1e10; NaN, and a complaint, if it is none. An empty value gives the default."""
         text = record.get(column, "").strip()
         if not text and not math.isnan(default):
             return default
@@ -47,6 +49,9 @@ class Lines:
             return math.nan
         if not math.isfinite(value) or value < 0:
             self.complain(line, f"{column} is {_shown(text)}: must be a finite number of 0 or more")
+            return math.nan
+        if value > MOST:
+            self.complain(line, f"{column} is {_shown(text)}: must be at most {MOST:g}")
             return math.nan
         return value
 
@@ -84,9 +89,9 @@ def read(
         SimulationInputError: the head line lacks columns or has unknown ones; there is none.
     """
     plain = (line.replace("\0", "") for line in text)
-    # Slurm quotes nothing.
+    # Slurm quotes nothing. Elsewhere a quote that is not closed must not swallow the rest of the file.
     quoted = delimiter == ","
-    rows = csv.reader(plain) if quoted else csv.reader(plain, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    rows = csv.reader(plain, strict=True) if quoted else csv.reader(plain, delimiter=delimiter, quoting=csv.QUOTE_NONE)
     try:
         head: Sequence[str] = next(rows, [])
     except csv.Error as error:

@@ -11,7 +11,7 @@ import numpy as np
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
 from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
-from hetstream.slurm_plugin.simulate.lines import Lines, read
+from hetstream.slurm_plugin.simulate.lines import MOST, Lines, read
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
 
 REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
@@ -128,6 +128,8 @@ def _job(
     except (UnreadableAnswer, ValueError) as error:
         lines.complain(line, str(error).split(" Please report")[0])
         return None
+    if usage.gpus > MOST:
+        lines.complain(line, f"AllocTRES says {usage.gpus:g} GPUs: must be at most {MOST:g}")
     if len(lines.problems) > before:
         return None
     if end_s - start_s < 1:

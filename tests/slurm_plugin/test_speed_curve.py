@@ -62,3 +62,8 @@ def test_every_curve_is_one_that_policies_are_written_for(said: Measured, gpus: 
 
 def test_points_without_a_data_worker_make_no_curve_alone() -> None:
     assert bends(curve_of(measured((1, 0, 3.0)), 1.0)) == [(0.0, pytest.approx(0.3))]
+
+
+def test_a_speed_near_nothing_is_nothing() -> None:
+    said = Measured(1.0, 1.0, points=(SpeedPoint(4, 1, 5e-324), SpeedPoint(4, 2, 1.0)))
+    assert curve_of(said, 1.0) == curve_of(Measured(1.0, 1.0, points=(SpeedPoint(4, 2, 1.0),)), 1.0)

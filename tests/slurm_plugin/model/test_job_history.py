@@ -146,3 +146,14 @@ def test_a_record_becomes_a_past_job() -> None:
 )
 def test_what_is_no_record_is_no_past_job(summary: dict[str, Any]) -> None:
     assert past_job_of(summary, "1", "alice", 1000.0) is None
+
+
+def test_names_that_are_no_text_and_numbers_of_no_job_can_be_kept(tmp_path: Path) -> None:
+    elastic = {**SUMMARY["elastic"], "data_workers": 10**30, "data_worker_cpus": 10**30}
+    found = past_job_of({**SUMMARY, "job_name": "tr\udce4n", "elastic": elastic}, "1", "alice", 1000.0)
+    assert found is not None
+    assert (found.features.name, found.data_workers, found.data_worker_cpus) == ("tr?n", 100_000, 100_000)
+    history = JobHistory(tmp_path)
+    assert history.add([found], 1000.0) == 1
+    assert [one.features.name for one in history.jobs()] == ["tr?n"]
+    history.close()

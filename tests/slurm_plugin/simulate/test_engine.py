@@ -368,3 +368,13 @@ def test_with_enough_cpus_all_policies_are_one(load: Workload, discipline: Disci
     outcomes = [run(load, "3*gpus=4,cpus=200", discipline, POLICIES[name]) for name in ALL]
     for other in outcomes[1:]:
         assert other.end_s == pytest.approx(outcomes[0].end_s, rel=1e-9)
+
+
+def test_a_run_of_a_year_is_not_looked_at_each_minute() -> None:
+    load = jobs((0, 3e7, 1))
+    outcome = simulate(load, parse("1*gpus=1,cpus=1"), Scenario("t", Request.TUNED, Discipline.FIFO, sample_s=60.0))
+    seen = outcome.fragmentation
+    assert seen is not None
+    assert 500 <= len(seen.at_s) <= 2000
+    assert np.ptp(np.diff(seen.at_s[:-1])) == 0, "at equal spans, so that their mean is one over time"
+    assert seen.at_s[-1] > 2.5e7

@@ -210,6 +210,9 @@ def test_clusters_of_text_json_and_a_sites_nodes() -> None:
         ("gpus=1.5,cpus=4", "gpus is 1.5: must be whole"),
         ("{", "no JSON"),
         ('{"nodes": 3}', 'no list "nodes"'),
+        ("99999999999*gpus=8,cpus=8", "count is 1e\\+11: must be at most 1e\\+09"),
+        ("999999*gpus=8,cpus=8;2*cpus=8", "group 2: with it there are more than 1,000,000 nodes"),
+        ('{"nodes": [{"gpus": 8, "cpus": Infinity}]}', "cpus is inf: must be at most"),
         ('{"nodes": [{"gpus": -1, "cpus": true}]}', "gpus is -1: must be a number of 0 or more"),
     ],
 )
@@ -227,3 +230,17 @@ def test_lists_are_drawn_by_the_rule_and_from_their_seed() -> None:
     assert load.num_gpus.max() <= 8
     assert load.work_s.tolist() == list_from(*trace, 120, 5).work_s.tolist()
     assert load.work_s.tolist() != list_from(*trace, 120, 6).work_s.tolist()
+
+
+def test_numbers_that_no_clock_tells_apart_are_refused() -> None:
+    text = "submit_s,run_s,num_gpus\n0,10,1\n1e308,10,1\n0,1e26,1\n0,10,1e308\n"
+    assert problems_of(text) == (
+        'line 3: submit_s is "1e308": must be at most 1e+10',
+        'line 4: run_s is "1e26": must be at most 1e+10',
+        'line 5: num_gpus is "1e308": must be at most 1e+10',
+    )
+
+
+def test_a_quote_that_is_not_closed_swallows_no_jobs() -> None:
+    text = 'submit_s,run_s,num_gpus,job\n0,10,1,"first\n1,10,1,second\n2,10,1,third\n'
+    assert "unexpected end of data" in problems_of(text)[0]

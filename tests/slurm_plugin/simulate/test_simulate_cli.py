@@ -127,9 +127,14 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
         (["--policies", "tuned+rules"], "no policy 'tuned'"),
         (["--policies", "recorded"], "recorded is for an export"),
         (["--disciplines", "lifo"], "must be one or more of fifo, easy, greedy"),
+        (["--policies", ","], "names none"),
         (["--seeds", "0"], "must be at least 1"),
+        (["--seed", "-1"], "must be 0 or more"),
+        (["--window", "nan"], "must be a finite number of hours above 0"),
+        (["--node-mtbf", "0"], "must be a finite number of hours above 0"),
+        (["--gpu-hour", "inf"], "must be a finite price of 0 or more"),
         (["--gpu-busy", "2"], "must be above 0 and at most 1"),
-        (["--cpu-hour", "-1"], "must be 0 or more"),
+        (["--cpu-hour", "-1"], "must be a finite price of 0 or more"),
         (["--data-worker-cpus", "0"], "must be at least 1"),
         (["--html", "/nowhere/page.html"], "there is no directory"),
     ],
@@ -148,3 +153,21 @@ def test_failures_and_seeds(jobs: str, capsys: pytest.CaptureFixture[str]) -> No
     assert hurt["num_restarts"] > 0
     assert hurt["mean_jct_s"] > calm["mean_jct_s"]
     assert hurt["mean_jct_s_low"] < hurt["mean_jct_s_high"]
+
+
+def test_a_table_from_a_spreadsheet_begins_with_a_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, own = tmp_path / "jobs.csv", tmp_path / "cluster.json"
+    path.write_bytes(b"\xef\xbb\xbfsubmit_s,run_s,num_gpus\r\n0,10,1\r\n")
+    own.write_bytes(b'\xef\xbb\xbf{"nodes": [{"gpus": 1, "cpus": 1}]}')
+    words = ["--cluster", str(own), "--policies", "tuned", "--disciplines", "fifo"]
+    assert document(capsys, str(path), *words)["summary"]["num_jobs"] == 1
+
+
+def test_a_page_without_a_job_that_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "jobs.csv", tmp_path / "page.html"
+    path.write_text("submit_s,run_s,num_gpus,job\n0,10,100,\x1b[31m\u202e<b>\n")
+    assert main(["simulate", str(path), "--cluster", "1*gpus=8,cpus=8", "--policies", "fair", "--html", str(page)]) == 0
+    told = page.read_text()
+    assert "No job ran." in told
+    assert "\\x1b[31m\\u202e&lt;b&gt; is larger" in told, "a name cannot steer the terminal that the page is shown on"
+    assert "not enough GPUs" in capsys.readouterr().err

@@ -17,16 +17,16 @@ from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
 from hetstream.mpi_dataworkers.loader.division import own_position
-from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.keyword import takes
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order, PlannedSteps
+from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
-from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
+from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochSetter, beginning_again, beginning_of
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from hetstream.mpi_dataworkers.loader.torch_loader import (
@@ -84,7 +84,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self.seed = options.seed or 0
         self._device = torch.device("cpu" if options.device is None else options.device)
         self._listed_order = options.is_listed
-        self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
+        self._sampler_epoch = SamplerEpochSetter(self.sampler, self.batch_sampler)
         self._shuffle = bool(options.shuffle)
         self._rank, self._world_size = (0, 1) if options.is_listed else (identity.rank, identity.world_size)
         self._position = LoaderPosition()
@@ -164,18 +164,18 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return num_steps * self._repeat
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass over the current epoch; the next call begins the next epoch."""
-        epochs = _Epochs(self)
+        """Begin an iteration, over the current epoch; the next call begins the next epoch."""
+        passes = _Passes(self)
         if self._device.type == "cpu":
-            return PositionTracker(epochs, self._position)
-        return OnDevice(PositionTracker(epochs, self._position, is_ahead=True), self._device, self._position)
+            return PositionTracker(passes, self._position)
+        return OnDevice(PositionTracker(passes, self._position, is_prefetched=True), self._device, self._position)
 
-    def _data_epoch(self, at: Position) -> int:
+    def _order_epoch(self, at: Position) -> int:
         """The epoch whose order and augmentation a pass has: no two passes have the same."""
-        return at.epoch * (self._repeat or 1) + at.turn
+        return at.epoch * (self._repeat or 1) + at.pass_index
 
-    def _begin_pass(self, at: Position) -> EpochIterator:
-        """One pass over the data, from a position on; `repeat` makes several of an iteration."""
+    def _begin_pass(self, at: Position) -> PassIterator:
+        """Begin a pass, from a position on."""
         connection = self._connection
         connection.pipeline = pipeline_now(self, connection.pipeline, self._other_length(at))
         shards, client = self._shards(at), connection.client
@@ -184,16 +184,16 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             source = RemoteSource(connection, shards)
         else:
             source = LocalSource(connection, shards, torch_options(self))
-        return EpochIterator(connection, source, owner=self)
+        return PassIterator(connection, source, owner=self)
 
-    def _shards(self, at: Position) -> EpochShards:
+    def _shards(self, at: Position) -> PassShards:
         """The steps of a pass."""
-        epoch, client = self._data_epoch(at), self._connection.client
+        epoch, client = self._order_epoch(at), self._connection.client
         if self._division is None:
-            return EpochShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
+            return PassShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
         self._division = replace(self._division, num_samples=self._connection.pipeline.num_samples)
         num_copies = max(1, client.num_data_workers) if client is not None else 1
-        return EpochShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
+        return PassShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
 
     def _other_length(self, at: Position) -> str:
         """Why a pass cannot begin with a dataset of another length; "" when it can."""
@@ -208,13 +208,13 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def _new_order(self, epoch: int, at: Position) -> Order:
         if not self._listed_order:
             return PlannedSteps(self._plan(epoch), self._rank)
-        self._sampler_epochs.begin(epoch)
+        self._sampler_epoch.begin(epoch)
         source, batched = self._index_sampler, self.batch_sampler is not None
-        if not isinstance(at.source, DataState):
+        if at.beginning is None:
             return ListedSteps(source, batched, beginning_of(source, in_epoch=True))
-        with beginning_again(source, at.source.sampler):
-            order = ListedSteps(source, batched, at.source.sampler)
-            order.skip(at.step, at.source.drawn)
+        with beginning_again(source, at.beginning):
+            order = ListedSteps(source, batched, at.beginning)
+            order.skip(at.step, at.drawn)
         return order
 
     def set_epoch(self, epoch: int) -> None:
@@ -240,16 +240,12 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return state.as_dict()
 
     def _state_at(self, at: Position) -> DataState:
-        sampler = drawn = ""
-        if isinstance(at.source, DataState):
-            sampler, drawn = at.source.sampler, at.source.drawn
-        elif isinstance(at.source, ListedSteps):
-            sampler, drawn = at.source.beginning, at.drawn
-        elif self._listed_order:
-            sampler = beginning_of(self._index_sampler, in_epoch=False)
+        beginning = at.beginning
+        if beginning is None:
+            beginning = beginning_of(self._index_sampler, in_epoch=False) if self._listed_order else ""
         return DataState(
             epoch=at.epoch,
-            turn=at.turn,
+            pass_index=at.pass_index,
             step=at.step,
             shards=at.shards,
             world_size=self._world_size,
@@ -257,8 +253,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             pipeline=self._connection.pipeline.description()
             | {"fingerprint": fingerprint_of(self.dataset)}
             | self._order_description,
-            sampler=sampler,
-            drawn=drawn,
+            sampler=beginning,
+            drawn=at.drawn,
             quarantined=self._connection.skipped.state(),
         )
 
@@ -278,7 +274,17 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
             raise StateError("the state and this loader divide the data in different ways")
         self._connection.skipped.load_state(loaded.quarantined)
-        self._position.load(Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True))
+        self._position.load(
+            Position(
+                epoch=loaded.epoch,
+                pass_index=loaded.pass_index,
+                step=loaded.step,
+                shards=shards,
+                beginning=loaded.sampler,
+                drawn=loaded.drawn,
+                is_loaded=True,
+            )
+        )
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.
@@ -302,7 +308,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return values
 
     def _costs_by_length(self) -> dict[str, float]:
-        epoch, stop = self._data_epoch(self._position.taken), self._position.taken.step
+        epoch, stop = self._order_epoch(self._position.taken), self._position.taken.step
         if stop == 0 and epoch > 0:
             epoch, stop = epoch - 1, self._plan(epoch - 1).num_steps
         plan = self._plan(epoch)
@@ -329,7 +335,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self.close()
 
 
-class _Epochs:
+class _Passes:
     """What a `PositionTracker` asks of its loader, which lives as long as it is iterated."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -343,7 +349,7 @@ class _Epochs:
     def dataset_name(self) -> str:
         return type(self._loader.dataset).__name__
 
-    def begin(self, at: Position) -> EpochIterator:
+    def begin(self, at: Position) -> PassIterator:
         return self._loader._begin_pass(at)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Batches on the trainer's device: copied one batch ahead of the training loop. Called by `data_loader.py`.
+"""Batches on the trainer's device: one is prefetched while the training loop works. Called by `data_loader.py`.
 
 On a CUDA device a batch is copied from pinned memory on a stream of its own while the training loop works on the one
 before. The loop's current stream waits for the copy, the host does not.
@@ -57,10 +57,10 @@ def move(value: Any, to: Callable[[Any], Any]) -> Any:
 
 
 class OnDevice(Iterator[Any]):
-    """The batches of an iterator on a device, one of them ahead.
+    """The batches of an iteration on a device, one of them prefetched.
 
     Args:
-        batches: the batches, in host memory, read ahead of the training loop.
+        batches: the batches, in host memory; it was told that they are prefetched.
         device: where to.
         position: the loader's; what was taken moves on when the training loop gets a batch, an exception or the end.
     """
@@ -70,14 +70,14 @@ class OnDevice(Iterator[Any]):
         self._device = device
         self._position = position
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._ahead: tuple[Any, Any, Position] | None = None
+        self._prefetched: tuple[Any, Any, Position] | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        batch, copied, position = self._ahead or self._fetch()
-        self._ahead = None
+        batch, copied, position = self._prefetched or self._fetch()
+        self._prefetched = None
         self._position.taken = position
         if isinstance(batch, _Raised):
             raise batch.error
@@ -86,7 +86,7 @@ class OnDevice(Iterator[Any]):
             current.wait_event(copied)
             # Its memory belongs to the side stream's pool: not to be used again before the loop's work is done.
             move(batch, lambda item: _record(item, current))
-        self._ahead = self._fetch()
+        self._prefetched = self._fetch()
         return batch
 
     def _fetch(self) -> tuple[Any, Any, Position]:

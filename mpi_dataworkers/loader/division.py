@@ -1,6 +1,6 @@
 """Into which streams of steps the data of one loader is divided: shards, parts or copies; and a position in them.
 
-`epoch_shards.py` says how far they were read. No I/O.
+`pass_shards.py` says how far they were read. No I/O.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ def own_position(division: Division, state: Any) -> dict[str, Any]:
     rank, num_ranks = division.dealt
     try:
         copies, step, whose = int(state["copies"]), int(state["step"]), state["rank"]
-        ahead = [(int(first), int(stop)) for first, stop in state["ahead"]]
+        taken = [(int(first), int(stop)) for first, stop in state["taken_out_of_order"]]
         dict(snapshots_of(state))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"the state has no position in the shards of this loader: {error!r}") from error
-    if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in ahead):
+    if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in taken):
         raise StateError(f"the state has a damaged position in the shards of this loader: {state!r}")
     if whose is None:
         dealt = deal(state, division.known(copies), rank, num_ranks, division.width(copies))
-        mine = {str(shard) for shard, _ in dealt["places"]}
+        mine = {str(shard) for shard, _ in dealt["slots"]}
         snapshots = {shard: snapshot for shard, snapshot in state["snapshots"].items() if shard in mine}
         state = {**state, **dealt, "rank": rank, "snapshots": snapshots}
     elif whose != rank:

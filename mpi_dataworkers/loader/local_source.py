@@ -1,4 +1,4 @@
-"""Steps of an epoch made in process. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
+"""Steps of a pass made in process. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
 
 Through torch's own DataLoader (`local_workers.py`) and the pipeline that data workers have: the same bytes.
 """
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.local_workers import FailedStep, LocalWorkers, ShardEnd, early_end, read_shards
 from hetstream.mpi_dataworkers.loader.order import Order
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 
 
 class LocalSource:
-    """The steps of an epoch from torch's own DataLoader; a `StepSource`.
+    """The steps of a pass from torch's own DataLoader; a `StepSource`.
 
     Args:
         connection: the loader's.
@@ -28,7 +28,7 @@ class LocalSource:
         shards: as given.
     """
 
-    def __init__(self, connection: LoaderConnection, shards: EpochShards, torch_options: dict[str, Any]) -> None:
+    def __init__(self, connection: LoaderConnection, shards: PassShards, torch_options: dict[str, Any]) -> None:
         self.shards = shards
         self._connection = connection
         self._torch_options = torch_options
@@ -58,7 +58,7 @@ class LocalSource:
             )
         shards = self.shards
         for step in self._steps:
-            shards.pass_over_ahead()
+            shards.skip_taken()
             number = shards.next_slot
             if isinstance(step, ShardEnd):
                 shards.ended(number)
@@ -77,7 +77,7 @@ class LocalSource:
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""
-        return self.shards.state(self.shards.ahead())
+        return self.shards.state(self.shards.taken_out_of_order())
 
     def close(self) -> None:
         """Nothing: torch ends its processes with its iterator."""

@@ -19,7 +19,7 @@ import torch.utils.data
 from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.ops.entered import enter_worker
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
@@ -160,7 +160,7 @@ class LocalWorkers:
 class _ShardDataset(torch.utils.data.IterableDataset[Any]):
     """The steps of divided data in their order, and a `ShardEnd` where a shard ends."""
 
-    def __init__(self, pipeline: Pipeline, shards: EpochShards, policy: ErrorPolicy) -> None:
+    def __init__(self, pipeline: Pipeline, shards: PassShards, policy: ErrorPolicy) -> None:
         self._pipeline, self._shards, self._policy = pipeline, shards, policy
 
     def __iter__(self) -> Iterator[Any]:
@@ -168,7 +168,7 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
         shards = self._shards
         readers: dict[int, ShardReader | RankReader] = {}
         while shards.slots:
-            shards.pass_over_ahead()
+            shards.skip_taken()
             number = shards.next_slot
             slot = shards.slots[number]
             try:
@@ -206,7 +206,7 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
 
 
 def read_shards(
-    pipeline: Pipeline, shards: EpochShards, policy: ErrorPolicy, torch_options: dict[str, Any]
+    pipeline: Pipeline, shards: PassShards, policy: ErrorPolicy, torch_options: dict[str, Any]
 ) -> Iterator[Any]:
     """The steps of divided data, made in the training thread, or with `num_workers` in one process beside it.
 

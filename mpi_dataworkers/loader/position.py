@@ -1,4 +1,8 @@
-"""Where a training loop is: the iteration, its pass over the data with `repeat`, and the step. Kept by `DataLoader`."""
+"""Where a training loop is: the epoch, its pass over the data with `repeat`, and the step. Kept by `DataLoader`.
+
+An epoch is what `set_epoch` names, an iteration is one `iter()` of the loader and reads one epoch, and a pass goes over
+the data once: an epoch has `repeat` of them, so mostly one.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,27 @@ import msgspec
 from msgspec.structs import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator
-from hetstream.mpi_dataworkers.loader.order import Order
-from hetstream.mpi_dataworkers.order.data_state import DataState
+from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator
 
 
 class Position(msgspec.Struct, frozen=True):
     """What the training loop has taken.
 
     Attributes:
-        epoch: which iteration.
-        turn: which of its passes, with `repeat`.
+        epoch: which epoch.
+        pass_index: which of its passes.
         step: steps taken of that pass.
         shards: position in each of its shards, where it is divided.
-        source: what knows how the program's sampler began: the pass's order, or the state that it continues.
+        beginning: how the program's sampler began the pass, of `sampler_state`; None while it has not, or without one.
         drawn: digest of what the program's sampler gave for the steps taken.
         is_loaded: it was loaded, and nobody has named its epoch: at the end of that epoch, the next one begins.
     """
 
     epoch: int
-    turn: int = 0
+    pass_index: int = 0
     step: int = 0
     shards: dict[str, Any] | None = None
-    source: Order | DataState | None = None
+    beginning: str | None = None
     drawn: str = ""
     is_loaded: bool = False
 
@@ -66,42 +68,41 @@ class LoaderPosition:
             self.next = Position(epoch + 2)
 
 
-class LoaderEpochs(Protocol):
+class LoaderPasses(Protocol):
     """What a `PositionTracker` asks of its loader."""
 
     @property
     def repeat(self) -> int | None:
-        """Passes over the data of one iteration; None for an endless stream."""
+        """Passes of an epoch; None for an endless stream."""
 
     @property
     def dataset_name(self) -> str:
         """What an error calls the dataset."""
 
-    def begin(self, at: Position) -> EpochIterator:
-        """Begin one pass over the data, from a position on."""
+    def begin(self, at: Position) -> PassIterator:
+        """Begin a pass, from a position on."""
 
     def __len__(self) -> int:
         """Steps of an iteration."""
 
 
 class PositionTracker(Iterator[Any]):
-    """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
-    and the next epoch at the end.
+    """One iteration: reads the passes of an epoch, and keeps the loader's position up to date.
 
     Args:
-        epochs: the loader's.
+        passes: the loader's.
         position: the loader's.
-        is_ahead: it is read ahead of the training loop: what was taken here is only in `taken`.
+        is_prefetched: its batches are fetched before the training loop asks: what was taken here is only in `taken`.
 
     Attributes:
         taken: position behind the batch that was given last.
     """
 
-    def __init__(self, epochs: LoaderEpochs, position: LoaderPosition, is_ahead: bool = False) -> None:
-        self._epochs = epochs
+    def __init__(self, passes: LoaderPasses, position: LoaderPosition, is_prefetched: bool = False) -> None:
+        self._passes = passes
         self._position = position
-        self._is_ahead = is_ahead
-        self._epoch: EpochIterator | None = None
+        self._is_prefetched = is_prefetched
+        self._pass: PassIterator | None = None
         begun = position.begin_iteration()
         self._may_go_on = begun.is_loaded  # with the next epoch, as long as this one gave nothing
         self._begin(begun)
@@ -109,42 +110,42 @@ class PositionTracker(Iterator[Any]):
 
     def _move_to(self, taken: Position) -> None:
         self.taken = taken
-        if not self._is_ahead:
+        if not self._is_prefetched:
             self._position.taken = taken
 
     def _begin(self, at: Position) -> None:
-        self._epoch = epoch = self._epochs.begin(at)
-        self._at = replace(at, source=epoch.shards.order, drawn=epoch.shards.drawn())
+        self._pass = begun = self._passes.begin(at)
+        self._at = replace(at, beginning=begun.shards.beginning(), drawn=begun.shards.drawn())
         self._gave = at.step > 0 or at.shards is not None  # a pass that is continued may be at its end
         self._move_to(self._at)
 
     def __next__(self) -> Any:
-        while self._epoch is not None:
+        while self._pass is not None:
             try:
-                batch = next(self._epoch)
+                batch = next(self._pass)
             except StopIteration:
-                self._end_pass(self._epoch)
+                self._end_pass(self._pass)
                 continue
             except Exception:
                 self._may_go_on = False
-                self._note(self._epoch)
+                self._note(self._pass)
                 raise
-            self._note(self._epoch)
+            self._note(self._pass)
             self._gave, self._may_go_on = True, False
             return batch
         raise StopIteration
 
-    def _end_pass(self, ended: EpochIterator) -> None:
+    def _end_pass(self, ended: PassIterator) -> None:
         """Begin the next pass, if there is one."""
-        repeat, num_steps, at = self._epochs.repeat, ended.shards.position, self._at
-        self._epoch = None
+        repeat, num_steps, at = self._passes.repeat, ended.shards.position, self._at
+        self._pass = None
         if repeat is None and num_steps > 0 and not self._gave:
             raise PipelineError(
-                f"a whole pass over {self._epochs.dataset_name} gave no batch, because every sample was left out: an "
-                "endless stream of it would never give one. stats() and the log say why samples were left out."
+                f"{self._passes.dataset_name} gave no batch from its beginning to its end, because every sample was "
+                "left out: an endless stream of it would never give one. stats() and the log say why."
             )
         # An endless stream of nothing ends.
-        last = at.turn + 1 == repeat or (repeat is None and num_steps == 0)
+        last = at.pass_index + 1 == repeat or (repeat is None and num_steps == 0)
         if last and self._may_go_on and self._gave:
             self._may_go_on = False
             self._position.began_after(at.epoch)
@@ -152,11 +153,12 @@ class PositionTracker(Iterator[Any]):
         elif last:
             self._move_to(Position(at.epoch + 1))
         else:
-            self._begin(Position(at.epoch, at.turn + 1))
+            self._begin(Position(at.epoch, at.pass_index + 1))
 
-    def _note(self, epoch: EpochIterator) -> None:
-        at, shards = self._at, epoch.shards
-        self._move_to(Position(at.epoch, at.turn, shards.position, epoch.shard_state(), shards.order, shards.drawn()))
+    def _note(self, begun: PassIterator) -> None:
+        at, shards = self._at, begun.shards
+        state, drawn = begun.shard_state(), shards.drawn()
+        self._move_to(Position(at.epoch, at.pass_index, shards.position, state, at.beginning, drawn))
 
     def __len__(self) -> int:
-        return len(self._epochs)
+        return len(self._passes)

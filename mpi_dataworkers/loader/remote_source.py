@@ -1,4 +1,4 @@
-"""Steps of an epoch from data workers. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
+"""Steps of a pass from data workers. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
 
 Each shard that is being read is a session with the service. While no data worker delivers, steps are made in process,
 from the same pipeline: the same bytes.
@@ -12,9 +12,9 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
@@ -28,7 +28,7 @@ from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ListedOrder, Pl
 
 
 class RemoteSource:
-    """The steps of an epoch from data workers; a `StepSource`.
+    """The steps of a pass from data workers; a `StepSource`.
 
     Args:
         connection: the loader's; it has a client.
@@ -43,7 +43,7 @@ class RemoteSource:
     def __init__(
         self,
         connection: LoaderConnection,
-        shards: EpochShards,
+        shards: PassShards,
         look_ahead: LookAhead = LookAhead(),  # noqa: B008, it is frozen
         sent: SentPipeline | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class RemoteSource:
             sharers=min(shards.width, len(shards.slots)),
             at_most_once=shards.at_most_once,
             in_order=shards.in_order,
-            ahead=shards.ahead(),
+            taken_out_of_order=shards.taken_out_of_order(),
             snapshot=shards.snapshots.get(slot.shard, b""),
         )
         return self._client.open_session(request)
@@ -103,7 +103,7 @@ class RemoteSource:
             self._sampler.draw(self._client, self._sessions[0], taking)
 
     def _go_on_as_child(self) -> None:
-        """In a process that was forked in the middle of the epoch: go on from there with a session of its own."""
+        """In a process that was forked in the middle of the pass: go on from there with a session of its own."""
         client = self._connection.client
         if client is None:
             raise ServiceUnavailable(
@@ -215,7 +215,7 @@ class RemoteSource:
         """Position in each shard; see `StepSource`."""
         if self.shards.order is not None:
             return None
-        return self.shards.state(self._sessions[0].buffer.ahead() if self._sessions else [])
+        return self.shards.state(self._sessions[0].buffer.taken_out_of_order() if self._sessions else [])
 
     def close(self) -> None:
         """Close the sessions."""

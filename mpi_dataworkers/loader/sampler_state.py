@@ -84,7 +84,7 @@ def beginning_again(sampler: Any, beginning: str) -> Iterator[None]:
             torch.set_rng_state(before)
 
 
-class SamplerEpochs:
+class SamplerEpochSetter:
     """Sets the epoch of samplers that have `set_epoch`, for a program that does not do it itself.
 
     A sampler whose `epoch` is not where it was left has been set by the program, which then sets it for good.

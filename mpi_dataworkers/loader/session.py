@@ -1,4 +1,4 @@
-"""An open session of a loader: one epoch that it reads from data workers, or one shard of it. No I/O.
+"""An open session of a loader: one pass that it reads from data workers, or one shard of it. No I/O.
 
 Used by `client.py`, which guards it with its lock. A session knows which steps have come and which the training loop
 has taken, and from these what the dispatcher is to be told.
@@ -54,7 +54,7 @@ class SessionRequest:
         sharers: sessions that share the buffer and the window; each is kept with one data worker if there are more.
         at_most_once: go on without the steps of a data worker that is lost.
         in_order: give the steps in order; else as they come.
-        ahead: steps beyond `first_step` that were taken before.
+        taken_out_of_order: steps beyond `first_step` that were taken before.
         snapshot: where the reader of a shard was at or before `first_step`.
     """
 
@@ -71,7 +71,7 @@ class SessionRequest:
     sharers: int = 1
     at_most_once: bool = False
     in_order: bool = True
-    ahead: Ranges | None = None
+    taken_out_of_order: Ranges | None = None
     snapshot: bytes = b""
 
     def spec(self, receivers: list[str]) -> SessionSpec:
@@ -134,7 +134,7 @@ class LoaderSession:
         self.snapshot = request.snapshot
         self.num_lost = 0
         self.rest_lost = False
-        self.buffer = ReorderBuffer(first_step, request.in_order, request.ahead)
+        self.buffer = ReorderBuffer(first_step, request.in_order, request.taken_out_of_order)
         self.held_bytes = 0
         self.known_steps = request.num_steps if isinstance(session.order, PlannedOrder) else first_step
         self._session = session

@@ -20,12 +20,12 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
 from hetstream.mpi_dataworkers.loader.order import PartlyListedSteps
+from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.torch_loader import (
@@ -177,7 +177,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
     def __init__(self, loader: Any, kept: _Kept, sent: SentPipeline | None) -> None:
         self._kept = kept
         self._sent = sent
-        self._streamed: EpochIterator | None = None
+        self._streamed: PassIterator | None = None
         self._plain: Iterator[Any] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
@@ -205,13 +205,13 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         if connection is None:
             self._plain = self._made_by_torch(self._sampler_iter)
             return
-        shards = EpochShards.undivided(self._order, self._base_seed, next(self._kept.passes))
+        shards = PassShards.undivided(self._order, self._base_seed, next(self._kept.passes))
         source: StepSource
         if connection.client is not None:
             source = RemoteSource(connection, shards, look_ahead_of(loader), self._sent)
         else:
             source = LocalSource(connection, shards, self._options)
-        self._streamed = EpochIterator(connection, source, owner=self._kept)
+        self._streamed = PassIterator(connection, source, owner=self._kept)
         if self._order.num_steps == 0 and self._order.unlisted is not None:
             self._go_on_locally(self._order.unlisted)
 

@@ -11,8 +11,8 @@ from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.order.interleave import gather
 from hetstream.mpi_dataworkers.order.snapshots import is_text, pack, unpack
 
-VERSION = 3
-# Epoch and turn travel together as one signed 64-bit number.
+VERSION = 4
+# Epoch and pass travel together as one signed 64-bit number.
 MAX_EPOCH = 2**31 - 1
 
 
@@ -22,9 +22,9 @@ class DataState:
 
     Attributes:
         epoch: the epoch.
-        turn: which of its passes, with `repeat`.
+        pass_index: which of its passes, with `repeat`.
         step: steps of that pass that the training loop has taken.
-        shards: place in each of its streams, where a pass is divided; None elsewhere.
+        shards: position in each of its shards, where a pass is divided; None elsewhere.
         world_size: ranks that shared the order; 0 in what `merge_states` gives.
         is_global: the order does not depend on the world size, because `global_batch_size` was given.
         pipeline: dataset and order in words; equal where the samples and their order are.
@@ -37,7 +37,7 @@ class DataState:
     """
 
     epoch: int
-    turn: int
+    pass_index: int
     step: int
     shards: dict[str, Any] | None
     world_size: int
@@ -121,7 +121,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     read = [DataState.read(state) for state in states]
     if not read:
         raise StateError("merge_states needs the state of each rank, and has none")
-    first = min(read, key=lambda state: (state.epoch, state.turn))
+    first = min(read, key=lambda state: (state.epoch, state.pass_index))
     if not _is_dealt(first.pipeline):
         raise StateError(
             "merge_states is for an IterableDataset whose shards are dealt out among the ranks, without length_of and "
@@ -132,7 +132,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise StateError("the states are of different data, orders or world sizes: merge those of one run's ranks")
     if len(read) != first.world_size:
         raise StateError(f"{len(read)} states of a run with {first.world_size} ranks: merge_states needs that of each")
-    now = [state for state in read if (state.epoch, state.turn) == (first.epoch, first.turn)]
+    now = [state for state in read if (state.epoch, state.pass_index) == (first.epoch, first.pass_index)]
     if any(state.shards is not None for state in read if state not in now):
         raise StateError("the states are of different epochs: save them in all ranks at the same moment")
     whole = replace(first, world_size=0, shards=None, step=0)
@@ -164,15 +164,16 @@ def _merge_shards(first: DataState, positions: Sequence[Mapping[str, Any] | None
     if not_begun and len(positions) < num_ranks:
         raise StateError("some ranks have not begun and some have ended: save the states inside the loop, or after it")
     unbegun = [[[rank, num_shards, num_ranks]] if not_begun and rank < num_shards else [] for rank in range(num_ranks)]
-    ranks = [by_rank.get(rank, {"places": [], "turn": 0, "left": unbegun[rank]}) for rank in range(num_ranks)]
+    ranks = [by_rank.get(rank, {"slots": [], "next_slot": 0, "left": unbegun[rank]}) for rank in range(num_ranks)]
     step = max(position["step"] for position in by_rank.values())
-    return gather(ranks, num_shards) | {"rank": None, "step": step, "copies": 1, "ahead": [], "snapshots": snapshots}
+    whole = {"rank": None, "step": step, "copies": 1, "taken_out_of_order": [], "snapshots": snapshots}
+    return gather(ranks, num_shards) | whole
 
 
 # The form of each field: a check, and the rule in words.
 _FORMS: dict[str, tuple[Any, str]] = {
     "epoch": (lambda value: _is_count(value) and value <= MAX_EPOCH, "a whole number of at least 0"),
-    "turn": (lambda value: _is_count(value) and value <= MAX_EPOCH, "a whole number of at least 0"),
+    "pass_index": (lambda value: _is_count(value) and value <= MAX_EPOCH, "a whole number of at least 0"),
     "step": (lambda value: _is_count(value), "a whole number of at least 0"),
     "shards": (lambda value: _is_json(value), "JSON text of a mapping or null"),
     "dataset_states": (lambda value: isinstance(value, Mapping), "a mapping"),
@@ -198,7 +199,7 @@ def _problems(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _divided(shards: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The streams' places with the snapshots that are text, and the other snapshots, by shard."""
+    """The position in the shards with the snapshots that are text, and the other snapshots, by shard."""
     if not shards or "snapshots" not in shards:
         return shards, {}
     texts = {shard: packed.decode() for shard, packed in shards["snapshots"].items() if is_text(packed)}

@@ -1,12 +1,12 @@
 """In which order the steps of several shards come: round robin, a pure function of how long the shards are. Pure.
 
-Used by `loader/epoch_shards.py`. Some shards are read at a time, each in a slot of its own. The next step is that of
+Used by `loader/pass_shards.py`. Some shards are read at a time, each in a slot of its own. The next step is that of
 the shard in the next slot; a shard that has ended leaves its slot to the next shard, or, when there is none, the slot
 goes. Who made the steps, and when they came, does not matter, so the order is the same for any number of data workers;
 and the state is the position in each shard that is being read, and which shards are left.
 
 The shards of a stream are dealt out among ranks. The positions of all ranks together (`gather`) can be dealt out anew
-among any number of them (`deal`), in the order in which their turns would have come.
+among any number of them (`deal`), in the order in which their steps would have come.
 """
 
 from __future__ import annotations
@@ -79,29 +79,29 @@ def gather(states: Sequence[Any], num_shards: int) -> dict[str, Any]:
     """The position of several ranks that share one deal, as one.
 
     Args:
-        states: each rank's position, in order of rank; a rank that has nothing left has no places.
+        states: each rank's position, in order of rank; a rank that has nothing left has no slots.
         num_shards: how many there are, for all ranks.
 
     Raises:
         StateError: they are no positions of one deal.
     """
     read = [_read(state, num_shards) for state in states]
-    turns = max((len(places) for places, _, _ in read), default=0)
-    places = [
-        places[(turn + number) % len(places)]
-        for number in range(turns)
-        for places, turn, _ in read
-        if number < len(places)
+    most_slots = max((len(slots) for slots, _, _ in read), default=0)
+    gathered = [
+        slots[(next_slot + number) % len(slots)]
+        for number in range(most_slots)
+        for slots, next_slot, _ in read
+        if number < len(slots)
     ]
     left = sorted(shard for _, _, strides in read for stride in strides for shard in stride)
-    named = [*left, *(place.shard for place in places)]
+    named = [*left, *(slot.shard for slot in gathered)]
     if len(set(named)) < len(named):
         raise StateError("the states name a shard twice: they are not of the ranks of one run at one moment")
-    return _state(places, 0, as_strides(left))
+    return _state(gathered, 0, as_strides(left))
 
 
 def deal(state: Any, num_shards: int, rank: int, num_ranks: int, width: int) -> dict[str, Any]:
-    """One rank's position of a gathered one: the shards that are being read in the order of their turns, then others.
+    """One rank's position of a gathered one: the shards that are being read, in the order of their steps, then others.
 
     Args:
         state: of `gather`.
@@ -112,9 +112,9 @@ def deal(state: Any, num_shards: int, rank: int, num_ranks: int, width: int) -> 
     Raises:
         StateError: it is no position among these shards.
     """
-    places, _, left = _read(state, num_shards)
-    mine = places[rank::num_ranks]
-    first = (rank - len(places)) % num_ranks  # who had the fewest goes on
+    slots, _, left = _read(state, num_shards)
+    mine = slots[rank::num_ranks]
+    first = (rank - len(slots)) % num_ranks  # who had the fewest goes on
     others = []
     for stride in left:
         others.append(stride[first::num_ranks])
@@ -152,25 +152,23 @@ def take(strides: list[range], count: int) -> list[int]:
     return taken
 
 
-def _state(places: list[Slot], turn: int, left: list[range]) -> dict[str, Any]:
+def _state(slots: list[Slot], next_slot: int, left: list[range]) -> dict[str, Any]:
     return {
-        "places": [[place.shard, place.step] for place in places],
-        "turn": turn,
+        "slots": [[slot.shard, slot.step] for slot in slots],
+        "next_slot": next_slot,
         "left": [[stride.start, stride.stop, stride.step] for stride in left],
     }
 
 
 def _read(state: Any, num_shards: int) -> tuple[list[Slot], int, list[range]]:
     try:
-        places = [Slot(int(shard), int(step)) for shard, step in state["places"]]
-        turn, left = (
-            int(state["turn"]),
-            [range(int(start), int(stop), int(step)) for start, stop, step in state["left"]],
-        )
+        slots = [Slot(int(shard), int(step)) for shard, step in state["slots"]]
+        next_slot = int(state["next_slot"])
+        left = [range(int(start), int(stop), int(step)) for start, stop, step in state["left"]]
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no position among shards: {error!r}") from error
     known = range(num_shards)
-    inside = all(place.shard in known and place.step >= 0 for place in places) and 0 <= turn < max(1, len(places))
+    inside = all(slot.shard in known and slot.step >= 0 for slot in slots) and 0 <= next_slot < max(1, len(slots))
     if not inside or any(not stride or stride[0] not in known or stride[-1] not in known for stride in left):
         raise StateError(f"the state names shards that this loader does not have: {state!r}")
-    return places, turn, left
+    return slots, next_slot, left

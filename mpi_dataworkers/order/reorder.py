@@ -23,17 +23,17 @@ class ReorderBuffer:
     Args:
         position: the first step that the training loop has not taken.
         in_order: give out steps in order only.
-        ahead: steps beyond the position that it has taken already.
+        taken_out_of_order: steps beyond the position that it has taken already.
 
     Attributes:
         position: steps below it were taken.
         num_dropped: batches that came a second time or with a revoked token.
     """
 
-    def __init__(self, position: int, in_order: bool = True, ahead: Ranges | None = None) -> None:
+    def __init__(self, position: int, in_order: bool = True, taken_out_of_order: Ranges | None = None) -> None:
         self.position = position
         self._in_order = in_order
-        self._ahead = {step for first, stop in ahead or () for step in range(first, stop)}
+        self._taken_out_of_order = {step for first, stop in taken_out_of_order or () for step in range(first, stop)}
         self.num_dropped = 0
         self._items: dict[int, Any] = {}
         self._expected: set[int] = set()
@@ -70,7 +70,7 @@ class ReorderBuffer:
 
     def has(self, step: int) -> bool:
         """Whether a step was taken or waits here."""
-        return step < self.position or step in self._items or step in self._ahead
+        return step < self.position or step in self._items or step in self._taken_out_of_order
 
     def is_revoked(self, token: int) -> bool:
         """Whether a lease was revoked."""
@@ -86,21 +86,21 @@ class ReorderBuffer:
         """Give out the next step and advance."""
         step = self._next()
         item = self._items.pop(step)
-        if step == self.position and not self._ahead:  # as with all steps in order
+        if step == self.position and not self._taken_out_of_order:  # as with all steps in order
             self.position += 1
             return item
-        self._ahead.add(step)
-        while self.position in self._ahead:
-            self._ahead.discard(self.position)
+        self._taken_out_of_order.add(step)
+        while self.position in self._taken_out_of_order:
+            self._taken_out_of_order.discard(self.position)
             self.position += 1
         return item
 
     def _next(self) -> int:
         return self.position if self._in_order else min(self._items)
 
-    def ahead(self) -> Ranges:
+    def taken_out_of_order(self) -> Ranges:
         """Steps beyond the position that the training loop has taken."""
-        return as_ranges(sorted(self._ahead))
+        return as_ranges(sorted(self._taken_out_of_order))
 
     def __len__(self) -> int:
         return len(self._items)
@@ -119,7 +119,7 @@ class ReorderBuffer:
     def received(self) -> Ranges:
         """Steps beyond the position that have come or were taken, as ascending disjoint ranges [first, stop)."""
         come = [step for step in self._expected if step >= self.position and step not in self._items]
-        return as_ranges(sorted([*self._items, *self._ahead, *come]))
+        return as_ranges(sorted([*self._items, *self._taken_out_of_order, *come]))
 
 
 def as_ranges(steps: Iterable[int]) -> Ranges:

@@ -133,7 +133,7 @@ def test_a_process_that_died_is_not_the_end_however_often_it_is_asked(
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert told["seen"] <= 4
-    assert told["state"]["epoch"] == told["state"]["turn"] == 0
+    assert told["state"]["epoch"] == told["state"]["pass_index"] == 0
     assert re.search("exited unexpectedly|processes ended before step", told["told"])
 
 
@@ -216,5 +216,5 @@ def test_after_an_exception_in_a_stream_the_state_is_behind_it(loaders: Any, whe
 
 def test_an_endless_stream_of_samples_that_all_fail_is_an_error() -> None:
     loader = DataLoader(datasets.NoneCanBeMade(6), batch_size=2, repeat=None, on_error="skip", max_attempts=1)
-    with pytest.raises(PipelineError, match="a whole pass over NoneCanBeMade gave no batch"):
+    with pytest.raises(PipelineError, match="NoneCanBeMade gave no batch from its beginning"):
         next(iter(loader))

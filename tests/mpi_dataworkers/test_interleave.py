@@ -62,12 +62,12 @@ def test_a_state_taken_at_any_step_continues_there(lengths: list[int], width: in
 FOREIGN = [
     None,
     {},
-    {"places": 3},
-    {"places": [[9, 0]], "turn": 0, "left": []},
-    {"places": [[0, -1]], "turn": 0, "left": []},
-    {"places": [], "turn": 0, "left": [[0, 9, 1]]},
-    {"places": [], "turn": 0, "left": [[0, 9, 0]]},
-    {"places": [], "turn": 0, "left": [[1, 1, 1]]},
+    {"slots": 3},
+    {"slots": [[9, 0]], "next_slot": 0, "left": []},
+    {"slots": [[0, -1]], "next_slot": 0, "left": []},
+    {"slots": [], "next_slot": 0, "left": [[0, 9, 1]]},
+    {"slots": [], "next_slot": 0, "left": [[0, 9, 0]]},
+    {"slots": [], "next_slot": 0, "left": [[1, 1, 1]]},
 ]
 
 

@@ -227,13 +227,13 @@ def test_a_state_of_another_division_is_refused(loaders: Any) -> None:
     next(iterator)
     with pytest.raises(StateError, match="num_shards: 4 in the state, 8 here"):
         loaders(datasets.Log(100)).load_state_dict(loader.state_dict())
-    position = {"places": [[0, 1]], "turn": 0, "left": []}
-    whole = {"rank": 0, "copies": 1, "step": 1, "ahead": [], "snapshots": {}} | position
+    position = {"slots": [[0, 1]], "next_slot": 0, "left": []}
+    whole = {"rank": 0, "copies": 1, "step": 1, "taken_out_of_order": [], "snapshots": {}} | position
     for damage in (
-        {"places": [[99, 1]]},
+        {"slots": [[99, 1]]},
         {"copies": 10**11},
-        {"turn": 3},
-        {"ahead": [[3, 2]]},
+        {"next_slot": 3},
+        {"taken_out_of_order": [[3, 2]]},
         {"snapshots": {"0": "x"}},
     ):
         with pytest.raises(StateError):

@@ -14,10 +14,10 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.order import ListedSteps
+from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 
 DATA = datasets.Augmented(24)
 
@@ -26,7 +26,7 @@ class ScriptedSource:
     """Gives what it is given: steps, exceptions to raise, and the end."""
 
     def __init__(self, *script: Delivered | Exception) -> None:
-        self.shards = EpochShards.undivided(ListedSteps(BatchSampler(SequentialSampler(DATA), 4, False), True), 0, 3)
+        self.shards = PassShards.undivided(ListedSteps(BatchSampler(SequentialSampler(DATA), 4, False), True), 0, 3)
         self.calls: list[str] = []
         self.is_away = False
         self.delay_s = 0.0
@@ -71,7 +71,7 @@ def connection() -> Iterator[LoaderConnection]:
 def test_it_counts_each_step_once_and_the_pass_at_its_end(connection: LoaderConnection) -> None:
     source = ScriptedSource(Delivered("a", 4, 100), Delivered(None, 0, 0, num_skipped=4), Delivered("b", 3, 0, "local"))
     source.delay_s = 0.02
-    assert list(EpochIterator(connection, source, owner=None)) == ["a", "b"]
+    assert list(PassIterator(connection, source, owner=None)) == ["a", "b"]
     counted = connection.statistics.counters
     assert (counted.steps, counted.samples, counted.bytes, counted.local_steps) == (2, 7, 100, 1)
     assert (counted.skipped, counted.epochs) == (4, 1)
@@ -82,7 +82,7 @@ def test_it_counts_each_step_once_and_the_pass_at_its_end(connection: LoaderConn
 
 def test_an_exception_of_user_code_takes_its_step_and_one_of_the_service_does_not(connection: LoaderConnection) -> None:
     source = ScriptedSource(ValueError("of user code"), ServiceError("of the service"), Delivered("b", 4, 0))
-    passing = EpochIterator(connection, source, owner=None)
+    passing = PassIterator(connection, source, owner=None)
     with pytest.raises(ValueError, match="of user code"):
         next(passing)
     assert source.shards.position == 1
@@ -96,7 +96,7 @@ def test_an_exception_of_user_code_takes_its_step_and_one_of_the_service_does_no
 
 def test_a_pass_that_is_closed_is_over_and_a_dropped_one_is_abandoned(connection: LoaderConnection) -> None:
     source = ScriptedSource(Delivered("a", 4, 0), Delivered("b", 4, 0))
-    passing = EpochIterator(connection, source, owner=None)
+    passing = PassIterator(connection, source, owner=None)
     next(passing)
     passing.close()
     passing.close()
@@ -104,7 +104,7 @@ def test_a_pass_that_is_closed_is_over_and_a_dropped_one_is_abandoned(connection
     assert source.calls == ["begin", "prepare", "close"]
     elapsed_s = connection.statistics.counters.elapsed_s
     dropped = ScriptedSource(Delivered("a", 4, 0))
-    next(EpochIterator(connection, dropped, owner=None))
+    next(PassIterator(connection, dropped, owner=None))
     assert dropped.calls == ["begin", "prepare", "abandon"]
     assert connection.statistics.counters.elapsed_s > elapsed_s
     assert connection.statistics.counters.epochs == 0
@@ -114,7 +114,7 @@ def test_what_fails_to_begin_is_abandoned(connection: LoaderConnection) -> None:
     source = ScriptedSource()
     source.is_away = True
     with pytest.raises(ServiceError):
-        EpochIterator(connection, source, owner=None)
+        PassIterator(connection, source, owner=None)
     gc.collect()
     assert source.calls == ["begin", "abandon"]
 
@@ -125,7 +125,7 @@ def test_the_owner_lives_as_long_as_the_pass(connection: LoaderConnection) -> No
             source.calls.append("owner")
 
     source = ScriptedSource(Delivered("a", 4, 0))
-    passing = EpochIterator(connection, source, owner=Owner())
+    passing = PassIterator(connection, source, owner=Owner())
     next(passing)
     del passing
     assert source.calls == ["begin", "prepare", "abandon", "owner"], "its last counts are told before it leaves"

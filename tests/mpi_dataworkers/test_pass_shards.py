@@ -9,9 +9,9 @@ import sample_datasets as datasets
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hetstream.mpi_dataworkers.loader.division import Division
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, PlannedSteps
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
 
@@ -25,7 +25,7 @@ def division_of(**keywords: Any) -> Division:
     return division
 
 
-def read(shards: EpochShards, count: int) -> list[tuple[int, int]]:
+def read(shards: PassShards, count: int) -> list[tuple[int, int]]:
     """Take so many steps, as far as there are: (shard, step) of each."""
     taken: list[tuple[int, int]] = []
     while shards.slots and len(taken) < count:
@@ -43,7 +43,7 @@ def read(shards: EpochShards, count: int) -> list[tuple[int, int]]:
 
 def test_undivided_data_is_one_shard_and_its_position_says_all() -> None:
     steps = PlannedSteps(EpochPlan(20, 4, 1, False, False, 0, 0), 0)
-    shards = EpochShards.undivided(steps, 0, 0, first_step=3)
+    shards = PassShards.undivided(steps, 0, 0, first_step=3)
     assert (shards.slots, shards.position, shards.has_more()) == ([Slot(0, 3)], 3, True)
     assert read(shards, 9) == [(0, 3), (0, 4)]
     assert (shards.slots, shards.position, shards.has_more()) == ([], 5, False)
@@ -54,7 +54,7 @@ def test_undivided_data_is_one_shard_and_its_position_says_all() -> None:
 
 def test_what_was_taken_of_a_programs_sampler_is_forgotten_and_its_digest_is_kept() -> None:
     order = ListedSteps(BatchSampler(SequentialSampler(DATA), 4, False), batched=True)
-    shards = EpochShards.undivided(order, 0, 0)
+    shards = PassShards.undivided(order, 0, 0)
     assert shards.drawn() == ""
     assert shards.has_more()
     shards.took(0, 1)
@@ -63,18 +63,18 @@ def test_what_was_taken_of_a_programs_sampler_is_forgotten_and_its_digest_is_kep
     assert order.indices(0) is None, "forgotten"
     again = ListedSteps(BatchSampler(SequentialSampler(DATA), 4, False), batched=True)
     again.skip(1, digest)
-    assert EpochShards.undivided(again, 0, 0, first_step=1).drawn() == digest
+    assert PassShards.undivided(again, 0, 0, first_step=1).drawn() == digest
 
 
 @pytest.mark.parametrize("before", range(7))
 def test_a_state_at_any_step_goes_on_with_the_same_steps(before: int) -> None:
     division = division_of(sharding="data", num_shards=3)
-    expected = read(EpochShards.divided(division, 3, 0, 1, None), 99)
+    expected = read(PassShards.divided(division, 3, 0, 1, None), 99)
     assert len(expected) == 6
-    shards = EpochShards.divided(division, 3, 0, 1, None)
+    shards = PassShards.divided(division, 3, 0, 1, None)
     assert read(shards, before) == expected[:before]
     state = shards.state([])
-    resumed = EpochShards.divided(division, 3, 0, 1, state)
+    resumed = PassShards.divided(division, 3, 0, 1, state)
     assert (resumed.position, resumed.snapshots, resumed.state([])) == (before, shards.snapshots, state)
     assert read(resumed, 99) == expected[before:]
     assert not resumed.has_more()
@@ -82,14 +82,14 @@ def test_a_state_at_any_step_goes_on_with_the_same_steps(before: int) -> None:
 
 def test_steps_that_were_taken_out_of_order_are_passed_over() -> None:
     division = division_of(in_order=False)
-    shards = EpochShards.divided(division, 3, 0, 1, None)
+    shards = PassShards.divided(division, 3, 0, 1, None)
     assert shards.any_order
     assert not shards.in_order
     shards.took(0, 1)
     state = shards.state([(2, 4)])
-    resumed = EpochShards.divided(division, 3, 0, 1, state)
-    assert resumed.ahead() == [(2, 4)]
+    resumed = PassShards.divided(division, 3, 0, 1, state)
+    assert resumed.taken_out_of_order() == [(2, 4)]
     resumed.took(0, 2)
-    resumed.pass_over_ahead()
+    resumed.skip_taken()
     assert resumed.slots == [Slot(0, 4)]
-    assert resumed.ahead() == []
+    assert resumed.taken_out_of_order() == []

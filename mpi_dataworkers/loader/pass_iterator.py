@@ -1,7 +1,7 @@
-"""One pass over an epoch, wherever its steps come from.
+"""One pass over the data, wherever its steps come from.
 
-A `StepSource` gives the steps: `remote_source.py` from data workers, `local_source.py` in process. `epoch_shards.py`
-says which they are. `position.py` goes over the passes and, for torch's own class, `unmodified.py`.
+A `StepSource` gives the steps: `remote_source.py` from data workers, `local_source.py` in process. `pass_shards.py`
+says which they are. `position.py` begins the passes and, for torch's own class, `unmodified.py`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
-from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 
 
 class StepSource(Protocol):
-    """Gives the steps of an epoch.
+    """Gives the steps of a pass.
 
     Attributes:
         shards: which they are, and how far they were read.
     """
 
-    shards: EpochShards
+    shards: PassShards
 
     def begin(self) -> None:
         """Begin to make steps. If it raises, `abandon` ends what has begun."""
@@ -34,7 +34,7 @@ class StepSource(Protocol):
         """Wait for the next step.
 
         Returns:
-            It, maybe without samples; None at the end of the epoch.
+            It, maybe without samples; None at the end of the pass.
 
         Raises:
             Exception: of user code, in the place of its step, which counts as taken.
@@ -51,8 +51,8 @@ class StepSource(Protocol):
         """The same from a finaliser: takes no lock."""
 
 
-class EpochIterator(Iterator[Any]):
-    """One pass over an epoch; ends at the end of the epoch, or when it is dropped (by `break`, say).
+class PassIterator(Iterator[Any]):
+    """One pass over the data; ends at the end of the data, or when it is dropped (by `break`, say).
 
     An exception, of user code or of the service, is raised at its step and never looks like the end: user code's is
     raised once and the next call gives the next step, as in torch; the service's is raised again by each call.

@@ -1,4 +1,4 @@
-"""The steps of one epoch by shard, and how far each shard was read. No I/O.
+"""The steps of one pass by shard, and how far each shard was read. No I/O.
 
 A step source (`remote_source.py`, `local_source.py`) reads them. `division.py` says which shards there are.
 """
@@ -15,13 +15,13 @@ from hetstream.mpi_dataworkers.order.visitation import Cut
 from hetstream.mpi_dataworkers.wire.messages import Ranges, ShardOrder
 
 
-class EpochShards:
-    """The shards of one epoch: whose step is next, and how far each was read.
+class PassShards:
+    """The shards of one pass: whose step is next, and how far each was read.
 
     Indexed data that is not divided is one shard, with the number 0. `undivided` and `divided` make either.
 
     Args:
-        seed, epoch: of the order and of the random state of samples.
+        seed, epoch: of the order and of the random state of samples; with `repeat`, each pass has another epoch.
         interleave: in which order the shards are read.
         order: the one shard's steps, of data that is not divided.
         division: what the shards are, of data that is.
@@ -30,13 +30,13 @@ class EpochShards:
     Attributes:
         seed, epoch: as given.
         order: as given; None for divided data.
-        position: steps of the epoch that were taken.
+        position: steps of the pass that were taken.
         slots: shards that are being read.
         snapshots: where the reader of a shard was at or before its position, by shard.
         width: shards that are read at a time.
         any_order: steps are given as they come: of several shards whichever has one, of a single one any step.
         in_order: the steps of each shard are given in its order.
-        at_most_once: the epoch goes on without the steps of a data worker that is lost.
+        at_most_once: the pass goes on without the steps of a data worker that is lost.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class EpochShards:
         self.in_order = division is None or not (division.any_order and division.guarantee.cut is Cut.STEPS)
         self.at_most_once = division is not None and division.guarantee.visitation == "at_most_once"
         self._interleave, self._division, self._num_copies = interleave, division, num_copies
-        # Steps of a single shard that were taken out of order before the epoch was continued.
-        self._ahead: set[int] = set()
+        # Steps of a single shard that were taken out of order before the pass was continued.
+        self._taken_out_of_order: set[int] = set()
 
     @classmethod
-    def undivided(cls, order: Order, seed: int, epoch: int, first_step: int = 0) -> EpochShards:
+    def undivided(cls, order: Order, seed: int, epoch: int, first_step: int = 0) -> PassShards:
         """Indexed data in one order, from a step on."""
         shards = cls(seed, epoch, Interleave(range(1), width=1), order=order)
         shards.position = shards.slots[0].step = first_step
@@ -72,7 +72,7 @@ class EpochShards:
     @classmethod
     def divided(
         cls, division: Division, seed: int, epoch: int, num_copies: int, state: dict[str, Any] | None
-    ) -> EpochShards:
+    ) -> PassShards:
         """Data that is divided.
 
         Args:
@@ -87,7 +87,8 @@ class EpochShards:
         if state:
             shards.position = int(state["step"])
             shards.snapshots = dict(snapshots_of(state))
-            shards._ahead = {step for first, stop in state["ahead"] for step in range(first, stop)}
+            ranges = state["taken_out_of_order"]
+            shards._taken_out_of_order = {step for first, stop in ranges for step in range(first, stop)}
         return shards
 
     @property
@@ -127,25 +128,29 @@ class EpochShards:
         """Whether a step is left. Draws the program's sampler."""
         return bool(self.slots) if self.order is None else self.order.indices(self.position) is not None
 
-    def ahead(self) -> Ranges:
-        """Steps of a single shard, beyond its position, that were taken before the epoch was continued."""
+    def taken_out_of_order(self) -> Ranges:
+        """Steps of a single shard, beyond its position, that were taken before the pass was continued."""
         first = self.slots[0].step if self.slots else 0
-        return as_ranges(sorted(step for step in self._ahead if step >= first))
+        return as_ranges(sorted(step for step in self._taken_out_of_order if step >= first))
 
-    def pass_over_ahead(self) -> None:
-        """Move past steps that were taken before the epoch was continued."""
-        while self.slots[self.next_slot].step in self._ahead:
+    def skip_taken(self) -> None:
+        """Move past steps that were taken before the pass was continued."""
+        while self.slots[self.next_slot].step in self._taken_out_of_order:
             self._interleave.taken(self.next_slot)
+
+    def beginning(self) -> str | None:
+        """How the program's sampler began, of `sampler_state`; None without one."""
+        return self.order.beginning if isinstance(self.order, ListedSteps) else None
 
     def drawn(self) -> str:
         """Digest of what the program's sampler gave for the steps that were taken; "" without one."""
         return self.order.drawn(self.position) if isinstance(self.order, ListedSteps) else ""
 
-    def state(self, ahead: Ranges) -> dict[str, Any] | None:
+    def state(self, taken_out_of_order: Ranges) -> dict[str, Any] | None:
         """Position in each shard that is being read, as plain values; None where `position` says all.
 
         Args:
-            ahead: steps of a single shard, beyond its position, that were taken.
+            taken_out_of_order: steps of a single shard, beyond its position, that were taken.
         """
         if self._division is None:
             return None
@@ -154,6 +159,6 @@ class EpochShards:
             "rank": self._division.dealt[0],
             "step": self.position,
             "copies": self._num_copies,
-            "ahead": [list(steps) for steps in ahead],
+            "taken_out_of_order": [list(steps) for steps in taken_out_of_order],
             "snapshots": named,
         } | self._interleave.state()

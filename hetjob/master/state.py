@@ -133,7 +133,7 @@ class MasterState:
     """
 
     def __init__(self, data_workers: int, elastic: bool = False) -> None:
-        self.data_workers = data_workers
+        self._indices = {data_worker(index): index for index in range(data_workers)}
         self.elastic = elastic
         self.phase = Phase.STARTING
         self.running: dict[str, float] = {}
@@ -174,9 +174,7 @@ class MasterState:
 
     def _ready(self, _event: Event, now: float) -> list[Instruction]:
         self.phase = Phase.RUNNING
-        instructions: list[Instruction] = [
-            self._start(data_worker(index), now, "the dispatcher is ready") for index in range(self.data_workers)
-        ]
+        instructions: list[Instruction] = [self._start(name, now, "the dispatcher is ready") for name in self._indices]
         if self.elastic:
             instructions.append(BeginElastic("the dispatcher is ready"))
         return instructions
@@ -218,7 +216,7 @@ class MasterState:
         self.running[name] = now
         if name == DISPATCHER:
             return StartDispatcher(reason)
-        return StartDataWorker(int(name.removeprefix(data_worker(0)[:-1])), reason)
+        return StartDataWorker(self._indices[name], reason)
 
     _Handler = Callable[["MasterState", Event, float], list[Instruction]]
     _HANDLERS: ClassVar[dict[tuple[Phase, type], _Handler]] = {

@@ -212,7 +212,7 @@ def restored(path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("use", "own", "error", "next_step"),
     [
-        (lambda path, number: load(path, "map", number), 3, StateError, "go on with the release"),
+        (lambda path, number: load(path, "map", number), 4, StateError, "go on with the release"),
         (lambda path, number: load(path, "mixture", number), 1, StateError, "go on with the release"),
         (listen, PROTOCOL_VERSION, ProtocolError, "Install the same hetstream release"),
         (ask, SITE_VERSION, SiteError, "install one release of hetstream for the daemon and the job masters"),
@@ -266,7 +266,7 @@ def test_a_checkpoint_of_another_release_is_neither_passed_over_nor_marked_nor_r
 
 def test_the_page_names_every_version() -> None:
     for number, what in (
-        (PROTOCOL_VERSION, "data plane"), (SITE_VERSION, "site daemon"), (3, "journal"), (3, "state of a loader"),
+        (PROTOCOL_VERSION, "data plane"), (SITE_VERSION, "site daemon"), (3, "journal"), (4, "state of a loader"),
         (1, "manifest"), (2, "memory of a checkpoint"),
     ):  # fmt: skip
         assert re.search(rf"^\| [^|\n]*{what}[^|\n]* \| {number} \|", PAGE, re.MULTILINE), what

@@ -33,7 +33,7 @@ from hetstream.mpi_dataworkers.loader.connection import (
     join_service,
     service_at,
 )
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.notification import Notification
 from hetstream.mpi_dataworkers.loader.rebuilding import Rebuilder, rebuild
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions, Registration
@@ -109,6 +109,7 @@ class ServiceClient:
         self._next_heartbeat = 0.0
         self.duplicates_dropped = 0
         self.batches_by_transport: collections.Counter[str] = collections.Counter()
+        # Both come by `joined`, before the connection's thread first asks this loader for anything.
         self._connection: ProcessConnection
         self._number: int
         join_service(ConnectionOptions(service, options.transports, options.compress), self, options.buffer_bytes)
@@ -183,7 +184,7 @@ class ServiceClient:
 
     def take(
         self, sessions: Sequence[LoaderSession], deadline: float | None
-    ) -> tuple[int, Delivered | BatchFailed | LocalFallback | Ended]:
+    ) -> tuple[int, Step | LocalFallback | Ended]:
         """Wait for the next step, or the end, of whichever of the sessions has it first.
 
         Args:
@@ -230,14 +231,14 @@ class ServiceClient:
         with self._lock:
             session.end_at(num_steps)
 
-    def put_local(self, session: LoaderSession, item: Delivered) -> Delivered | BatchFailed:
+    def put_local(self, session: LoaderSession, item: Delivered | LocalFailure) -> Step:
         """Give in the step that `take` asked to be made in process, and take it; a batch that came meanwhile wins."""
         with self._lock:
             if not session.has_next():
                 session.put(session.buffer.position, item)
             return self._pop(session)
 
-    def _pop(self, session: LoaderSession) -> Delivered | BatchFailed:
+    def _pop(self, session: LoaderSession) -> Step:
         reach("loader.step_taken")
         item = session.pop()
         if session.reaches_a_quarter():  # of the window: the connection's thread needs the GIL to wake

@@ -13,7 +13,7 @@ import torch.utils.data
 
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.config import TrainerIdentity, service_from_environment
-from hetstream.mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
 from hetstream.mpi_dataworkers.loader.division import own_position
@@ -32,7 +32,7 @@ from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSampl
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     make_connection,
-    pipeline_now,
+    pipeline_of,
     say_pinning_has_no_effect,
     torch_options,
 )
@@ -90,14 +90,14 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self._position = LoaderPosition()
         self._repeat: int | None = options.repeat
         self._global_batch_size = options.global_batch_size
-        guarantee = options.guarantee(self._world_size)
-        self._order_description = options.order_description(guarantee)
+        sharding_plan = options.sharding_plan(self._world_size)
+        self._order_description = options.order_description(sharding_plan)
         self._buckets = options.length_buckets()
-        self._division = options.division(guarantee, self._rank, self._world_size)
+        self._division = options.division(sharding_plan, self._rank, self._world_size)
         self._is_as_long_as_it_says = (
             options.is_iterable
             and self._world_size == 1
-            and guarantee.cut is not Cut.COPIES
+            and sharding_plan.cut is not Cut.COPIES
             and options.length_of is None
         )
         if not options.is_listed:
@@ -176,8 +176,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def _begin_pass(self, at: Position) -> PassIterator:
         """Begin a pass, from a position on."""
+        self._take_in_changes(at)
         connection = self._connection
-        connection.pipeline = pipeline_now(self, connection.pipeline, self._other_length(at))
         shards, client = self._shards(at), connection.client
         source: StepSource
         if client is not None:
@@ -186,24 +186,40 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             source = LocalSource(connection, shards, torch_options(self))
         return PassIterator(connection, source, owner=self)
 
-    def _shards(self, at: Position) -> PassShards:
-        """The steps of a pass."""
-        epoch, client = self._order_epoch(at), self._connection.client
-        if self._division is None:
-            return PassShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
-        self._division = replace(self._division, num_samples=self._connection.pipeline.num_samples)
-        num_copies = max(1, client.num_data_workers) if client is not None else 1
-        return PassShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
+    def _take_in_changes(self, at: Position) -> None:
+        """What makes batches from now on: programs give a loader another `collate_fn`, or more samples.
 
-    def _other_length(self, at: Position) -> str:
+        Raises:
+            PipelineError: the dataset has another length, and a pass that begins here must have the one that it had.
+        """
+        before = self._connection.pipeline
+        pipeline = pipeline_of(self, before.buckets or before.stream_buckets)
+        if pipeline.num_samples != before.num_samples and (reason := self._why_same_length(at)):
+            raise PipelineError(
+                f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now: {reason}. "
+                "Make a new DataLoader for the new data."
+            )
+        self._connection.pipeline = pipeline
+        if self._division is not None:
+            self._division = replace(self._division, num_samples=pipeline.num_samples)
+
+    def _why_same_length(self, at: Position) -> str:
         """Why a pass cannot begin with a dataset of another length; "" when it can."""
         if self._world_size > 1:
             return "the other ranks, which divide it with this one, may not know"
         if self._connection.shared is not None:
             return "other jobs, which share the batches, do not know"
         if self._buckets is not None:
-            return "is not that of lengths="
-        return "is not that of the state which was loaded" if at.step > 0 or at.shards is not None else ""
+            return "lengths= has the old number"
+        return "the state that was loaded has the old number" if at.step > 0 or at.shards is not None else ""
+
+    def _shards(self, at: Position) -> PassShards:
+        """The steps of a pass."""
+        epoch, client = self._order_epoch(at), self._connection.client
+        if self._division is None:
+            return PassShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
+        num_copies = max(1, client.num_data_workers) if client is not None else 1
+        return PassShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
 
     def _new_order(self, epoch: int, at: Position) -> Order:
         if not self._listed_order:

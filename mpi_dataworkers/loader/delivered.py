@@ -1,4 +1,4 @@
-"""What a loader gets for a step: a batch, the failure to make it, or word that it is to make the step itself."""
+"""What a loader gets for a step: a batch, a failure to make it, or word that it is to make the step itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.messages import Failure
+from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
 
 class Delivered(msgspec.Struct, frozen=True):
-    """One step as the training loop gets it: a batch, or the failure to make it.
+    """One step as the training loop gets it.
 
-    The fields after the first are the batch's; `origin` is `local` when it was made in process. `num_bytes` are of its
+    `origin` is `local` when it was made in process. `num_bytes` are of its
     tensors, `held_bytes` all that came for it. Without samples it is a step to go on without.
     """
 
@@ -27,6 +27,14 @@ class Delivered(msgspec.Struct, frozen=True):
     left_out: Sequence[Failure] = ()
     snapshot: bytes = b""
     held_bytes: int = 0
+
+
+class LocalFailure:
+    """Instead of a batch: user code raised while the loader made the step itself."""
+
+    def __init__(self, error: Exception) -> None:
+        # As itself a StopIteration would look like the end of the data.
+        self.error = RuntimeError(f"user code raised {error!r}") if isinstance(error, StopIteration) else error
 
 
 class LocalFallback(msgspec.Struct, frozen=True):
@@ -45,3 +53,7 @@ class Ended(enum.Enum):
 
 class LostStep:
     """In the place of a step that a lost data worker held, in a session that is read at most once."""
+
+
+# A step that the training loop can take.
+Step = Delivered | BatchFailed | LocalFailure

@@ -13,7 +13,7 @@ from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.loader.order import PlannedSteps
 from hetstream.mpi_dataworkers.order.interleave import Interleave, deal
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed
-from hetstream.mpi_dataworkers.order.visitation import Cut, Guarantee
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan
 from hetstream.mpi_dataworkers.wire.messages import ShardOrder
 
 # A state with more was not written by a loader: there are not so many data workers.
@@ -25,7 +25,7 @@ class Division:
     """Into which streams the passes of one loader are divided.
 
     Attributes:
-        guarantee: the policy.
+        sharding_plan: the policy, and into how many shards.
         num_samples: length of an indexed dataset, -1 for an IterableDataset.
         batch_size: samples in a step; 0: each step is one sample.
         drop_last, shuffle: as the loader's.
@@ -36,7 +36,7 @@ class Division:
         in_rounds: every rank reads all shards of an IterableDataset, its slice of rounds of like length.
     """
 
-    guarantee: Guarantee
+    sharding_plan: ShardingPlan
     num_samples: int
     batch_size: int
     drop_last: bool
@@ -49,30 +49,30 @@ class Division:
     in_rounds: bool = False
 
     @property
-    def dealt(self) -> tuple[int, int]:
-        """Which rank this is of how many that have shards of their own; (0, 1) where each has a part of every shard."""
+    def shard_owner(self) -> tuple[int, int]:
+        """Which rank this is, of how many that own shards; (0, 1) where each rank has a part of every shard."""
         return (self.rank, self.world_size) if self.num_samples < 0 and not self.in_rounds else (0, 1)
 
-    def known(self, num_copies: int) -> int:
-        """How many streams there are, for all ranks."""
-        return num_copies if self.guarantee.cut is Cut.COPIES else self.guarantee.num_shards
+    def total_shards(self, num_copies: int) -> int:
+        """How many shards there are, of all ranks together."""
+        return num_copies if self.sharding_plan.cut is Cut.COPIES else self.sharding_plan.num_shards
 
     def shards(self, num_copies: int) -> Sequence[int]:
-        """This rank's streams: its share of an IterableDataset's, of an indexed dataset its slice of each."""
-        if self.guarantee.cut is Cut.COPIES:
+        """This rank's shards: its share of an IterableDataset's, of an indexed dataset its slice of each."""
+        if self.sharding_plan.cut is Cut.COPIES:
             return range(num_copies)
-        rank, num_ranks = self.dealt
-        return range(rank, self.guarantee.num_shards, num_ranks)
+        rank, num_ranks = self.shard_owner
+        return range(rank, self.sharding_plan.num_shards, num_ranks)
 
     def width(self, num_copies: int) -> int:
         """How many of them are read at a time."""
-        if self.guarantee.cut is Cut.COPIES:
+        if self.sharding_plan.cut is Cut.COPIES:
             return max(1, num_copies)
-        return max(1, self.guarantee.width // self.dealt[1])
+        return max(1, self.sharding_plan.width // self.shard_owner[1])
 
     def steps_of(self, shard: int, epoch: int) -> PlannedSteps | ShardOrder:
         """Which samples the steps of one shard have."""
-        cut, num_shards = self.guarantee.cut, self.guarantee.num_shards
+        cut, num_shards = self.sharding_plan.cut, self.sharding_plan.num_shards
         alike = cut is Cut.COPIES and (self.copies_alike or shard == 0)
         if self.num_samples < 0:
             seed_shard = 0 if alike else shard
@@ -101,11 +101,11 @@ class Division:
     @property
     def any_order(self) -> bool:
         """Whether steps are given as they come: of several streams whichever has one, of a single one any step."""
-        return self.guarantee.cut is Cut.COPIES or not self.in_order
+        return self.sharding_plan.cut is Cut.COPIES or not self.in_order
 
     def num_steps(self, epoch: int) -> int | None:
         """Steps of this rank in one pass; None when nobody knows."""
-        if self.num_samples < 0 or self.guarantee.cut is Cut.COPIES:
+        if self.num_samples < 0 or self.sharding_plan.cut is Cut.COPIES:
             return None
         shards = (self.steps_of(shard, epoch) for shard in self.shards(0))
         return sum(steps.num_steps for steps in shards if isinstance(steps, PlannedSteps))
@@ -121,7 +121,7 @@ def interleave_of(division: Division, num_copies: int, state: dict[str, Any] | N
     """In which order the shards are read, from a saved position on."""
     order = Interleave(division.shards(num_copies), division.width(num_copies))
     if state is not None:
-        order.load(state, division.known(num_copies))
+        order.load(state, division.total_shards(num_copies))
     return order
 
 
@@ -131,7 +131,7 @@ def own_position(division: Division, state: Any) -> dict[str, Any]:
     Raises:
         StateError: it is none of this division, or another rank's.
     """
-    rank, num_ranks = division.dealt
+    rank, num_ranks = division.shard_owner
     try:
         copies, step, whose = int(state["copies"]), int(state["step"]), state["rank"]
         taken = [(int(first), int(stop)) for first, stop in state["taken_out_of_order"]]
@@ -141,7 +141,7 @@ def own_position(division: Division, state: Any) -> dict[str, Any]:
     if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in taken):
         raise StateError(f"the state has a damaged position in the shards of this loader: {state!r}")
     if whose is None:
-        dealt = deal(state, division.known(copies), rank, num_ranks, division.width(copies))
+        dealt = deal(state, division.total_shards(copies), rank, num_ranks, division.width(copies))
         mine = {str(shard) for shard, _ in dealt["slots"]}
         snapshots = {shard: snapshot for shard, snapshot in state["snapshots"].items() if shard in mine}
         state = {**state, **dealt, "rank": rank, "snapshots": snapshots}

@@ -52,6 +52,7 @@ class ServiceOptions:
         buffer_bytes: finished batches to hold ahead of the training loop; None: what the environment says.
         skipped: what becomes of samples that fail.
         divides: the ranks divide the data among them.
+        local_after_failure: a step whose pipeline no data worker can use is made here; else it raises.
     """
 
     service: str | None
@@ -61,6 +62,7 @@ class ServiceOptions:
     buffer_bytes: int | None = None
     skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(ErrorPolicy(), None))
     divides: bool = False
+    local_after_failure: bool = False
 
 
 class LoaderConnection:
@@ -78,7 +80,6 @@ class LoaderConnection:
         sent_pipelines: what data workers were given; None without a service.
         local_workers: with persistent_workers, what is kept from pass to pass in process.
         closed: it has left the service, or the interpreter ends.
-        makes_what_fails_there: a step whose pipeline no data worker can use is made here; else it raises.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LoaderConnection:
         self.pipeline = pipeline
         self.skipped = options.skipped
         self.shared = options.shared
+        self.local_after_failure = options.local_after_failure
         self.timeout_s = timeout_s
         self.min_window = min_window
         # The client, which may outlive this object, holds these two, and not this object.
@@ -97,7 +99,6 @@ class LoaderConnection:
         self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
         self.closed = False
-        self.makes_what_fails_there = False
         if self._service is not None:
             announce(self._service)
             client_options = ClientOptions(
@@ -157,7 +158,14 @@ class LoaderConnection:
                 made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))
             except SampleError as error:
                 raise error.user_error() from None
-        return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+        return Delivered(
+            self.pinned(made.batch),
+            num_samples=made.num_samples,
+            num_bytes=0,
+            origin="local",
+            num_skipped=made.num_skipped,
+            left_out=made.left_out,
+        )
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.

@@ -69,7 +69,14 @@ class LocalSource:
                 step.reraise()
             made, snapshot = step
             shards.took(number, next_step, snapshot)
-            return Delivered(made.batch, made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+            return Delivered(
+                made.batch,
+                num_samples=made.num_samples,
+                num_bytes=0,
+                origin="local",
+                num_skipped=made.num_skipped,
+                left_out=made.left_out,
+            )
         self._steps = iter(())  # ends torch's processes
         if shards.has_more():
             raise early_end(shards.position)

@@ -41,7 +41,7 @@ from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_pr
 from hetstream.mpi_dataworkers.ops.iterable import files_of
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.order.visitation import Cut, Guarantee, ShardingPolicy, Traits, Visitation, decide
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy, Traits, Visitation, decide
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
@@ -186,7 +186,7 @@ class LoaderOptions:
         given = (self.sampler, self.batch_sampler, self.generator)
         return self.batch_size is None or any(value is not None for value in given)
 
-    def guarantee(self, world_size: int = 1) -> Guarantee:
+    def sharding_plan(self, world_size: int = 1) -> ShardingPlan:
         """What the loader promises, and how it divides its passes.
 
         Raises:
@@ -206,21 +206,21 @@ class LoaderOptions:
         )
         return decide(self.sharding, self.visitation, self.num_shards, traits)
 
-    def order_description(self, guarantee: Guarantee) -> dict[str, str]:
+    def order_description(self, sharding_plan: ShardingPlan) -> dict[str, str]:
         """What the order of the samples depends on beside the dataset, in words that an error can show."""
         size = {"batch_size": str(self.batch_size)}
         if self.global_batch_size is not None:
             size = {"global_batch_size": str(self.global_batch_size)}
         order = {"shuffle": str(bool(self.shuffle)), "seed": str(self.seed or 0), "drop_last": str(self.drop_last)}
         passes = {"listed": str(self.is_listed), "repeat": str(self.repeat)}
-        return size | order | passes | guarantee.description() | {"in_order": str(self.in_order)}
+        return size | order | passes | sharding_plan.description() | {"in_order": str(self.in_order)}
 
-    def division(self, guarantee: Guarantee, rank: int, world_size: int) -> Division | None:
+    def division(self, sharding_plan: ShardingPlan, rank: int, world_size: int) -> Division | None:
         """Into which shards the data is divided; None for indexed data in one order."""
-        if guarantee.cut is Cut.STEPS and guarantee.visitation == "exactly_once" and self.in_order:
+        if sharding_plan.cut is Cut.STEPS and sharding_plan.visitation == "exactly_once" and self.in_order:
             return None
         return Division(
-            guarantee,
+            sharding_plan,
             num_samples=-1 if self.is_iterable else len(self.dataset),
             batch_size=self.batch_size or 0,
             drop_last=self.drop_last,
@@ -305,7 +305,7 @@ class LoaderOptions:
                     problems.append(f"quarantine_dir={str(file.parent)!r}: {file} cannot be written: {problem}")
         except HetstreamError as error:
             problems.append(str(error))
-        problems += problem_of(self.guarantee, world_size)
+        problems += problem_of(self.sharding_plan, world_size)
         if isinstance(self.global_batch_size, int) and 0 < self.global_batch_size < world_size:
             problems.append(
                 f"global_batch_size={self.global_batch_size} with {world_size} ranks: each rank needs a sample"

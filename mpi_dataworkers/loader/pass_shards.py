@@ -56,8 +56,8 @@ class PassShards:
         self.snapshots: dict[int, bytes] = {}
         self.width = division.width(num_copies) if division is not None else 1
         self.any_order = division is not None and division.any_order
-        self.in_order = division is None or not (division.any_order and division.guarantee.cut is Cut.STEPS)
-        self.at_most_once = division is not None and division.guarantee.visitation == "at_most_once"
+        self.in_order = division is None or not (division.any_order and division.sharding_plan.cut is Cut.STEPS)
+        self.at_most_once = division is not None and division.sharding_plan.visitation == "at_most_once"
         self._interleave, self._division, self._num_copies = interleave, division, num_copies
         # Steps of a single shard that were taken out of order before the pass was continued.
         self._taken_out_of_order: set[int] = set()
@@ -156,7 +156,7 @@ class PassShards:
             return None
         named = {str(shard): snapshot for shard, snapshot in self.snapshots.items()}
         return {
-            "rank": self._division.dealt[0],
+            "rank": self._division.shard_owner[0],
             "step": self.position,
             "copies": self._num_copies,
             "taken_out_of_order": [list(steps) for steps in taken_out_of_order],

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
-from hetstream.mpi_dataworkers.loader.user_errors import LocalFailure, rebuild_error, summary_of
+from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error, summary_of
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
@@ -123,16 +123,14 @@ class RemoteSource:
                 self._end_shard(number, step)
                 continue
             next_step = self._sessions[number].buffer.position
-            if isinstance(step, BatchFailed):
-                shards.took(number, next_step)
-                raise rebuild_error(step)
-            shards.took(number, next_step, step.snapshot)
-            if isinstance(step.payload, LocalFailure):
-                raise step.payload.error
-            return step
+            if isinstance(step, Delivered):
+                shards.took(number, next_step, step.snapshot)
+                return step
+            shards.took(number, next_step)
+            raise rebuild_error(step) if isinstance(step, BatchFailed) else step.error
         return None
 
-    def _next_step(self) -> tuple[int, Delivered | BatchFailed | Ended]:
+    def _next_step(self) -> tuple[int, Step | Ended]:
         """The next step, or the end of a shard, and the number of its slot."""
         first, sessions = self.shards.next_slot, self._sessions
         # Where the order is to be kept, only the next shard's step will do.
@@ -148,13 +146,13 @@ class RemoteSource:
         number = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
             return number, self._made_instead(number, step)
-        if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.makes_what_fails_there:
+        if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.local_after_failure:
             self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
             return number, self._made_here(self.shards.slots[number].shard, step.step) or step
         self._client.say_streaming()
         return number, step
 
-    def _made_instead(self, number: int, fallback: LocalFallback) -> Delivered | BatchFailed | Ended:
+    def _made_instead(self, number: int, fallback: LocalFallback) -> Step | Ended:
         """Make the step for which data workers are not waited for; one of theirs that has come meanwhile wins."""
         self._client.say_local(fallback.reason)
         session = self._sessions[number]
@@ -164,7 +162,7 @@ class RemoteSource:
             return Ended.ENDED
         return self._client.put_local(session, made)
 
-    def _made_here(self, shard: int, step: int) -> Delivered | None:
+    def _made_here(self, shard: int, step: int) -> Delivered | LocalFailure | None:
         """Make a step in this process; None when the shard has no such step."""
         shards, connection = self.shards, self._connection
         try:
@@ -174,9 +172,9 @@ class RemoteSource:
             return self._read_here(steps, step)
         except SampleError as error:
             failure = error.user_error()
-            return Delivered(LocalFailure(failure if isinstance(failure, Exception) else error), -1, 0, "local")
+            return LocalFailure(failure if isinstance(failure, Exception) else error)
         except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
-            return Delivered(LocalFailure(error), -1, 0, "local")
+            return LocalFailure(error)
 
     def _read_here(self, steps: ShardOrder, step: int) -> Delivered | None:
         """Read a step of an IterableDataset's shard in this process."""
@@ -192,9 +190,9 @@ class RemoteSource:
             return None
         return Delivered(
             connection.pinned(made.batch),
-            made.num_samples,
-            0,
-            "local",
+            num_samples=made.num_samples,
+            num_bytes=0,
+            origin="local",
             num_skipped=made.num_skipped,
             left_out=made.left_out,
             snapshot=reader.snapshot,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetstream.mpi_dataworkers.loader.connection import REPORT_S
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep, Step
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.order.window import Window
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -155,7 +155,7 @@ class LoaderSession:
         """Whether a batch is still needed; counts it as dropped when not."""
         return self.buffer.wants(step, token)
 
-    def put(self, step: int, item: Delivered | BatchFailed | LostStep) -> bool:
+    def put(self, step: int, item: Step | LostStep) -> bool:
         """Take in a step, unless it is there already; whether it was not."""
         if self.buffer.has(step):
             self.buffer.expect_no_more(step)
@@ -197,7 +197,7 @@ class LoaderSession:
         """Whether a step that the training loop may take is there."""
         return self.buffer.has_next()
 
-    def next_or_end(self) -> Delivered | BatchFailed | Ended | None:
+    def next_or_end(self) -> Step | Ended | None:
         """The next step, which stays, or how the session ended; None while neither is there. Passes over lost steps."""
         buffer = self.buffer
         item = buffer.peek()
@@ -207,12 +207,12 @@ class LoaderSession:
             item = buffer.peek()
         if 0 <= self.num_steps <= buffer.position:
             return Ended.LOST if self.rest_lost else Ended.ENDED
-        found: Delivered | BatchFailed | None = item
+        found: Step | None = item
         return found
 
-    def pop(self) -> Delivered | BatchFailed:
+    def pop(self) -> Step:
         """Give out the next step, which is not lost."""
-        item: Delivered | BatchFailed = self.buffer.pop()
+        item: Step = self.buffer.pop()
         if isinstance(item, Delivered):
             self.held_bytes -= item.held_bytes
             self.snapshot = item.snapshot or self.snapshot

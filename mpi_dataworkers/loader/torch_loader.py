@@ -10,7 +10,6 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.order import LookAhead
@@ -108,26 +107,6 @@ def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = Non
         stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
         num_workers=max(1, loader.num_workers),
     )
-
-
-def pipeline_now(loader: Any, before: Pipeline, other_length: str) -> Pipeline:
-    """What makes a loader's batches from now on: programs give it another `collate_fn`, or more samples.
-
-    Args:
-        loader: the loader.
-        before: what has made them.
-        other_length: why the dataset must have the length that it had; "" if it need not.
-
-    Raises:
-        PipelineError: it has another length, and must not.
-    """
-    pipeline = pipeline_of(loader, before.buckets or before.stream_buckets)
-    if other_length and pipeline.num_samples != before.num_samples:
-        raise PipelineError(
-            f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now, which {other_length}. "
-            "Make a new DataLoader for the new data."
-        )
-    return pipeline
 
 
 def say_pinning_has_no_effect(loader: Any) -> None:

@@ -129,9 +129,9 @@ def _make(loader: Any, service: str | None) -> LoaderConnection:
     if not identity.is_named:
         # Every rank's sampler speaks for itself, so ranks need not meet, and must not collide.
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
-    connection = make_connection(loader, ServiceOptions(service=service, identity=identity, description={}))
-    connection.makes_what_fails_there = True  # alone the program works
-    return connection
+    # Alone the program works, so what fails in data workers does not end it.
+    options = ServiceOptions(service=service, identity=identity, description={}, local_after_failure=True)
+    return make_connection(loader, options)
 
 
 def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> SentPipeline | None:

@@ -10,14 +10,6 @@ from hetstream.mpi_dataworkers.ops.leaves import resolve_class
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
 
-class LocalFailure:
-    """In the place of a batch: user code raised while the loader made the step itself."""
-
-    def __init__(self, error: Exception) -> None:
-        # As itself a StopIteration would look like the end of the data.
-        self.error = RuntimeError(f"user code raised {error!r}") if isinstance(error, StopIteration) else error
-
-
 def summary_of(failure: Failure) -> str:
     """A failure on one line: what, and where."""
     first = failure.text.partition("\n")[0]

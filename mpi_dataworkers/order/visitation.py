@@ -86,14 +86,14 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Guarantee:
-    """A loader's policy and promise, checked against its dataset.
+class ShardingPlan:
+    """How a loader divides its data and what it promises, checked against its dataset.
 
     Attributes:
         policy: the policy.
         visitation: how often each element comes.
         cut: how a pass is divided.
-        num_shards: number of streams; 1 for `Cut.STEPS`, 0 for `Cut.COPIES`, where the data workers are counted.
+        num_shards: number of shards; 1 for `Cut.STEPS`, 0 for `Cut.COPIES`, where the data workers are counted.
         width: how many of them are read at a time.
     """
 
@@ -111,7 +111,7 @@ class Guarantee:
         return named | {"num_shards": str(self.num_shards), "shards_at_a_time": str(self.width)}
 
 
-def decide(sharding: str | None, visitation: str | None, num_shards: int | None, traits: Traits) -> Guarantee:
+def decide(sharding: str | None, visitation: str | None, num_shards: int | None, traits: Traits) -> ShardingPlan:
     """Check the keywords against the dataset.
 
     Args:
@@ -161,7 +161,7 @@ def decide(sharding: str | None, visitation: str | None, num_shards: int | None,
     by_rank = max(1, traits.num_workers) if cut in _ITSELF else -(-DEFAULT_NUM_SHARDS // traits.world_size)
     wanted = num_shards or by_rank * traits.world_size
     shards = {Cut.STEPS: 1, Cut.COPIES: 0, Cut.EACH_FILE: traits.num_files}.get(cut, wanted)
-    return Guarantee(policy, promise, cut, shards, wanted)  # type: ignore[arg-type]  # checked above
+    return ShardingPlan(policy, promise, cut, shards, wanted)  # type: ignore[arg-type]  # checked above
 
 
 def _cut(policy: ShardingPolicy, num_shards: int | None, traits: Traits, problems: list[str]) -> Cut:

@@ -20,7 +20,7 @@ DATA = datasets.Augmented(20)
 
 def division_of(**keywords: Any) -> Division:
     options = LoaderOptions(DATA, 4, seed=3, **keywords)
-    division = options.division(options.guarantee(), 0, 1)
+    division = options.division(options.sharding_plan(), 0, 1)
     assert division is not None
     return division
 

@@ -386,7 +386,7 @@ def test_a_dataset_may_grow_between_epochs_and_its_functions_may_be_others(
     [
         ({"rank": 0, "world_size": 2}, "the other ranks, which divide it with this one, may not know"),
         ({"sharing": "lossless"}, "other jobs, which share the batches, do not know"),
-        ({"lengths": [1] * 40, "bucket_boundaries": [5]}, "is not that of lengths="),
+        ({"lengths": [1] * 40, "bucket_boundaries": [5]}, "lengths= has the old number"),
     ],
     ids=["ranks", "sharing", "lengths"],
 )
@@ -398,7 +398,7 @@ def test_a_dataset_does_not_grow_where_others_count_on_its_length(
     loader = loaders(datasets.Growing(file), service=three.name, **options)
     next(iter(loader))
     file.write_bytes(b"x" * 41)
-    with pytest.raises(PipelineError, match=f"had 40 samples and has 41 now, which {says}"):
+    with pytest.raises(PipelineError, match=f"had 40 samples and has 41 now: {says}"):
         iter(loader)
 
 
@@ -409,7 +409,7 @@ def test_a_state_goes_on_with_the_length_that_it_was_saved_with(loaders: Any, tm
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     file.write_bytes(b"x" * 41)
-    with pytest.raises(PipelineError, match="which is not that of the state which was loaded"):
+    with pytest.raises(PipelineError, match="the state that was loaded has the old number"):
         iter(loader)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from hetstream.hetjob.site.measured import Measured
+from hetstream.hetjob.site.measured import Measured, SpeedPoint
 
 # Points of a curve: the beginning, bends, and the knee.
 POINTS = 8
@@ -23,7 +23,6 @@ _DIGITS = 9
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-@lru_cache(1 << 16)
 def curve_of(measured: Measured, gpus: float) -> Curve:
     """CPUs and speeds, `POINTS` each.
 
@@ -31,12 +30,18 @@ def curve_of(measured: Measured, gpus: float) -> Curve:
         measured: with at least one point of one data worker or more.
         gpus: of the job, as Slurm says.
     """
+    return _curve_of(measured.points, measured.ideal_steps_per_s, gpus)
+
+
+# By what the curve depends on alone: the rest of a job's measurements is another one in each report.
+@lru_cache(1 << 16)
+def _curve_of(points: tuple[SpeedPoint, ...], ideal_steps_per_s: float, gpus: float) -> Curve:
     most = MAX_CPUS_PER_GPU * max(gpus, 1.0)
     known = {0.0: 0.0}
-    for point in measured.points:
+    for point in points:
         cpus = float(point.cpus * point.workers)
         if cpus <= most:
-            share = round(min(point.steps_per_s / measured.ideal_steps_per_s, 1.0), _DIGITS)
+            share = round(min(point.steps_per_s / ideal_steps_per_s, 1.0), _DIGITS)
             known[cpus] = max(known.get(cpus, 0.0), share)
     hull = _hull(sorted(known.items()))
     end_cpus, end_speed = hull[-1]

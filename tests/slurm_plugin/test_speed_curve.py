@@ -67,3 +67,9 @@ def test_points_without_a_data_worker_make_no_curve_alone() -> None:
 def test_a_speed_near_nothing_is_nothing() -> None:
     said = Measured(1.0, 1.0, points=(SpeedPoint(4, 1, 5e-324), SpeedPoint(4, 2, 1.0)))
     assert curve_of(said, 1.0) == curve_of(Measured(1.0, 1.0, points=(SpeedPoint(4, 2, 1.0),)), 1.0)
+
+
+def test_a_job_that_reports_again_and_again_has_one_curve_in_memory() -> None:
+    points = (SpeedPoint(4, 1, 0.5), SpeedPoint(4, 2, 1.0))
+    first, later = (Measured(now, 1.25, points, step_bytes=now) for now in (0.5, 0.75))
+    assert curve_of(first, 3.0) is curve_of(later, 3.0)

@@ -21,9 +21,10 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.ops.entered import enter_worker
-from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
+from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, ShardOrder
 
@@ -199,7 +200,7 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
             return make_step(self._pipeline, indices, seeds, self._policy), b""
         if slot.shard not in readers:
             skips = self._policy.on_error != "raise"
-            readers[slot.shard] = open_shard(self._pipeline, steps, shards.seed, shards.epoch, skips=skips)
+            readers[slot.shard] = open_shard(Shard(self._pipeline, steps, shards.seed, shards.epoch), skips=skips)
         reader = readers[slot.shard]
         made = read_step(reader, slot.step, shards.snapshots.get(slot.shard, b""), self._policy)
         return None if made is None else (made, reader.snapshot)

@@ -20,9 +20,10 @@ from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error, summary_of
-from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
+from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ListedOrder, PlannedOrder, ShardOrder, Sharing
 
@@ -181,7 +182,7 @@ class RemoteSource:
         connection, shards, policy = self._connection, self.shards, self._connection.skipped.policy
         if steps.shard not in self._readers:
             self._readers[steps.shard] = open_shard(
-                connection.pipeline, steps, shards.seed, shards.epoch, skips=policy.on_error != "raise"
+                Shard(connection.pipeline, steps, shards.seed, shards.epoch), skips=policy.on_error != "raise"
             )
         reader = self._readers[steps.shard]
         with generators_kept():

@@ -1,4 +1,5 @@
-"""One shard of an IterableDataset, read step by step: what data workers, the loader in process and its fallback run.
+"""One shard of an IterableDataset, and the way to one of its steps: for data workers, the loader in process and its
+fallback, through `shard_reader.py` and `rounds.py`.
 
 A step is a function of (pipeline, seed, epoch, shard, step): before the first element, and before each step, the
 generators of `random`, NumPy and torch are seeded, so a reader that begins anew and skips comes to the same batches.
@@ -9,10 +10,12 @@ again; which ones were left out is part of the snapshot, so that who reads the s
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import dis
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.generators import making_sample
-from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, describe_failure, seed_generators
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.sharding import derive_seed, permute
 from hetstream.mpi_dataworkers.order.snapshots import pack, unpack
@@ -78,87 +81,80 @@ def may_use_its_number(worker_init_fn: Callable[[int], None]) -> bool:
     return any(number in (value if isinstance(value, tuple) else (value,)) for value in loaded)
 
 
-class ShardReader:
-    """The iterator of one shard and where it is.
+@dataclass(frozen=True)
+class Shard:
+    """One shard of one epoch.
 
-    Args:
-        pipeline: the dataset, which is copied, and the collate function.
+    Attributes:
+        pipeline: the dataset, of which a reader makes a copy, and the collate function.
         order: which shard of how many, and how they are cut.
         seed: base of the random state.
         epoch: the epoch.
+    """
+
+    pipeline: Pipeline
+    order: ShardOrder
+    seed: int
+    epoch: int
+
+
+class ShardSteps(abc.ABC):
+    """The iterator of one shard, where it is, and how it gets to a step. What a step is made of, subclasses say.
+
+    Args:
+        shard: which one.
         at_sample: called with -1 before each element.
         skips: leave out elements that raise.
 
     Attributes:
         num_steps: how many steps the shard has, -1 until its end was reached.
         position: the step that comes next.
-        snapshot: where the reader was after the last step, as `snapshots.pack` gives it, if the dataset or its iterator
-            has a state, and what it has left out, if it has.
-        snapshot_step: the step that comes next there.
+        num_elements: how many the iterator has given.
+        is_exhausted: it gives no more.
+        is_last_try: if this attempt at the step fails, too, the step is left out.
+        failures: elements that are left out of the step that is being read.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        order: ShardOrder,
-        seed: int,
-        epoch: int,
-        at_sample: Callable[[int], None] = lambda _: None,
-        skips: bool = False,
-    ) -> None:
+    def __init__(self, shard: Shard, at_sample: Callable[[int], None] = lambda _: None, skips: bool = False) -> None:
         self.num_steps = -1
+        self.shard = shard
+        self.seed = derive_seed(shard.seed, shard.epoch, shard.order.seed_shard)
+        self.position = 0
+        self.num_elements = 0
+        self.is_exhausted = False
+        self.is_last_try = False
+        self.failures: list[Failure] = []
         self._skips = skips
         self._at_sample = at_sample
-        self._pipeline = pipeline
-        self._order = order
-        self._epoch = epoch
-        self._seed = derive_seed(seed, epoch, order.seed_shard)
+        self._pipeline = shard.pipeline
+        self._order = shard.order
         self._iterator: Any = None
         self._dataset: Any = None
         self._info: Any = None
-        self.position = 0
-        self._elements = 0
-        self._exhausted = False
         self._has_asked = False  # it is known to have asked for its shard; see also `_Info`
         self._is_undivided = False  # the first shard has all, because the dataset did not ask
         self._left_out: set[int] = set()  # elements, by their number in the iterator's order
         self._judged = 0  # of the elements before this one it is known whether they are left out
         self._is_wanted = True  # the step that is being read; else it is passed over
-        self._is_last_try = False
-        self._failures: list[Failure] = []  # of the step that is being read
-        self.snapshot, self.snapshot_step = b"", 0
 
-    def read(self, step: int, snapshot: bytes = b"", without: Collection[Failure] = ()) -> MadeStep | None:
-        """Make one step: the next one costs its elements, another one as many as lie before it.
-
-        Args:
-            step: which one.
-            snapshot: of a reader of this shard at or before the step, in whatever process; "" for the beginning.
-            without: if there are any, the step's elements are read and left out, all of them.
-
-        Returns:
-            The step, or None when the shard has fewer.
+    @abc.abstractmethod
+    def next_samples(self) -> Any:
+        """What the next step is made of; None at the end.
 
         Raises:
             SampleError: user code raised; the step counts as read.
-            PipelineError: the dataset does not divide itself, or cannot be copied.
         """
-        self._is_last_try = bool(without)
-        samples = self._samples_of(step, snapshot)
-        if samples is None:
-            return None
-        self.snapshot, self.snapshot_step = self._save(), self.position
-        failures = self._failures
-        if without or not samples:
-            return MadeStep(None, 0, len(samples) + len(failures), [*failures, *without])
-        try:
-            batch = self._pipeline.collate_fn(samples if self._order.batch_size else samples[0])
-        except Exception as error:
-            raise SampleError(-1) from error
-        return MadeStep(batch, len(samples), len(failures), failures)
 
-    def _samples_of(self, step: int, snapshot: bytes = b"") -> list[Any] | None:
-        """Go to a step and read its elements."""
+    def forget_position(self) -> None:
+        """Begin anew at the next step."""
+        self._iterator, self.position = None, 0
+
+    def samples_of(self, step: int, snapshot: bytes = b"") -> Any:
+        """Go to a step, and have what it is made of; None when the shard has fewer steps.
+
+        Raises:
+            SampleError, PipelineError: as `next_samples` and `begin`.
+        """
         if 0 <= self.num_steps <= step:
             return None
         saved = unpack(snapshot) if snapshot else None
@@ -169,7 +165,7 @@ class ShardReader:
             saved = None
         if self._iterator is None or step < self.position or (saved is not None and self.position < saved["step"]):
             try:
-                self._begin(saved)
+                self.begin(saved)
             except SampleError:
                 if step == 0 or self._skips:
                     raise
@@ -177,12 +173,18 @@ class ShardReader:
         while self.position < step:
             # An exception of a step before this one was, or will be, raised in its own place.
             with contextlib.suppress(SampleError):
-                if self._next_samples() is None:
+                if self.next_samples() is None:
                     return None
         self._is_wanted = True
-        return self._next_samples()
+        return self.next_samples()
 
-    def _begin(self, saved: dict[str, Any] | None) -> None:
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Have an iterator over a copy of the dataset, at the beginning or where a snapshot was made.
+
+        Raises:
+            SampleError: user code raised.
+            PipelineError: the dataset cannot be copied, or not go back.
+        """
         try:
             self._dataset = copy.deepcopy(self._pipeline.dataset)
         except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
@@ -197,13 +199,13 @@ class ShardReader:
             self._info = _Info(
                 id=self._order.shard if divides_itself else 0,
                 num_workers=self._order.num_shards if divides_itself else 1,
-                seed=self._seed,
+                seed=self.seed,
                 dataset=self._dataset,
             )
         self._has_asked = False
-        self.position, self._elements, self._exhausted = 0, 0, False
-        seed_generators(self._seed)
-        with self._as_worker(), making_sample(self._seed):
+        self.position, self.num_elements, self.is_exhausted = 0, 0, False
+        seed_generators(self.seed)
+        with self.as_worker(), making_sample(self.seed):
             try:
                 if self._pipeline.worker_init_fn is not None and self._info is not None:
                     self._has_asked = may_use_its_number(self._pipeline.worker_init_fn)
@@ -219,7 +221,7 @@ class ShardReader:
                 self._iterator = None
                 if saved is not None:
                     raise PipelineError(f"{name} cannot go back to where it was: {kind}: {error}") from error
-                if self._skips and self._is_last_try:
+                if self._skips and self.is_last_try:
                     raise PipelineError(
                         f"{name} cannot be read at all, so nothing is left out: {kind}: {error}"
                     ) from error
@@ -235,9 +237,9 @@ class ShardReader:
             raise PipelineError(generator_problem(self._dataset))
         if saved is not None:
             self._has_asked = True  # where it began
-            self.position, self._elements, self._exhausted = saved["step"], saved["elements"], saved["exhausted"]
+            self.position, self.num_elements, self.is_exhausted = saved["step"], saved["elements"], saved["exhausted"]
 
-    def _save(self) -> bytes:
+    def save(self) -> bytes:
         """What another reader needs to go on from here."""
         methods = ("state_dict", "load_state_dict")
         owner: Any = self._iterator
@@ -246,7 +248,7 @@ class ShardReader:
         state = None
         if all(hasattr(owner, name) for name in methods):
             try:
-                with self._as_worker():
+                with self.as_worker():
                     state = owner.state_dict()
             except Exception as error:
                 raise SampleError(-1) from error
@@ -254,8 +256,8 @@ class ShardReader:
             return b""
         saved = {
             "step": self.position,
-            "elements": self._elements,
-            "exhausted": self._exhausted,
+            "elements": self.num_elements,
+            "exhausted": self.is_exhausted,
             # As torchdata: a dataset that is its own iterator is asked to begin, and then told where it was.
             "iterators": owner is self._iterator,
             "state": state,
@@ -282,59 +284,25 @@ class ShardReader:
             )
         numbers = np.arange(len(files), dtype=np.int64)
         if order.shuffle and len(files):
-            numbers = permute(numbers, len(files), order.order_seed, self._epoch)
+            numbers = permute(numbers, len(files), order.order_seed, self.shard.epoch)
         self._dataset.files = [files[number] for number in numbers[order.shard :: order.num_shards].tolist()]
 
-    def _next_samples(self) -> list[Any] | None:
-        """The elements of the next step; None at the end."""
-        assert self._iterator is not None
-        order = self._order
-        wanted = max(1, order.batch_size)
-        samples: list[Any] = []
-        self._failures = []
-        seed = derive_seed(self._seed, self.position)
-        seed_generators(seed)
-        try:
-            with self._as_worker(), making_sample(seed):
-                while len(samples) < wanted and (found := self._next_element()) is not None:
-                    samples += found
-        except PipelineError:
-            raise
-        except Exception as error:
-            if self._is_of_the_first():
-                self.num_steps = self.position
-                return None
-            self.position += 1
-            raise SampleError(-1) from error
-        self._check_divided()
-        if self._is_of_the_first():
-            self.num_steps = self.position
-            return None
-        if order.drop_last and len(samples) < wanted:
-            samples = []
-        # A step that has nothing but what it left out is given, so that it is told.
-        if not samples and not self._failures:
-            self.num_steps = self.position
-            return None
-        self.position += 1
-        return samples
-
-    def _next_element(self) -> tuple[Any] | None:
+    def next_element(self) -> tuple[Any] | None:
         """The next element of this shard; None at the end."""
         in_a_row = 0
-        while not self._exhausted:
+        while not self.is_exhausted:
             self._at_sample(-1)
             element, error = None, None
             try:
                 element = next(self._iterator)
             except StopIteration:
-                self._exhausted = True
+                self.is_exhausted = True
                 break
             except Exception as raised:
                 if not self._skips:
                     raise
                 error = raised
-            number, self._elements = self._elements, self._elements + 1
+            number, self.num_elements = self.num_elements, self.num_elements + 1
             in_a_row = 0 if error is None else in_a_row + 1
             if in_a_row > _MAX_IN_A_ROW:
                 name = type(self._dataset).__name__
@@ -351,7 +319,7 @@ class ShardReader:
             if error is not None:
                 self._left_out.add(number)
         if number in self._left_out:
-            self._failures.append(self._told(number, error))
+            self.failures.append(self._told(number, error))
             return False
         if error is not None and self._is_wanted:
             raise error  # it was there when the shard was read before, and may be at the next try
@@ -366,11 +334,16 @@ class ShardReader:
     def _asked(self) -> bool:
         return self._has_asked or (self._info is not None and "asked" in vars(self._info))
 
-    def _is_of_the_first(self) -> bool:
+    def is_of_the_first(self) -> bool:
         """Whether the dataset does not divide itself, so that the first shard has all of it and this one nothing."""
         return self._order.cut == Cut.ITSELF.value and self._order.shard > 0 and not self._asked
 
-    def _check_divided(self) -> None:
+    def check_divided(self) -> None:
+        """See that a dataset that divides itself has done so.
+
+        Raises:
+            PipelineError: it has not.
+        """
         order, name = self._order, type(self._dataset).__name__
         if order.num_shards == 1 or order.cut not in _DIVIDE_THEMSELVES:
             return
@@ -392,7 +365,8 @@ class ShardReader:
         )
 
     @contextlib.contextmanager
-    def _as_worker(self) -> Iterator[None]:
+    def as_worker(self) -> Iterator[None]:
+        """Let user code see its shard in `get_worker_info()`."""
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
             yield

@@ -17,11 +17,12 @@ import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.ops.iterable import ShardReader
-from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
+from hetstream.mpi_dataworkers.ops.iterable import Shard, ShardSteps
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, describe_failure, seed_generators
+from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.order.rounds import RoundFormer
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
-from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure, ShardOrder
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 # Rounds whose slices wait for the ranks that are behind: more than a lease is ahead of another.
 _KEPT_ROUNDS = 256
@@ -29,24 +30,16 @@ _KEPT_ROUNDS = 256
 _COLLATE_SEED = 0x636F6C6C
 
 
-class _RoundReader(ShardReader):
+class _RoundReader(ShardSteps):
     """A shard's iterator and the rounds that it has formed.
 
     Args:
+        shard, at_sample: as in `ShardSteps`.
         ranks: whose slices are kept until they are asked for.
-        others: as in `ShardReader`.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        order: ShardOrder,
-        seed: int,
-        epoch: int,
-        at_sample: Callable[[int], None],
-        ranks: Collection[int],
-    ) -> None:
-        super().__init__(pipeline, order, seed, epoch, at_sample)
+    def __init__(self, shard: Shard, at_sample: Callable[[int], None], ranks: Collection[int]) -> None:
+        super().__init__(shard, at_sample)
         self._ranks = ranks
         self._kept: OrderedDict[int, dict[int, list[Any]]] = OrderedDict()
         self._formed: deque[list[list[Any]]] = deque()
@@ -65,11 +58,11 @@ class _RoundReader(ShardReader):
         if step not in self._kept:
             self._keep_from = step
             try:
-                if self._samples_of(step) is None:
+                if self.samples_of(step) is None:
                     return None
             except SampleError:
                 # The next try may go better, and then the rounds are others: no rank may go on with these.
-                self._iterator, self.position = None, 0
+                self.forget_position()
                 self._kept.clear()
                 raise
         slices = self._kept[step]
@@ -78,27 +71,27 @@ class _RoundReader(ShardReader):
             del self._kept[step]
         return samples
 
-    def _begin(self, saved: dict[str, Any] | None) -> None:
-        order = self._order
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        order = self.shard.order
         self._former = RoundFormer[Any](order.batch_size, order.world_size, order.drop_last)
         self._formed.clear()
         self._kept.clear()
-        super()._begin(saved)
+        super().begin(saved)
 
-    def _next_samples(self) -> list[Any] | None:
+    def next_samples(self) -> list[Any] | None:
         """Form the next round and keep its slices; None at the end."""
-        buckets = self._pipeline.stream_buckets
+        buckets = self.shard.pipeline.stream_buckets
         assert buckets is not None
         try:
-            while not self._formed and not self._exhausted:
+            while not self._formed and not self.is_exhausted:
                 # Each element has a seed of its own: the steps of an element depend on its neighbours' lengths.
-                seed_generators(derive_seed(self._seed, self._elements))
-                with self._as_worker():
-                    found = self._next_element()
+                seed_generators(derive_seed(self.seed, self.num_elements))
+                with self.as_worker():
+                    found = self.next_element()
                     if found is not None:
                         self._formed.extend(self._former.add(found[0], buckets.bucket(found[0])))
-            self._check_divided()
-            if self._exhausted:
+            self.check_divided()
+            if self.is_exhausted:
                 self._formed.extend(self._former.end())
                 self._former = RoundFormer[Any](1, 1)
         except PipelineError:
@@ -144,11 +137,11 @@ class RankReader:
         snapshot, snapshot_step: none, as rounds have none.
     """
 
-    def __init__(self, readers: _Readers, pipeline: Pipeline, order: ShardOrder, seed: int, epoch: int) -> None:
+    def __init__(self, readers: _Readers, shard: Shard) -> None:
         self.num_steps = -1
         self.snapshot, self.snapshot_step = b"", 0
-        self._readers, self._pipeline, self._rank = readers, pipeline, order.rank
-        self._seed = derive_seed(seed, epoch, order.seed_shard, _COLLATE_SEED)
+        self._readers, self._pipeline, self._rank = readers, shard.pipeline, shard.order.rank
+        self._seed = derive_seed(shard.seed, shard.epoch, shard.order.seed_shard, _COLLATE_SEED)
 
     def read(self, step: int, _: bytes = b"", __: Collection[Failure] = ()) -> MadeStep | None:
         """Make one step of this rank, as `ShardReader.read`; there is no snapshot, and nothing is left out."""
@@ -177,35 +170,34 @@ class SharedRounds:
 
 
 def open_shard(
-    pipeline: Pipeline,
-    order: ShardOrder,
-    seed: int,
-    epoch: int,
+    shard: Shard,
     at_sample: Callable[[int], None] = lambda _: None,
+    skips: bool = False,
     shared: SharedRounds | None = None,
     pipeline_id: str = "",
-    skips: bool = False,
 ) -> ShardReader | RankReader:
     """A reader of one shard, for this rank.
 
     Args:
-        pipeline, order, seed, epoch, at_sample: as in `ShardReader`.
+        shard: which one.
+        at_sample: as in `ShardSteps`.
+        skips: leave out elements that raise; not in rounds.
         shared: with whom to share rounds; None to read for one rank alone.
         pipeline_id: names the pipeline among the shared.
-        skips: leave out elements that raise; not in rounds.
     """
+    order = shard.order
     if order.world_size == 0:
-        return ShardReader(pipeline, order, seed, epoch, at_sample, skips)
+        return ShardReader(shard, at_sample, skips)
 
     def begin(ranks: Collection[int]) -> _RoundReader:
-        return _RoundReader(pipeline, order, seed, epoch, at_sample, ranks)
+        return _RoundReader(shard, at_sample, ranks)
 
     if shared is None:
         readers = _Readers(begin, [order.rank])
     else:
-        key = pipeline_id, seed, epoch, msgspec.structs.replace(order, rank=0)
+        key = pipeline_id, shard.seed, shard.epoch, msgspec.structs.replace(order, rank=0)
         readers = shared.readers(key, lambda: _Readers(begin, range(order.world_size)))
-    return RankReader(readers, pipeline, order, seed, epoch)
+    return RankReader(readers, shard)
 
 
 def read_step(reader: ShardReader | RankReader, step: int, snapshot: bytes, policy: ErrorPolicy) -> MadeStep | None:

@@ -10,7 +10,7 @@ import time
 from typing import Literal
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -21,6 +21,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     without,
 )
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.threads import ThreadTeam
@@ -183,14 +184,11 @@ class StepMaker:
             for session_id in self._readers.keys() - self._leases.sessions.keys():
                 del self._readers[session_id]
             self._readers[session.session_id] = open_shard(
-                pipeline,
-                order,
-                session.seed,
-                session.epoch,
+                Shard(pipeline, order, session.seed, session.epoch),
                 self._page.at_sample,
+                session.errors.on_error != "raise",
                 self._rounds,
                 session.pipeline_id,
-                session.errors.on_error != "raise",
             )
         return self._readers[session.session_id]
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
+from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.rounds import SharedRounds, open_shard
 from hetstream.mpi_dataworkers.order.rounds import RoundFormer, StreamBuckets
@@ -83,7 +84,7 @@ def reader(rank: int, shared: SharedRounds | None, dataset: Any = None) -> Any:
     order = ShardOrder("itself", 0, 1, 4, False, False, 0, 0, rank, 2)
     buckets = StreamBuckets(length_of, tuple(BOUNDARIES))
     pipeline = Pipeline(dataset or datasets.Log(200), collate, -1, stream_buckets=buckets)
-    return open_shard(pipeline, order, 5, 0, shared=shared, pipeline_id="d")
+    return open_shard(Shard(pipeline, order, 5, 0), shared=shared, pipeline_id="d")
 
 
 def collate(samples: list[Any]) -> Any:

@@ -47,6 +47,22 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def anchors(path: Path) -> set[str]:
+    """Of the document's headings, as GitHub makes them: a second heading of one name gets `-1`, and so on."""
+    found: list[str] = []
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#{1,6} +(.+)", text, re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip())
+        found.append(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
+    return {slug + f"-{before}" * (before > 0) for at, slug in enumerate(found) for before in [found[:at].count(slug)]}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_anchors_of_links_lead_to_headings(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text()):
+        assert anchor in anchors(path.parent / target if target else path), f"{path.name}: {target}#{anchor}"
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_commands_exist_as_shown(path: Path) -> None:
     for words in commands(path):

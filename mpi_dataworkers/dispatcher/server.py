@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,9 @@ SUMMARY_FILE = "summary.json"
 _METRICS_S = 1.0
 # How often files of pipelines that nobody uses are looked for.
 _SWEEP_S = 10.0
+# At its end it takes what is still on the way, until it has heard nothing for so long, at most for so long in all.
+_QUIET_S = 0.05
+_LAST_S = 0.5
 
 
 def serve(
@@ -162,9 +165,7 @@ def _loop(
     while not should_stop():
         received = endpoint.poll(state.next_deadline())
         now = time.monotonic()
-        if received:
-            reach("dispatcher.received")
-        instructions = [instruction for each in received for instruction in _decide(state, each, now)]
+        instructions = _decide_all(state, received, now)
         if now >= next_tick:
             instructions += state.tick(now)
             next_tick = now + state.next_deadline()
@@ -177,6 +178,16 @@ def _loop(
         if instructions:
             reach("dispatcher.decided")
         _carry_out(instructions, journal, event_log, endpoint)
+    # A loader that has closed does not wait until it was heard, and what it delivered belongs into the summary.
+    last = time.monotonic() + _LAST_S
+    while time.monotonic() < last and (received := endpoint.poll(_QUIET_S)):
+        _carry_out(_decide_all(state, received, time.monotonic()), journal, event_log, endpoint)
+
+
+def _decide_all(state: DispatcherState, received: Sequence[Received], now: float) -> list[Instruction]:
+    if received:
+        reach("dispatcher.received")
+    return [instruction for each in received for instruction in _decide(state, each, now)]
 
 
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:

@@ -1,7 +1,8 @@
 """GoldMiner's SRTF: the job whose remaining work needs the least CPU time comes first.
 
 The cost of a piece is remaining work x CPUs / speed at its end. A job whose remaining work is not known counts as the
-mean of the others; one whose estimate is uncertain counts as long as it is on average, which is longer than its median.
+median of the others, which one wrong estimate does not move. One whose estimate is uncertain counts as long as it is on
+average, which is longer than its median.
 """
 
 from __future__ import annotations
@@ -27,5 +28,5 @@ def expected_remaining_s(table: JobTable) -> Floats:
     """Work left on average, in seconds at speed 1."""
     mean = table.remaining_s * np.exp(np.minimum(table.remaining_sigma, _LARGEST_SIGMA) ** 2 / 2)
     is_known = np.isfinite(mean)
-    usual_s = float(mean[is_known].mean()) if is_known.any() else 1.0
+    usual_s = float(np.median(mean[is_known])) if is_known.any() else 1.0
     return np.where(is_known, np.maximum(mean, 0.0), usual_s)

@@ -220,3 +220,12 @@ def test_known_shares(cpus: int, rows: list[tuple[int, int, int, int]], expected
     allocation = share(table, Pool(cpus), NOW_S)
     assert isinstance(allocation, Allocation)
     assert allocation.workers.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["srtf", "dlrover", "stretch"])
+def test_one_wrong_estimate_does_not_decide_over_a_job_without_one(name: str) -> None:
+    """Job 2 tells nothing; job 4 claims a billion years. Job 2 stays before job 3, which has truly more to do."""
+    left_s = [1e3, np.nan, 1e5, 1e15, 1e3]
+    table = job_table([1, 2, 3, 4, 5], 4, remaining_s=left_s, total_s=left_s, age_s=1.0)
+    workers = POLICIES[name](table, Pool(12), 0.0).workers
+    assert workers.tolist() == [4, 4, 0, 0, 4]

@@ -77,6 +77,8 @@ def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, 
     is_trainer = np.zeros(num_nodes, dtype=np.bool_)
     is_trainer[list(trainers)] = True
     # Of what a data worker sends, each trainer node gets a part; what it sends itself does not cross its link.
+    # Less than a byte a second is nothing, and a link divided by it would be no number.
+    bytes_per_s = bytes_per_s if bytes_per_s >= 1.0 else 0.0
     part = bytes_per_s / num_trainers
     left = network.left_bytes_per_s.copy()
     traffic = np.zeros(num_nodes)

@@ -112,6 +112,9 @@ class OfNobody:
 
     path = "store"
 
+    def __init__(self) -> None:
+        self.when_renewed: list[Any] = []
+
     @staticmethod
     def status() -> None:
         """Nobody has said anything."""

@@ -151,7 +151,7 @@ def test_a_stranger_can_neither_deliver_nor_read_batches(service: Any) -> None:
         next(passing)
         client = loader._connection.client
         assert client is not None
-        session = passing._epoch._source._sessions[0].session_id  # type: ignore[attr-defined]
+        session = passing._pass._source._sessions[0].session_id  # type: ignore[attr-defined]
         forged = Batch(session, 5, 1 << 60, 8, b"\xc0", [])
         for receiver in client.receivers:
             if not receiver.startswith(("tcp", "ipc")):

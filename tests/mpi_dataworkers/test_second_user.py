@@ -189,7 +189,7 @@ def _train(service: str, told: Any, go: Any) -> None:
         next(passing)
         client = loader._connection.client
         assert client is not None
-        session = passing._epoch._source._sessions[0].session_id  # type: ignore[attr-defined]
+        session = passing._pass._source._sessions[0].session_id  # type: ignore[attr-defined]
         print(json.dumps({"session": session, "receivers": client.receivers}), file=told, flush=True)
         if go.readline():
             print(json.dumps([i for _, batch in passing for i in batch.tolist()]), file=told, flush=True)

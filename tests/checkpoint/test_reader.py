@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.popen_fork  # noqa: F401, children under another user may not read this Python's files
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # for the same children
 
 from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError

@@ -213,7 +213,12 @@ def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(
     victims: Any, wait_until: Callable[..., None]
 ) -> None:
     """He knows every address, every process and recorded handshakes. He can import hetstream, so he has its code."""
-    wait_until(victims.address_file.exists, timeout_s=60, what="the dispatcher")
+
+    def is_ready() -> bool:
+        assert victims.dispatcher.poll() is None, victims.log("dispatcher")
+        return victims.address_file.exists()
+
+    wait_until(is_ready, timeout_s=60, what="the dispatcher")
     worker = victims.start_workers(2)
     fields = json.loads(victims.address_file.read_text())
     service = ServiceAddress(**{name: text for name, text in fields.items() if name != "format"})

@@ -123,12 +123,12 @@ def test_refusals_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_process_whose_streams_user_code_has_closed_ends_as_others_do(
-    service: Any, tmp_path: Path, wait_until: Any
+    service: Any, tmp_path: Path, wait_until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = service.start_workers(1)
     with loader_of(service, datasets.ClosesItsOutput(SMALL, tmp_path / "note")) as loader:
         (first,) = makers(loader)
-    os.chdir(tmp_path)  # so this is another program
+    monkeypatch.chdir(tmp_path)  # so this is another program
     with loader_of(service, datasets.Words(SMALL, tmp_path / "other")) as loader:
         wait_until(lambda: makers(loader) - {first}, what="an epoch from a fresh process")
     assert len(children_of(supervisor.pid)) == 1

@@ -117,28 +117,32 @@ class SiteReading:
     jobs: Sequence[MarkedJob]
 
 
+@dataclass(frozen=True)
+class JobDemand:
+    """What a job has and wants.
+
+    Attributes:
+        minimum: data workers of component 1.
+        current: data workers that it has or has asked Slurm for.
+        wanted: those that it would have if the site did not limit it.
+        cpus: of each.
+        wait_share: of the last seconds that the trainer waited for data.
+        measured: of its speed and its work; None while nothing is.
+    """
+
+    minimum: int
+    current: int
+    wanted: int
+    cpus: int
+    wait_share: float
+    measured: Measured | None = None
+
+
 class SiteLimit(Protocol):
     """What the site lets a job have, and knows of it; without a site daemon there is none. No method waits."""
 
-    def report(
-        self,
-        minimum: int,
-        current: int,
-        wanted: int,
-        cpus: int,
-        wait_share: float,
-        measured: Measured | None = None,
-    ) -> None:
-        """Say how the job is.
-
-        Args:
-            minimum: data workers of component 1.
-            current: data workers that it has or has asked Slurm for.
-            wanted: those that it would have if the site did not limit it.
-            cpus: of each.
-            wait_share: of the last seconds that the trainer waited for data.
-            measured: of its speed and its work; None while nothing is.
-        """
+    def report(self, demand: JobDemand) -> None:
+        """Say how the job is."""
 
     def data_workers(self) -> int | None:
         """Data workers that this job may have now, those of component 1 among them; None without a limit."""

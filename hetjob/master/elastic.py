@@ -25,7 +25,7 @@ from hetstream.hetjob.master.companion_memory import CompanionMemory, Replacemen
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.ports import MarkedJob, SiteLimit
+from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
 from hetstream.hetjob.site.measured import Measured
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
@@ -169,7 +169,7 @@ class Elastic:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
             measured = self._measured(snapshot, status)
-            self._site.report(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured)
+            self._site.report(JobDemand(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured))
         working = {job_id: one.cpus for job_id, one in self._tracked.items() if one.state is CompanionState.WORKING}
         self._memory.take_in(status.data_workers, working, now)
         if not decision.is_change and (growing := self._memory.replacement()) is not None:

@@ -20,10 +20,9 @@ import msgspec
 
 from hetstream.base.errors import ConfigError, HetstreamError
 from hetstream.hetjob.errors import SiteClosed
-from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.hetjob.site.address import SiteSettings, read_settings
 from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.measured import Measured
 from hetstream.hetjob.site.messages import Answer, GrantLimit, ReportDemand
 
 log = logging.getLogger(__name__)
@@ -80,20 +79,19 @@ class SiteLink:
         self._thread = threading.Thread(target=self._run, name="hetstream-site", daemon=True)
         self._thread.start()
 
-    def report(
-        self,
-        minimum: int,
-        current: int,
-        wanted: int,
-        cpus: int,
-        wait_share: float,
-        measured: Measured | None = None,
-    ) -> None:
+    def report(self, demand: JobDemand) -> None:
         """Say what the job has and wants, as in `ReportDemand`. A change is sent at once, the rest when it is due."""
-        share = min(max(wait_share, 0.0), 1.0)
-        demand = ReportDemand(self._job_id, minimum, current, max(wanted, minimum), cpus, share, measured)
+        report = ReportDemand(
+            job_id=self._job_id,
+            minimum=demand.minimum,
+            current=demand.current,
+            wanted=max(demand.wanted, demand.minimum),
+            cpus=demand.cpus,
+            wait_share=min(max(demand.wait_share, 0.0), 1.0),
+            measured=demand.measured,
+        )
         with self._news:
-            self._demand = demand
+            self._demand = report
             self._news.notify()
 
     def data_workers(self) -> int | None:

@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,8 +23,7 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.ports import MarkedJob, SiteReading
-from hetstream.hetjob.site.measured import Measured
+from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
@@ -74,15 +74,7 @@ class Dispatcher:
 class NoLimit:
     """A site daemon that says nothing."""
 
-    def report(
-        self,
-        minimum: int,
-        current: int,
-        wanted: int,
-        cpus: int,
-        wait_share: float,
-        measured: Measured | None = None,
-    ) -> None:
+    def report(self, demand: JobDemand) -> None:
         pass
 
     def data_workers(self) -> int | None:
@@ -376,18 +368,10 @@ def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
 
 def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUntil) -> None:
     class Site(NoLimit):
-        reports: ClassVar[list[tuple[int, int, int, int, float]]] = []
+        reports: ClassVar[list[JobDemand]] = []
 
-        def report(
-            self,
-            minimum: int,
-            current: int,
-            wanted: int,
-            cpus: int,
-            wait_share: float,
-            measured: Measured | None = None,
-        ) -> None:
-            self.reports.append((minimum, current, wanted, cpus, wait_share))
+        def report(self, demand: JobDemand) -> None:
+            self.reports.append(demand)
 
         def data_workers(self) -> int | None:
             return 3
@@ -397,7 +381,7 @@ def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUnt
     wait_until(lambda: script.seen, what="a turn")
     assert script.seen[0].site_limit == 3
     wait_until(lambda: Site.reports, what="a report")
-    assert Site.reports[0] == (0, 0, 1, 1, 0.5)
+    assert replace(Site.reports[0], measured=None) == JobDemand(0, 0, 1, 1, 0.5)
     wait_until(lambda: any("by the site 3" in order.elastic for order in world.dispatcher.orders), what="it to be said")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import ConfigError
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.hetjob.site import link as link_module
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
 from hetstream.hetjob.site.client import ask
@@ -266,19 +266,19 @@ def test_a_link_keeps_the_newest_limit_and_forgets_it_when_nobody_answers(
     clock = Clock()
     link = SiteLink(daemon.settings, 8123, clock)
     assert link.data_workers() is None
-    link.report(*REPORT)
+    link.report(JobDemand(*REPORT))
     wait_until(lambda: link.data_workers() == 4)
     assert "job=8123 site limit=4: its share" in caplog.text
     # What has changed is said at once; what has not, when the daemon wants to hear it.
     clock.now += 2.0
     more = ReportDemand(8123, 1, 4, 16, 4, 0.5)
     daemon.answer(GrantLimit(5, "its share", 300.0))
-    link.report(1, 4, 16, 4, 0.5)
+    link.report(JobDemand(1, 4, 16, 4, 0.5))
     wait_until(lambda: link.data_workers() == 5)
     assert daemon.asked == [DEMAND, more]
     daemon.answer(RefuseReport("not yours"))
     clock.now += 2.0
-    link.report(*REPORT)
+    link.report(JobDemand(*REPORT))
     wait_until(lambda: "refuses the report of job=8123" in caplog.text)
     assert link.data_workers() == 5
     clock.now += HOLD_S
@@ -298,7 +298,7 @@ def test_a_link_gives_the_companions_of_one_start_and_when_they_were_read(
     clock.now = 100.0
     link = SiteLink(daemon.settings, 8123, clock)
     assert link.marked("hets:start=8123.1") is None
-    link.report(*REPORT)
+    link.report(JobDemand(*REPORT))
     wait_until(lambda: link.marked("hets:start=8123.1"))
     assert link.marked("hets:start=8123.1") == SiteReading(92.5, [MarkedJob("10", "PENDING", 4)])
     link.close()
@@ -309,7 +309,7 @@ def test_a_link_finds_a_daemon_that_comes_later(
 ) -> None:
     monkeypatch.setattr(link_module, "_FIRST_RETRY_S", 0.05)
     link = SiteLink(SiteSettings(UnixAddress(tmp_path / "s"), None), 8123)
-    link.report(*REPORT)
+    link.report(JobDemand(*REPORT))
     wait_until(lambda: "the site daemon was not asked" in caplog.text)
     daemon = Answers(tmp_path)
     daemon.answer(GrantLimit(None, "it only observes", 10.0))
@@ -366,10 +366,10 @@ def test_a_job_of_version_2_tells_a_daemon_of_version_1_what_it_understands_and_
     daemon.next = answer
     clock = Clock()
     link = SiteLink(daemon.settings, 8123, clock)
-    link.report(*REPORT, MEASURED)
+    link.report(JobDemand(*REPORT, MEASURED))
     wait_until(lambda: link.data_workers() == 5)
     clock.now += 2.0
-    link.report(1, 3, 9, 4, 0.25, MEASURED)
+    link.report(JobDemand(1, 3, 9, 4, 0.25, MEASURED))
     wait_until(lambda: daemon.asked[-1].wanted == 9)
     wait_until(lambda: link.data_workers() == 5)
     assert refused == [2]
@@ -378,7 +378,7 @@ def test_a_job_of_version_2_tells_a_daemon_of_version_1_what_it_understands_and_
     # A newer daemon takes its place: it is found some time later.
     is_old = False
     clock.now += 700.0
-    link.report(1, 3, 10, 4, 0.25, MEASURED)
+    link.report(JobDemand(1, 3, 10, 4, 0.25, MEASURED))
     wait_until(lambda: link.data_workers() == 6)
     assert daemon.asked[-1].measured == MEASURED
     link.close()

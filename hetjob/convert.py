@@ -108,15 +108,15 @@ def script_options(script: str, name: str) -> list[SbatchOption]:
                 "component 1 itself. Remove the components, or remove the #HETSTREAM lines to submit it as it is"
             )
         try:
-            words = split_line(text)
+            arguments = split_line(text)
         except ValueError as error:
             shown = shortened(repr(line.strip()), 200)
             raise UsageError(
                 f"{name} line {number}: {error} in {shown}. Close the quote, or shorten the line"
             ) from error
-        found, rest = parse_words(words, f"line {number}")
-        if rest:
-            raise UsageError(f"{name} line {number}: {rest[0]!r} is not an sbatch option. Remove it, or write --NAME")
+        found, others = parse_words(arguments, f"line {number}")
+        if others:
+            raise UsageError(f"{name} line {number}: {others[0]!r} is not an sbatch option. Remove it, or write --NAME")
         options += found
     return options
 
@@ -234,12 +234,12 @@ def _data_workers(
     changes: list[Change] = []
     if spec.data_workers_min:
         largest = max(
-            (node.cpus for one in _limits_of(partition, cluster) for node in one.nodes), default=_CPUS_PER_GROUP
+            (node.cpus for limit in _limits_of(partition, cluster) for node in limit.nodes), default=_CPUS_PER_GROUP
         )
         per_group = min(_CPUS_PER_GROUP, largest)
         memory = _component_memory(spec, _worker_mb(spec, options), per_group if options.has("mem") else None)
-        words = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
-        components.append(Component(1, "data_workers", words))
+        arguments = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
+        components.append(Component(1, "data_workers", arguments))
         changes.append(
             Change(
                 f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
@@ -300,33 +300,33 @@ def _interpreter(first_line: str) -> str | None:
     """The base name of the `#!` program, looking through `env`; None without a `#!` line (sbatch judges that)."""
     if not first_line.startswith("#!"):
         return None
-    words = [word.rsplit("/", 1)[-1] for word in first_line[2:].split()]
-    if words and words[0] == "env":
-        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
-    return words[0] if words else None
+    names = [word.rsplit("/", 1)[-1] for word in first_line[2:].split()]
+    if names and names[0] == "env":
+        names = [word for word in names[1:] if not word.startswith("-") and "=" not in word]
+    return names[0] if names else None
 
 
 def _limits_of(partitions: str, cluster: Cluster) -> list[PartitionLimits]:
     """What is known of the partitions of a list; empty where something is not."""
     found = [cluster.limits.get(name) for name in partitions.split(",")]
-    return [one for one in found if one is not None] if all(found) else []
+    return [limits for limits in found if limits is not None] if all(found) else []
 
 
 def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
     """The most memory for each CPU where the trainer runs; of several partitions the smallest limit."""
     limits = _limits_of(options.value("partition") or cluster.default_partition or "", cluster)
-    return min((one.max_mb_per_cpu for one in limits if one.max_mb_per_cpu), default=None)
+    return min((limit.max_mb_per_cpu for limit in limits if limit.max_mb_per_cpu), default=None)
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
     """Refuse data workers that no node, or not all nodes together, could hold; features are left to Slurm."""
     limits = _limits_of(partition, cluster)
-    nodes = [node for one in limits for node in one.nodes]
+    nodes = [node for limit in limits for node in limit.nodes]
     room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)
     if not nodes or room >= max(1, spec.data_workers_min):
         return
     asked = f"{spec.data_worker_cpus} CPUs" + (f" and {memory_words(worker_mb)}" if worker_mb else "")
-    largest = max(nodes, key=lambda one: (one.cpus, one.memory_mb))
+    largest = max(nodes, key=lambda node: (node.cpus, node.memory_mb))
     what = (
         f"{spec.data_workers_min} data workers of {asked} do not fit into partition {partition}: it holds {room}"
         if room
@@ -347,16 +347,16 @@ def _of_trainer(spec: JobSpec) -> frozenset[str]:
 
 def _worker_options(spec: JobSpec, partition: str) -> list[str]:
     """sbatch options that every data worker needs, in component 1 and as a companion."""
-    words = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
+    arguments = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
     for option_name in ("constraint", "account", "qos"):
         value = getattr(spec, f"data_worker_{option_name}")
         if value is not None:
-            words.append(f"--{option_name}={value}")
+            arguments.append(f"--{option_name}={value}")
     if spec.data_worker_reservation is not None:
         # Empty is Slurm's word for none: a later component has the first one's otherwise.
         name = spec.data_worker_reservation
-        words.append(f"--reservation={'' if name == NO_RESERVATION else name}")
-    return words
+        arguments.append(f"--reservation={'' if name == NO_RESERVATION else name}")
+    return arguments
 
 
 def _worker_mb(spec: JobSpec, options: SbatchOptions) -> float | None:
@@ -387,29 +387,29 @@ def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: in
 
 
 def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:
-    words = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
+    arguments = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
-        words.append(f"--data-worker-python={spec.data_worker_python}")
-    words += [
+        arguments.append(f"--data-worker-python={spec.data_worker_python}")
+    arguments += [
         f"--{name}={value}" for name, value in (("jobs-dir", spec.jobs_dir), ("journal-dir", spec.journal_dir)) if value
     ]
     if spec.data_worker_threads > 1:
-        words.append(f"--data-worker-threads={spec.data_worker_threads}")
+        arguments.append(f"--data-worker-threads={spec.data_worker_threads}")
     if spec.companions:
-        words.append(f"--companions={spec.companions}")
+        arguments.append(f"--companions={spec.companions}")
         if spec.data_worker_smallest_cpus is not None:
-            words.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
+            arguments.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
         if spec.data_worker_cooldown is not None:
-            words.append(f"--cooldown={spec.data_worker_cooldown}")
+            arguments.append(f"--cooldown={spec.data_worker_cooldown}")
         if spec.total_steps is not None:
-            words.append(f"--total-steps={spec.total_steps}")
+            arguments.append(f"--total-steps={spec.total_steps}")
         if spec.total_epochs is not None:
-            words.append(f"--total-epochs={spec.total_epochs}")
+            arguments.append(f"--total-epochs={spec.total_epochs}")
         # A companion is a job of its own: what Slurm copies between components has to be said here.
         inherited = [
             f"--{option_name}={options.value(option_name)}"
             for option_name in ("account", "qos", "time", "reservation", "exclude")
             if options.value(option_name) and not any(word.startswith(f"--{option_name}=") for word in worker)
         ]
-        words += ["--", *worker, *inherited]
-    return words
+        arguments += ["--", *worker, *inherited]
+    return arguments

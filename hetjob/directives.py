@@ -100,20 +100,20 @@ def split_line(text: str) -> list[str]:
     return shlex.split(text, comments=True)
 
 
-def _read_words(words: Sequence[str], origin: str) -> list[Directive]:
+def _read_words(arguments: Sequence[str], origin: str) -> list[Directive]:
     found: list[Directive] = []
-    rest = list(words)
-    if not rest:
+    unread = list(arguments)
+    if not unread:
         raise ValueError(f"{MARK} without an option")
-    while rest:
-        word = rest.pop(0)
+    while unread:
+        word = unread.pop(0)
         if not word.startswith("--") or len(word) == 2:
             raise ValueError(f"{word!r} is not an option")
         name, equals, value = word[2:].partition("=")
         if equals:
             found.append(Directive(name, value, origin))
-        elif rest and not rest[0].startswith("-"):
-            found.append(Directive(name, rest.pop(0), origin))
+        elif unread and not unread[0].startswith("-"):
+            found.append(Directive(name, unread.pop(0), origin))
         else:
             found.append(Directive(name, None, origin))
     return found

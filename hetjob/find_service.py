@@ -80,7 +80,7 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | No
             f"no directory .hetstream/job-{number[1]} here, and Slurm does not say where job {job} was submitted "
             f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
         ) from error
-    named = [for_user(one, place.user) for one in (place.jobs_dir, jobs_dir) if one]
+    named = [for_user(directory, place.user) for directory in (place.jobs_dir, jobs_dir) if directory]
     directory = job_directory([*named, place.directory / IN_SUBMIT_DIR], place.job_id)
     if directory is None:
         raise ServiceNotFound(_why_no_directory(job, place, named))

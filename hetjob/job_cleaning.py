@@ -47,7 +47,7 @@ def jobs_left(place: Path, living: Collection[str]) -> list[JobLeft]:
         name = _NAME.fullmatch(path.name)
         if name is not None and stat.S_ISDIR(path.lstat().st_mode):
             found.append(_look_at(path, name[1], living))
-    return sorted(found, key=lambda one: one.newest_s)
+    return sorted(found, key=lambda left: left.newest_s)
 
 
 def _look_at(path: Path, job_id: str, living: Collection[str]) -> JobLeft:
@@ -55,8 +55,8 @@ def _look_at(path: Path, job_id: str, living: Collection[str]) -> JobLeft:
     if status.st_uid != os.geteuid():
         return JobLeft(path, job_id, status.st_mtime, 0, f"it is user {status.st_uid}'s")
     facts = [status, *_files(path)]
-    newest_s = max(one.st_mtime for one in facts)
-    num_bytes = sum(one.st_size for one in facts if stat.S_ISREG(one.st_mode))
+    newest_s = max(fact.st_mtime for fact in facts)
+    num_bytes = sum(fact.st_size for fact in facts if stat.S_ISREG(fact.st_mode))
     return JobLeft(path, job_id, newest_s, num_bytes, "its job is not over" if job_id in living else "")
 
 

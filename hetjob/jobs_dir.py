@@ -71,10 +71,10 @@ def jobs_dir_in(script: str) -> str:
     for line in script.splitlines():
         if line.startswith("_hetstream=$(") and " --jobs-dir=" in line:
             try:
-                words = shlex.split(re.sub(r"\) \|\|$", "", line.removeprefix("_hetstream=$(")))
+                arguments = shlex.split(re.sub(r"\) \|\|$", "", line.removeprefix("_hetstream=$(")))
             except ValueError:
                 continue
-            named = (word.removeprefix("--jobs-dir=") for word in words if word.startswith("--jobs-dir="))
+            named = (word.removeprefix("--jobs-dir=") for word in arguments if word.startswith("--jobs-dir="))
             return next((text for text in named if is_directory_pattern(text)), "")
     return ""
 

@@ -69,15 +69,15 @@ class LocalConfig:
 
     def dispatcher_words(self, directory: Path) -> list[str]:
         """The dispatcher's command."""
-        words = ["dispatcher", "--bind", "tcp://127.0.0.1:0", "--work-dir", str(directory / "dispatcher")]
-        return [*self.program, *words, "--address-file", str(directory / "address")]
+        arguments = ["dispatcher", "--bind", "tcp://127.0.0.1:0", "--work-dir", str(directory / "dispatcher")]
+        return [*self.program, *arguments, "--address-file", str(directory / "address")]
 
     def data_worker_words(self, directory: Path) -> list[str]:
         """A data worker's command."""
         service = f"file:{directory / 'address'}"
         threads = ["--threads", str(self.worker_threads)] if self.worker_threads > 1 else []
-        words = ["worker", "--follow-program", "--service", service, "--processes", str(self.worker_processes)]
-        return [*self.program, *words, *threads]
+        arguments = ["worker", "--follow-program", "--service", service, "--processes", str(self.worker_processes)]
+        return [*self.program, *arguments, *threads]
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class LocalLauncher:
 
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
-        words, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
-        return start_child(words, env=environment_with_hash_seed(), log=log)  # else it would start itself anew
+        arguments, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
+        return start_child(arguments, env=environment_with_hash_seed(), log=log)  # else it would start itself anew
 
     def begin_elastic(self) -> None:
         """A local run has no companions."""

@@ -83,10 +83,10 @@ def _start(command: Sequence[str], note: str) -> list[str]:
     ]
 
 
-def _words(words: Sequence[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
+def _words(arguments: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in arguments)
 
 
-def _slurm_words(words: Sequence[str]) -> str:
+def _slurm_words(arguments: Sequence[str]) -> str:
     """For a `#SBATCH` line: there a backslash escapes also within quotes, other than in a shell."""
-    return " ".join(shlex.quote(word).replace("\\", "\\\\") for word in words)
+    return " ".join(shlex.quote(word).replace("\\", "\\\\") for word in arguments)

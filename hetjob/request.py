@@ -31,7 +31,7 @@ def asks_for_gpus(options: SbatchOptions) -> bool:
     if options.has("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"):
         return True
     resources = f"{options.value('gres') or ''},{options.value('tres-per-task') or ''}".split(",")
-    kinds = (re.split(r"[:=]", re.sub(r"^gres[/:]", "", one.strip()))[0] for one in resources)
+    kinds = (re.split(r"[:=]", re.sub(r"^gres[/:]", "", resource.strip()))[0] for resource in resources)
     return any(kind in ("gpu", "shard", "mps") for kind in kinds)
 
 
@@ -61,9 +61,9 @@ def _gres_gpus(text: str | None) -> int:
     """GPUs per node in a --gres list (`gpu:2`, `gres/gpu:h200:4,shard:1`)."""
     total = 0
     for part in (text or "").split(","):
-        words = part.removeprefix("gres/").removeprefix("gres:")
-        if words == "gpu" or words.startswith("gpu:"):
-            total += (count(words.removeprefix("gpu").removeprefix(":")) or 1) if words != "gpu" else 1
+        resource = part.removeprefix("gres/").removeprefix("gres:")
+        if resource == "gpu" or resource.startswith("gpu:"):
+            total += (count(resource.removeprefix("gpu").removeprefix(":")) or 1) if resource != "gpu" else 1
     return total
 
 

@@ -130,7 +130,9 @@ class SbatchOptions:
         return any(item.name in names for item in self.items)
 
 
-def parse_words(words: Sequence[str], origin: str, extra: Collection[str] = ()) -> tuple[list[SbatchOption], list[str]]:
+def parse_words(
+    arguments: Sequence[str], origin: str, extra: Collection[str] = ()
+) -> tuple[list[SbatchOption], list[str]]:
     """Split words into options and what follows them, as sbatch's getopt does.
 
     Args:
@@ -146,8 +148,8 @@ def parse_words(words: Sequence[str], origin: str, extra: Collection[str] = ()) 
     """
     options: list[SbatchOption] = []
     index = 0
-    while index < len(words):
-        word = words[index]
+    while index < len(arguments):
+        word = arguments[index]
         index += 1
         if word == "--":
             break
@@ -157,31 +159,31 @@ def parse_words(words: Sequence[str], origin: str, extra: Collection[str] = ()) 
             if equals:
                 options.append(SbatchOption(name, value, origin, (word,)))
             elif TAKES_VALUE.get(name, name in extra):
-                following = _following(words, index, word, origin)
+                following = _following(arguments, index, word, origin)
                 options.append(SbatchOption(name, following, origin, (word, following)))
                 index += 1
             else:
                 options.append(SbatchOption(name, None, origin, (word,)))
         elif word.startswith("-") and len(word) > 1:
-            index += _parse_letters(words, index, origin, options)
+            index += _parse_letters(arguments, index, origin, options)
         else:
             index -= 1
             break
-    return options, list(words[index:])
+    return options, list(arguments[index:])
 
 
-def _parse_letters(words: Sequence[str], index: int, origin: str, options: list[SbatchOption]) -> int:
+def _parse_letters(arguments: Sequence[str], index: int, origin: str, options: list[SbatchOption]) -> int:
     """Parse the word before `index` as `-c16`, `-c 16` or `-HW`; return how many following words it took."""
-    word = words[index - 1]
+    word = arguments[index - 1]
     written: tuple[str, ...] = (word,)
     for place, letter in enumerate(word[1:], start=1):
         name = LETTERS.get(letter, letter)
-        rest = word[place + 1 :]
+        tail = word[place + 1 :]
         if TAKES_VALUE.get(name, False):
-            if rest:
-                options.append(SbatchOption(name, rest, origin, written))
+            if tail:
+                options.append(SbatchOption(name, tail, origin, written))
                 return 0
-            following = _following(words, index, word, origin)
+            following = _following(arguments, index, word, origin)
             options.append(SbatchOption(name, following, origin, (*written, following) if written else (following,)))
             return 1
         options.append(SbatchOption(name, None, origin, written))
@@ -197,10 +199,10 @@ def _full_name(name: str, extra: Collection[str]) -> str:
     return _ALIASES.get(name, name)
 
 
-def _following(words: Sequence[str], index: int, word: str, origin: str) -> str:
-    if index >= len(words):
+def _following(arguments: Sequence[str], index: int, word: str, origin: str) -> str:
+    if index >= len(arguments):
         raise UsageError(f"{origin}: option {word} needs a value. Write {word}=VALUE, or see: sbatch --help")
-    return words[index]
+    return arguments[index]
 
 
 def from_environment(environ: Mapping[str, str]) -> list[SbatchOption]:
@@ -219,7 +221,7 @@ def plain_words(options: Iterable[SbatchOption]) -> list[str]:
 
 def has_line_break(text: str) -> bool:
     """Whether a text would be more than one line for sbatch, for a shell, or in what Slurm's commands print."""
-    return any(one in text for one in "\n\r\0")
+    return any(character in text for character in "\n\r\0")
 
 
 def refuse_line_breaks(options: Iterable[SbatchOption]) -> None:
@@ -234,7 +236,7 @@ def refuse_line_breaks(options: Iterable[SbatchOption]) -> None:
         raise UsageError(f"{named}: a value with a line break cannot be a line for sbatch. Write it on one line")
 
 
-def refuse_other_words(words: Sequence[str]) -> None:
+def refuse_other_words(arguments: Sequence[str]) -> None:
     """Refuse words for sbatch that are not options with their values: it would take the first other one for the script.
 
     A path may have line breaks, as no line is made of it; another value with one is no text that anybody meant.
@@ -242,7 +244,7 @@ def refuse_other_words(words: Sequence[str]) -> None:
     Raises:
         UsageError: it names what is wrong.
     """
-    options, others = parse_words(words, "submission")
+    options, others = parse_words(arguments, "submission")
     while others[:1] == [":"]:  # another component
         more, others = parse_words(others[1:], "submission")
         options += more

@@ -226,10 +226,10 @@ def _broken_rule(option: str, value: int | str) -> str | None:
 
 def _broken_command(text: str) -> str | None:
     try:
-        words = shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError as error:
         return f"{error}; quote it as a shell does"
-    fits = bool(words) and all(ord(char) >= 32 for char in text)
+    fits = bool(arguments) and all(ord(char) >= 32 for char in text)
     return None if fits else "a path or a command, not empty and on one line"
 
 

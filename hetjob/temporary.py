@@ -86,9 +86,9 @@ def remove_tree(outer: Directory, name: str) -> None:
         OSError: something cannot be removed.
     """
     with outer.enter(name) as inner:
-        for one in inner.names():
-            if inner.has_directory(one):
-                remove_tree(inner, one)
+        for entry in inner.names():
+            if inner.has_directory(entry):
+                remove_tree(inner, entry)
             else:
-                inner.unlink(one, missing_ok=True)
+                inner.unlink(entry, missing_ok=True)
     os.rmdir(name, dir_fd=outer.descriptor)

@@ -26,7 +26,7 @@ class ThreadTeam:
         self._others = range(1, num_threads)
         self._pool = ThreadPoolExecutor(num_threads - 1, "hetstream-sample", on_start)
 
-    def map(self, make: Callable[[int, int], Any], count: int, rest: Callable[[int], None]) -> list[Any]:
+    def map(self, make: Callable[[int, int], Any], count: int, idle: Callable[[int], None]) -> list[Any]:
         """Call `make(place, thread)` for each place below `count`, in ascending order, each by the thread that is free.
 
         Args:
@@ -52,7 +52,7 @@ class ThreadTeam:
                     except BaseException as error:  # noqa: BLE001, a thread's boundary: the one that asks raises it
                         errors[place] = error
             finally:
-                rest(thread)
+                idle(thread)
 
         others = [self._pool.submit(work, thread) for thread in self._others[: count - 1]]
         work(0)

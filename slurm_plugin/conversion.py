@@ -129,8 +129,8 @@ def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: Cluster) -> li
     """
     name = spec.data_worker_partition or cluster.default_partition or ""
     asked = options.value("time") or ""
-    limits = [cluster.limits.get(one) for one in name.split(",")]
-    longest = [one.max_time_s for one in limits if one is not None and one.max_time_s is not None]
+    limits = [cluster.limits.get(partition) for partition in name.split(",")]
+    longest = [limit.max_time_s for limit in limits if limit is not None and limit.max_time_s is not None]
     if not spec.data_workers_max or len(longest) < len(limits):
         return []
     try:
@@ -172,10 +172,10 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
     if not arguments or not _SHELL.match(text) or _ARGUMENTS.search(text):
         return []
     try:
-        options, rest = parse_words(arguments, "command line", extra=OPTIONS)
+        options, unread = parse_words(arguments, "command line", extra=OPTIONS)
     except UsageError:
         return []
-    return [] if rest else options
+    return [] if unread else options
 
 
 def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> tuple[Cluster, SlurmCommandError | None]:

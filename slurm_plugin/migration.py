@@ -99,7 +99,7 @@ def stage(sight: Sight) -> Stage:
     """How far it is."""
     old, new = sight.old, sight.new
     took, handed = (
-        next((one for one in reversed(sight.events) if one.event == kind and _job(one) == new), None)
+        next((event for event in reversed(sight.events) if event.event == kind and _job(event) == new), None)
         for kind in ("took over", "handed over")
     )
     if took:

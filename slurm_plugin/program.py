@@ -56,11 +56,11 @@ def program_of(python: Sequence[str]) -> tuple[str, ...]:
     return (*python, "-c", _START)
 
 
-def become(wanted: PythonEnvironment, words: Sequence[str]) -> NoReturn:
+def become(wanted: PythonEnvironment, arguments: Sequence[str]) -> NoReturn:
     """Go on as `hetstream WORDS` in another Python environment; the process keeps its number.
 
     Raises:
         OSError: it could not be started.
     """
-    argv = [*program_of([wanted.executable]), *words]
+    argv = [*program_of([wanted.executable]), *arguments]
     os.execve(wanted.executable, argv, environment_of_python(wanted.variables))

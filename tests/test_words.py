@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import subprocess
@@ -15,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "checkpoint", "hetjob", "hetstream", "mpi_dataworkers", "sbatch_templates", "slurm_plugin")
 # Words of others' interfaces: torch.distributed.checkpoint's, tf.data service's.
 FOREIGN = ("state_dict_saver", "consumer_index", "num_consumers")
+# Variables that say nothing of what they hold.
+PRONOUNS = {"one", "rest", "told", "words"}
 # A retired class's name in lower case, as a variable has it, where it is a plain word: `pass` is one of Python's.
 PLAIN = {
     "pass": FOLDERS,
@@ -54,6 +57,17 @@ def names(path: Path) -> Iterator[str]:
             yield token.string
 
 
+def variables(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Parameters and local names that a module sets, with their lines; not the fields of its classes."""
+    fields = {id(field) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for field in node.body}
+    fields = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and id(node) in fields}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
+            yield node.id, node.lineno
+
+
 @pytest.mark.parametrize("name", ["turn", "turns", "_TURN_S", "_session_record"])
 def test_a_retired_class_leaves_no_variable(name: str) -> None:
     assert is_variable_of(name, {"turn", "session_record"})
@@ -75,6 +89,16 @@ def test_retired_words_are_in_no_name(folder: str) -> None:
                 for name in names(path)
                 if name in exact or parts(name) & general or is_variable_of(name, variables)
             }
+    assert not found
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "benchmarks"])
+def test_a_variable_is_named_after_what_it_holds(folder: str) -> None:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if not path.is_symlink():
+            tree = ast.parse(path.read_text())
+            found += [f"{path.relative_to(ROOT)}:{line}: {name}" for name, line in variables(tree) if name in PRONOUNS]
     assert not found
 
 

@@ -262,7 +262,7 @@ def complete(directory: Path) -> list[Generation]:
 
 def left_over(directory: Path) -> list[str]:
     """Names of what was being removed when whoever did so died: `clean_up` removes it."""
-    return [one.directory_name + DELETED for one in _generations(directory, DELETED)]
+    return [generation.directory_name + DELETED for generation in _generations(directory, DELETED)]
 
 
 def clean_up(directory: Path) -> None:
@@ -275,7 +275,7 @@ def clean_up(directory: Path) -> None:
                     root.unlink(name, missing_ok=True)
             _move_latest(root)
         newest = next(iter(committed(directory)), None)
-        for name in [_partial(one) for one in announced(directory) if newest and one <= newest]:
+        for name in [_partial(generation) for generation in announced(directory) if newest and generation <= newest]:
             with _stays_if_untrusted():
                 remove(directory, name)
         for name in left_over(directory):
@@ -443,12 +443,12 @@ def _make_room(root: Directory, inner: Directory, part: PartSpec, num_bytes: int
                 if generation < part.generation:
                     with contextlib.suppress(FileNotFoundError, UntrustedFile):
                         old.append(stack.enter_context(root.enter(_partial(generation))))
-            there = [one for one in old if one.has(part.file_name)]
-            if num_bytes <= free_bytes + sum(one.status(part.file_name).st_size for one in there):
+            there = [generation for generation in old if generation.has(part.file_name)]
+            if num_bytes <= free_bytes + sum(generation.status(part.file_name).st_size for generation in there):
                 with _commit_lock(root):
-                    for one in there:
-                        one.unlink(part.manifest_name, missing_ok=True)
-                        one.unlink(part.file_name, missing_ok=True)
+                    for present in there:
+                        present.unlink(part.manifest_name, missing_ok=True)
+                        present.unlink(part.file_name, missing_ok=True)
         free_bytes = _free_bytes(root)
     if free_bytes < num_bytes:
         raise NotEnoughSpace(

@@ -39,7 +39,7 @@ def share_of(counts: Sequence[tuple[int, int]], number: int, num_shares: int) ->
         File, and numbers of chunks of it.
     """
     total = sum(count for _, count in counts)
-    begin, end = (total * one // num_shares for one in (number, number + 1))
+    begin, end = (total * share // num_shares for share in (number, number + 1))
     found = []
     at = 0
     for file, count in counts:

@@ -267,7 +267,8 @@ def take_over(path: Path, attempt: int, identity: JobIdentity, now_s: float) -> 
         now_s: when its first step can begin, in seconds since 1970.
     """
     handed = next(
-        (one for one in reversed(history(path)) if one.event == "handed over" and one.identity == identity), None
+        (event for event in reversed(history(path)) if event.event == "handed over" and event.identity == identity),
+        None,
     )
     pause_s = now_s - handed.time_s if handed else None
     event = Event("took over", attempt, now_s, identity, handed.step if handed else None, pause_s)

@@ -27,10 +27,10 @@ class Generators:
 
     def capture(self) -> dict[str, Any]:
         """All states, as plain values and tensors; the tensors change with the next call."""
-        version, words, gauss = random.getstate()
+        version, mersenne, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         states: dict[str, Any] = {
-            "python": {"version": version, "words": _FORM.pack(*words), "gauss": gauss},
+            "python": {"version": version, "words": _FORM.pack(*mersenne), "gauss": gauss},
             "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached},
             "torch": self._keep(-1, torch.get_rng_state()),
         }

@@ -121,7 +121,7 @@ def _sharded_by(args: TrainingArguments, model: torch.nn.Module | None) -> str:
         return str(kind.value)
     if args.fsdp or args.deepspeed:
         return "FSDP" if args.fsdp else "DeepSpeed"
-    is_parted = model is not None and any(hasattr(one, "to_local") for one in model.parameters())
+    is_parted = model is not None and any(hasattr(parameter, "to_local") for parameter in model.parameters())
     return "tensor parallelism" if is_parted else ""
 
 

@@ -86,7 +86,7 @@ class FlashCheckpointCallback(Callback):
         """Listen to signals, and say where the place in the data is not part of what is saved."""
         self._listen()
         loaders = _pytree.tree_leaves(trainer.train_dataloader)
-        if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders):
+        if not all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders):
             _log.warning(
                 "the loader of the training data has no state_dict: a run that is resumed within an epoch "
                 "gets its first batches again, and misses its last ones. hetstream's DataLoader and torchdata's "

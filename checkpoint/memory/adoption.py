@@ -94,13 +94,13 @@ def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, File
         for _, lock in found:
             lock.release()
         raise
-    ours = [one for one in found if identity.lineage.knows(one[0].read_start_id())]
-    for files, lock in (one for one in found if one not in ours):
+    ours = [store for store in found if identity.lineage.knows(store[0].read_start_id())]
+    for files, lock in (store for store in found if store not in ours):
         with lock:
             _say_given_up(identity, files)
             give_up(files)
     found = ours
-    found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
+    found.sort(key=lambda store: [content.age for content in store[0].complete()[:1]])
     for files, lock in found[:-1]:
         writer = FileLock.try_exclusive(files.writer_lock)
         if writer:

@@ -269,12 +269,12 @@ class StoreFiles:
         """The stores of the same job and checkpoint directory on this host, with this one."""
         found = []
         directory_id = self._read_directory_id()
-        for one in list_stores(self.path.parent, stores_prefix()):
-            if not one.path.name.startswith(".") and _training(one.path.name) == _training(self.path.name):
+        for store in list_stores(self.path.parent, stores_prefix()):
+            if not store.path.name.startswith(".") and _training(store.path.name) == _training(self.path.name):
                 with contextlib.suppress(CheckpointError):  # it has just gone, or is a foreigner's
-                    one.check_owner()
-                    if one._read_directory_id() == directory_id:
-                        found.append(one)
+                    store.check_owner()
+                    if store._read_directory_id() == directory_id:
+                        found.append(store)
         return found
 
     def check_owner(self) -> None:
@@ -400,7 +400,7 @@ class StoreFiles:
             reserved_bytes = int(self.reserved.read_text())
             with os.scandir(self.path) as entries:
                 taken = sum(
-                    one.stat().st_blocks * 512 for one in entries if one.name.startswith(("slot-", "new-slot-"))
+                    entry.stat().st_blocks * 512 for entry in entries if entry.name.startswith(("slot-", "new-slot-"))
                 )
         except (OSError, ValueError):
             return 0
@@ -408,7 +408,7 @@ class StoreFiles:
 
     def promised_bytes(self) -> int:
         """Memory that the other ranks of this host are about to take."""
-        return sum(one.outstanding_bytes() for one in self.siblings() if one.path != self.path)
+        return sum(sibling.outstanding_bytes() for sibling in self.siblings() if sibling.path != self.path)
 
     def num_bytes(self) -> int:
         """Memory that the slots and replicas take."""
@@ -467,7 +467,7 @@ def list_stores(root: Path, prefix: str) -> list[StoreFiles]:
 
 def _newest_first(paths: Iterable[Path]) -> list[SlotContent]:
     found = (SlotContent.of(path) for path in paths)
-    return sorted((one for one in found if one), key=lambda content: content.age, reverse=True)
+    return sorted((content for content in found if content), key=lambda content: content.age, reverse=True)
 
 
 def _training(name: str) -> tuple[str, ...]:

@@ -49,7 +49,9 @@ def decide_persist(
     if not useful:
         return PersistDecision(None, "all that is in memory is on disk, or older than what is")
     newest = max(useful)
-    begun = sorted((one for one in announced if committed is None or one > committed), reverse=True)
+    begun = sorted(
+        (generation for generation in announced if committed is None or generation > committed), reverse=True
+    )
     for generation in begun:
         if generation in written:
             if not last_chance:

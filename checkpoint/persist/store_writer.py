@@ -190,14 +190,16 @@ class StoreWriter:
 
     def _newest_seen(self, committed: Generation | None) -> Generation | None:
         """The newest checkpoint that there is or was: what somebody has deleted is not written again."""
-        return max((one for one in (committed, self._status.persisted) if one), default=None)
+        return max((generation for generation in (committed, self._status.persisted) if generation), default=None)
 
     def is_hopeless(self, linger_s: float) -> bool:
         """Whether waiting for the other ranks is of no more use."""
         if time.monotonic() < self.since_s + linger_s:
             return False
         try:
-            if any(commit.is_being_written(self.directory, one) for one in commit.announced(self.directory)):
+            if any(
+                commit.is_being_written(self.directory, generation) for generation in commit.announced(self.directory)
+            ):
                 self.since_s = time.monotonic()
                 return False
         except (OSError, HetstreamError) as error:

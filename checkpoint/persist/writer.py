@@ -301,8 +301,8 @@ def serve_job(
     prefix = f"{stores_prefix()}{job}-"
 
     def find() -> list[Path]:
-        files = [one for root in roots for one in list_stores(root, prefix)]
-        return [one.path for one in files if not one.path.name.startswith(".")]
+        files = [store for root in roots for store in list_stores(root, prefix)]
+        return [store.path for store in files if not store.path.name.startswith(".")]
 
     Writer(find, None, Options(stays=True), stop_reason).run(on_ready)
 

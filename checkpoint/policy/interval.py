@@ -105,8 +105,8 @@ class FailureHistory:
         """Count the failures. A clock that went backwards counts as no time."""
         known = list(attempts)
         return cls(
-            num_failures=sum(one.failed for one in known),
-            observed_s=sum(max(0.0, one.last_seen_s - one.started_s) for one in known),
+            num_failures=sum(run.failed for run in known),
+            observed_s=sum(max(0.0, run.last_seen_s - run.started_s) for run in known),
         )
 
     def mtbf_s(self, prior_s: float, running_s: float = 0.0) -> float:

@@ -170,7 +170,7 @@ def choose_generation(offers: Sequence[Offer], lineage: Lineage = Lineage(), ste
         on_disk[0] if on_disk else len(offers),
         sources,
         notes,
-        [one.get(chosen, []) for one in replica],
+        [replicas.get(chosen, []) for replicas in replica],
         [
             found.sharers[offer.host, chosen] if sources[rank] != "disk" and (rank, chosen) in found.lacking else None
             for rank, offer in enumerate(offers)
@@ -200,9 +200,12 @@ class _Found:
         self.disk = [{held.generation: held.world_size for held in offer.disk} for offer in offers]
         self.replica = _replicas(offers)
         self.known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
-        self.known |= {one.generation for offer in offers for one in offer.replicas}
+        self.known |= {replica.generation for offer in offers for replica in offer.replicas}
         self.lacking = {
-            (one.rank, one.generation) for offer in offers for one in offer.replicas if one.shared_elsewhere
+            (replica.rank, replica.generation)
+            for offer in offers
+            for replica in offer.replicas
+            if replica.shared_elsewhere
         }
         for rank, offer in enumerate(offers):
             self.lacking |= {(rank, held.generation) for held in offer.memory if held.shared_elsewhere}
@@ -230,18 +233,20 @@ def _replicas(offers: Sequence[Offer]) -> list[dict[Generation, list[int]]]:
     found: list[dict[Generation, list[int]]] = [{} for _ in offers]
     newest = [max((held.generation for held in offer.memory), default=None) for offer in offers]
     for holder, offer in enumerate(offers):
-        for one in offer.replicas:
-            if one.world_size != len(offers) or not 0 <= one.rank < len(offers):
+        for replica in offer.replicas:
+            if replica.world_size != len(offers) or not 0 <= replica.rank < len(offers):
                 continue
-            own = newest[one.rank]
-            if one.generation not in offers[one.rank].unfetchable and (own is None or own <= one.generation):
-                found[one.rank].setdefault(one.generation, []).append(holder)
+            own = newest[replica.rank]
+            if replica.generation not in offers[replica.rank].unfetchable and (
+                own is None or own <= replica.generation
+            ):
+                found[replica.rank].setdefault(replica.generation, []).append(holder)
     return found
 
 
 def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]) -> str:
     sizes = {held.world_size for offer in offers for held in offer.memory if held.generation == generation}
-    sizes |= {one.world_size for offer in offers for one in offer.replicas if one.generation == generation}
+    sizes |= {replica.world_size for offer in offers for replica in offer.replicas if replica.generation == generation}
     if sizes - {len(offers)}:
         return (
             f"it is in memory only and was saved by {max(sizes)} rank(s), now there are {len(offers)}; "

@@ -127,8 +127,8 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
         if size % ALIGN_BYTES == 0:
             offsets[number] = end
             end += size
-    rest = [number for number, size in enumerate(sizes) if size % ALIGN_BYTES]
-    for number in sorted(rest, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
+    unaligned = [number for number, size in enumerate(sizes) if size % ALIGN_BYTES]
+    for number in sorted(unaligned, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
         offsets[number] = end
         end += -(-sizes[number] // ALIGN_BYTES) * ALIGN_BYTES
     if end > MAX_PAYLOAD_BYTES:

@@ -169,7 +169,7 @@ class Encoder:
         if self._store and len(value) > MAX_INLINE_VALUES and _is_json({*map(type, value.values())}, value.values()):
             with contextlib.suppress(UnicodeEncodeError, OverflowError):
                 return self._stored_json(path, {**value})
-        return self._inline(path, {key: item(f"{path}.{key}", one) for key, one in value.items()}, before)
+        return self._inline(path, {key: item(f"{path}.{key}", entry) for key, entry in value.items()}, before)
 
     def _inline(self, path: str, node: Node, before: int) -> Node:
         """A container of the structure; one that holds too many values and no tensor becomes payload.
@@ -198,7 +198,7 @@ class Encoder:
     def _pairs(self, path: str, value: Mapping[Any, Any]) -> list[Node]:
         item = self.item
         self._num_inline += 2 * len(value)
-        return [[item(f"{path}[key]", key), item(f"{path}.{key}", one)] for key, one in value.items()]
+        return [[item(f"{path}[key]", key), item(f"{path}.{key}", entry)] for key, entry in value.items()]
 
     def _counter(self, path: str, value: Counter[Any]) -> Node:
         before = self._num_inline
@@ -226,7 +226,7 @@ class Encoder:
         """Values known by what they are like, not by their type."""
         kind = type(value)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            fields = {name: self.item(f"{path}.{name}", one) for name, one in zip(kind._fields, value, strict=True)}
+            fields = {name: self.item(f"{path}.{name}", entry) for name, entry in zip(kind._fields, value, strict=True)}
             return {"$named": [name_of(kind), fields]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
@@ -371,9 +371,9 @@ class _Decoder:
                 tag = next(iter(node))
                 if tag[:1] == "$":
                     return self._tagged(tag, node)
-            return {key: self.value(one) for key, one in node.items()}
+            return {key: self.value(entry) for key, entry in node.items()}
         if type(node) is list:
-            return [self.value(one) for one in node]
+            return [self.value(entry) for entry in node]
         return node
 
     def _tagged(self, tag: str, node: dict[str, Node]) -> Any:
@@ -391,11 +391,11 @@ class _Decoder:
         return maker(self, body) if maker else self._foreign(tag, body, self.value)
 
     def pairs(self, body: Node) -> list[tuple[Any, Any]]:
-        return [(self.value(key), self.value(one)) for key, one in body]
+        return [(self.value(key), self.value(entry)) for key, entry in body]
 
     def fields(self, body: Node) -> tuple[str, dict[str, Any]]:
         name, fields = body
-        return str(name), {str(key): self.value(one) for key, one in fields.items()}
+        return str(name), {str(key): self.value(field) for key, field in fields.items()}
 
 
 _MAKERS: dict[str, Callable[[_Decoder, Node], Any]] = {
@@ -447,7 +447,7 @@ def _data_object(name: str, fields: dict[str, Any]) -> Any:
     if (
         not isinstance(kind, type)
         or not dataclasses.is_dataclass(kind)
-        or {one.name for one in dataclasses.fields(kind)} != {*fields}
+        or {field.name for field in dataclasses.fields(kind)} != {*fields}
     ):
         return SimpleNamespace(**fields)
     made = object.__new__(kind)

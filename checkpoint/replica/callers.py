@@ -37,10 +37,10 @@ class UnknownCallers(Generic[T]):
             return None
         counts = Counter(address for address, _ in self._waiting)
         most = max(counts.values())
-        leaving = next(one for one in self._waiting if counts[one[0]] == most)
+        leaving = next(waiting for waiting in self._waiting if counts[waiting[0]] == most)
         self._waiting.remove(leaving)
         return leaving[1]
 
     def discard(self, caller: T) -> None:
         """A caller is known now, or has gone. A second time does nothing."""
-        self._waiting = [one for one in self._waiting if one[1] is not caller]
+        self._waiting = [waiting for waiting in self._waiting if waiting[1] is not caller]

@@ -274,7 +274,11 @@ class ReplicaService:
 
     def _give(self, channel: Channel, request: Request) -> None:
         content = next(
-            (one for one in on_this_host(self._files, request.rank) if one.header.generation == request.generation),
+            (
+                content
+                for content in on_this_host(self._files, request.rank)
+                if content.header.generation == request.generation
+            ),
             None,
         )
         if content is None:

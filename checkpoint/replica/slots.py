@@ -31,7 +31,9 @@ def make_slot(files: StoreFiles, rank: int, payload_bytes: int, metadata_bytes: 
     """
     whole = files.replicas_of(rank)
     kept = whole[0].path if whole else None
-    path = next(one for one in (files.replica(rank, number) for number in range(NUM_SLOTS)) if one != kept)
+    path = next(
+        candidate for candidate in (files.replica(rank, number) for number in range(NUM_SLOTS)) if candidate != kept
+    )
     try:
         segment = Segment.open(path, writable=True)
         header = segment.header
@@ -92,7 +94,7 @@ def for_others(files: StoreFiles) -> Iterator[Replica]:
             continue  # it speaks for itself
         held = [(store.rank_of_replica(path), SlotContent.of(path)) for path in store.replicas()]
         if not is_own:
-            held += [(store.holder().rank, one) for one in store.complete()]
+            held += [(store.holder().rank, content) for content in store.complete()]
         for rank, content in held:
             # What is damaged, or overwritten just now, is nothing to give.
             with contextlib.suppress(CheckpointError):

@@ -99,7 +99,7 @@ class TrainerReplicas:
             NoCheckpoint: none does.
         """
         store = self._store
-        if store is None or any(one.header.generation == generation for one in store.held()):
+        if store is None or any(content.header.generation == generation for content in store.held()):
             return
         problems = []
         for holder in holders:

@@ -288,24 +288,24 @@ def _span(seen: Signature, tensor: torch.Tensor, places: list[list[int]]) -> _Gr
     """
     members = sorted(number for place in places for number in place)
     ones = [place[0] for place in places]
-    item_bytes = {one: seen.dtypes[one].itemsize for one in ones}
-    used_bytes = {one: math.prod(seen.shapes[one]) * item_bytes[one] for one in ones}
+    item_bytes = {name: seen.dtypes[name].itemsize for name in ones}
+    used_bytes = {name: math.prod(seen.shapes[name]) * item_bytes[name] for name in ones}
     if len(ones) == 1 and used_bytes[ones[0]] <= seen.memory_bytes(ones[0]):
         return None
-    start = min(seen.addresses[one] for one in ones)
-    num_bytes = max(seen.addresses[one] + seen.memory_bytes(one) for one in ones) - start
-    is_aligned = all((seen.addresses[one] - start) % item_bytes[one] == 0 for one in ones)
+    start = min(seen.addresses[name] for name in ones)
+    num_bytes = max(seen.addresses[name] + seen.memory_bytes(name) for name in ones) - start
+    is_aligned = all((seen.addresses[name] - start) % item_bytes[name] == 0 for name in ones)
     is_worth_it = num_bytes <= _MAX_SPAN_FACTOR * sum(used_bytes.values())
     storage = tensor.untyped_storage()
     is_inside = storage.data_ptr() <= start and start + num_bytes <= storage.data_ptr() + storage.nbytes()
-    if not (is_aligned and is_worth_it and is_inside) or any(NAMES[seen.dtypes[one]] in CARRIERS for one in ones):
+    if not (is_aligned and is_worth_it and is_inside) or any(NAMES[seen.dtypes[name]] in CARRIERS for name in ones):
         return None
     for number in members:
         is_all = seen.addresses[number] == start and seen.memory_bytes(number) == num_bytes
         if is_all and seen.are_contiguous[number]:
             dtype, shape = NAMES[seen.dtypes[number]], tuple(seen.shapes[number])
             return _Group(members, number, dtype, shape, num_bytes, start, is_span=True)
-    kinds = {seen.dtypes[one] for one in ones}
+    kinds = {seen.dtypes[name] for name in ones}
     kind = kinds.pop() if len(kinds) == 1 else torch.uint8
     shape = (num_bytes // kind.itemsize,)
     return _Group(members, members[0], NAMES[kind], shape, num_bytes, start, is_span=True)

@@ -128,5 +128,5 @@ def _pieces(into: int, start: int, num_bytes: int) -> Iterator[Move]:
     return ((into + at, start + at, min(_PIECE_BYTES, num_bytes - at)) for at in range(0, num_bytes, _PIECE_BYTES))
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.nbytes == other.nbytes
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype == other.dtype and tensor.nbytes == other.nbytes

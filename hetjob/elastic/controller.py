@@ -131,7 +131,9 @@ class Controller:
         self._num_refusals = 0
 
     def _decide(self, snapshot: Snapshot, now: float) -> Decision:
-        overdue = [one for one in snapshot.of(CompanionState.DRAINING) if now - one.since > _DRAIN_LIMIT_S]
+        overdue = [
+            companion for companion in snapshot.of(CompanionState.DRAINING) if now - companion.since > _DRAIN_LIMIT_S
+        ]
         if overdue:
             return _cancel(overdue, f"told to leave more than {_DRAIN_LIMIT_S:g} s ago")
         if self._changed_at is not None and now - self._changed_at < self.limits.cooldown_s:
@@ -145,7 +147,9 @@ class Controller:
             return _hold("no loader reads")
         if snapshot.of(CompanionState.DRAINING):
             return _hold("data workers are leaving")
-        starting = [one for one in snapshot.of(CompanionState.STARTING) if now - one.since < _START_LIMIT_S]
+        starting = [
+            companion for companion in snapshot.of(CompanionState.STARTING) if now - companion.since < _START_LIMIT_S
+        ]
         if starting:
             return _hold(f"{len(starting)} data workers start")
         if now - self._steady_since < MEASURE_S:
@@ -188,11 +192,16 @@ class Controller:
     # --- the size of a data worker ----------------------------------------------------------------------------------
 
     def _find_size(self, snapshot: Snapshot, now: float) -> Decision:
-        probe = next((one for one in snapshot.of(CompanionState.WORKING) if one.cpus == self._size.probing), None)
+        probe = next(
+            (companion for companion in snapshot.of(CompanionState.WORKING) if companion.cpus == self._size.probing),
+            None,
+        )
         if snapshot.num_companions == 0:
             self.stage = Stage.BASELINE
             return _hold("the data worker that was measured is gone")
-        waiting = [one for one in snapshot.of(CompanionState.PENDING) if now - one.since > _START_LIMIT_S]
+        waiting = [
+            companion for companion in snapshot.of(CompanionState.PENDING) if now - companion.since > _START_LIMIT_S
+        ]
         if snapshot.wait_share <= STARVING_SHARE or waiting or self._maximum(snapshot) <= snapshot.num_data_workers:
             self._size.stop()
             self.stage = Stage.COUNT
@@ -207,7 +216,7 @@ class Controller:
                 return self._backing_off(now)
             return self._grow(snapshot, 1, why)
         self.stage = Stage.COUNT
-        others = [one for one in snapshot.of(CompanionState.WORKING) if one.cpus != self._size.best]
+        others = [companion for companion in snapshot.of(CompanionState.WORKING) if companion.cpus != self._size.best]
         if others and len(others) < snapshot.num_companions:
             return Decision(Action.DRAIN, len(others), why, job_ids(others))
         return _hold(why)

@@ -89,9 +89,11 @@ class Measuring:
     def _look(self, snapshot: Snapshot, cpus: int, local_steps_per_s: float | None) -> None:
         working = snapshot.of(CompanionState.WORKING)
         number = snapshot.fixed + len(working)
-        rates = [one.rate_per_s for one in working] + ([snapshot.fixed_rate_per_s] if snapshot.fixed else [])
+        rates = [companion.rate_per_s for companion in working] + (
+            [snapshot.fixed_rate_per_s] if snapshot.fixed else []
+        )
         # One of another size, or one that has just come, would be taken for a bend of the curve.
-        if number and all(rate > 0 for rate in rates) and all(one.cpus == cpus for one in working):
+        if number and all(rate > 0 for rate in rates) and all(companion.cpus == cpus for companion in working):
             self._note((cpus, number), sum(rates))
         if local_steps_per_s is not None and math.isfinite(local_steps_per_s):
             self._note((1, 0), local_steps_per_s)

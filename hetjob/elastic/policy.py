@@ -22,19 +22,19 @@ def demand_per_s(snapshot: Snapshot) -> float:
 
 def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
     """Steps per second of one data worker with so many CPUs; 0 while none was measured."""
-    measured = [one for one in snapshot.of(CompanionState.WORKING) if one.rate_per_s > 0]
-    same = [one.rate_per_s for one in measured if one.cpus == cpus]
+    measured = [companion for companion in snapshot.of(CompanionState.WORKING) if companion.rate_per_s > 0]
+    same = [companion.rate_per_s for companion in measured if companion.cpus == cpus]
     if same:
         return sum(same) / len(same)
     if snapshot.fixed and snapshot.fixed_rate_per_s > 0:
         return snapshot.fixed_rate_per_s / snapshot.fixed
-    total_cpus = sum(one.cpus for one in measured)
-    return cpus * sum(one.rate_per_s for one in measured) / total_cpus if total_cpus else 0.0
+    total_cpus = sum(companion.cpus for companion in measured)
+    return cpus * sum(companion.rate_per_s for companion in measured) / total_cpus if total_cpus else 0.0
 
 
 def capacity_per_s(snapshot: Snapshot) -> float:
     """Steps per second that all data workers would make if none were ever idle, however fast the trainer is."""
-    return snapshot.fixed_rate_per_s + sum(one.rate_per_s for one in snapshot.of(CompanionState.WORKING))
+    return snapshot.fixed_rate_per_s + sum(companion.rate_per_s for companion in snapshot.of(CompanionState.WORKING))
 
 
 def needed(snapshot: Snapshot, cpus: int, headroom: float) -> int | None:
@@ -45,4 +45,4 @@ def needed(snapshot: Snapshot, cpus: int, headroom: float) -> int | None:
 
 def slowest(companions: Sequence[Companion], count: int) -> list[Companion]:
     """So many of them, those that help least first: the slowest, of equal ones the youngest."""
-    return sorted(companions, key=lambda one: (one.rate_per_s, -one.since, one.job_id))[:count]
+    return sorted(companions, key=lambda companion: (companion.rate_per_s, -companion.since, companion.job_id))[:count]

@@ -67,12 +67,12 @@ class Snapshot:
 
     def of(self, *states: CompanionState) -> list[Companion]:
         """The companions in one of these states."""
-        return [one for one in self.companions if one.state in states]
+        return [companion for companion in self.companions if companion.state in states]
 
     @property
     def num_companions(self) -> int:
         """Companions that are there or will be; those that leave do not count."""
-        return sum(one.state is not CompanionState.DRAINING for one in self.companions)
+        return sum(companion.state is not CompanionState.DRAINING for companion in self.companions)
 
     @property
     def num_data_workers(self) -> int:
@@ -142,4 +142,4 @@ class Decision:
 
 def job_ids(companions: Iterable[Companion]) -> tuple[str, ...]:
     """Their ids."""
-    return tuple(one.job_id for one in companions)
+    return tuple(companion.job_id for companion in companions)

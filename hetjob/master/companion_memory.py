@@ -73,9 +73,9 @@ class CompanionMemory:
             return
         self._read_at = now
         used: dict[str, int] = {}
-        for one in workers:
-            if one.slurm_job in cpus_of:
-                used[one.slurm_job] = used.get(one.slurm_job, 0) + one.resident_bytes
+        for worker in workers:
+            if worker.slurm_job in cpus_of:
+                used[worker.slurm_job] = used.get(worker.slurm_job, 0) + worker.resident_bytes
         for job_id in self._watched.keys() - cpus_of.keys():
             del self._watched[job_id]
             self._forecasts.pop(job_id, None)
@@ -98,10 +98,12 @@ class CompanionMemory:
 
     def replacement(self) -> Replacement | None:
         """The companion that runs out of memory first; None if none does, or nothing more can be done for it."""
-        open_cases = {job_id: one for job_id, one in self._forecasts.items() if job_id not in self._left_alone}
+        open_cases = {
+            job_id: forecast for job_id, forecast in self._forecasts.items() if job_id not in self._left_alone
+        }
         if not open_cases:
             return None
-        job_id = min(open_cases, key=lambda one: (open_cases[one][1].full_in_s, one))
+        job_id = min(open_cases, key=lambda case: (open_cases[case][1].full_in_s, case))
         cpus, forecast = open_cases[job_id]
         needed = memory_to_ask_for(forecast, self._watched[job_id].limit_bytes)
         mb_per_cpu = max(math.ceil(needed / _MB / cpus), self.mb_per_cpu or 0)

@@ -98,7 +98,7 @@ class CompanionJobs:
             known: what somebody else has read of them; None: Slurm is asked.
         """
         jobs = self._client.marked_jobs(self.mark) if known is None else known
-        return [one for one in jobs if one.state not in _COMPLETING]
+        return [job for job in jobs if job.state not in _COMPLETING]
 
     def cancel(self, job_id: str) -> None:
         """End one, pending or running."""

@@ -170,7 +170,11 @@ class Elastic:
             have, cpus = snapshot.num_data_workers, self._controller.cpus
             measured = self._measured(snapshot, status)
             self._site.report(JobDemand(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured))
-        working = {job_id: one.cpus for job_id, one in self._tracked.items() if one.state is CompanionState.WORKING}
+        working = {
+            job_id: companion.cpus
+            for job_id, companion in self._tracked.items()
+            if companion.state is CompanionState.WORKING
+        }
         self._memory.take_in(status.data_workers, working, now)
         if not decision.is_change and (growing := self._memory.replacement()) is not None:
             decision = self._replace(growing) or decision
@@ -199,22 +203,22 @@ class Elastic:
     def _take_in(self, rates: Mapping[str, float], now: float) -> None:
         """Bring the states of the companions up to date."""
         self._look_at_slurm(now)
-        for job_id, one in self._tracked.items():
-            one.rate_per_s = rates.get(job_id, 0.0)
-            if one.state is CompanionState.DRAINING:
+        for job_id, companion in self._tracked.items():
+            companion.rate_per_s = rates.get(job_id, 0.0)
+            if companion.state is CompanionState.DRAINING:
                 continue
-            if job_id in rates and one.state is not CompanionState.WORKING:
-                one.state, one.since = CompanionState.WORKING, now
-            elif job_id not in rates and one.state is CompanionState.WORKING:
-                one.state, one.since = CompanionState.STARTING, now
+            if job_id in rates and companion.state is not CompanionState.WORKING:
+                companion.state, companion.since = CompanionState.WORKING, now
+            elif job_id not in rates and companion.state is CompanionState.WORKING:
+                companion.state, companion.since = CompanionState.STARTING, now
 
     def _look_at_slurm(self, now: float) -> None:
-        states = frozenset((job_id, one.state) for job_id, one in self._tracked.items())
-        is_settled = all(one.state is CompanionState.WORKING for one in self._tracked.values())
+        states = frozenset((job_id, companion.state) for job_id, companion in self._tracked.items())
+        is_settled = all(companion.state is CompanionState.WORKING for companion in self._tracked.values())
         if not self._looks.is_due(states, is_settled, now):
             return
         found = self._companions.listed(self._read_by_site(now))
-        listed = {one.job_id: one for one in found if one.job_id not in self._given_up}
+        listed = {job.job_id: job for job in found if job.job_id not in self._given_up}
         for job_id in self._tracked.keys() - listed.keys():
             log.info("companion job=%s ended", job_id)
             del self._tracked[job_id]
@@ -241,8 +245,8 @@ class Elastic:
             steps_per_s=sum(row.steps_per_s for row in reading),
             wait_share=max((_wait_share(row) for row in reading), default=0.0),
             companions=tuple(
-                Companion(job_id, one.cpus, one.state, one.since, one.rate_per_s)
-                for job_id, one in self._tracked.items()
+                Companion(job_id, companion.cpus, companion.state, companion.since, companion.rate_per_s)
+                for job_id, companion in self._tracked.items()
             ),
             fixed=self._fixed,
             fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
@@ -306,18 +310,18 @@ class Elastic:
 
     def _give_up_nodes(self, now: float) -> None:
         """Let companions that wait for a node run on any."""
-        for job_id, one in list(self._tracked.items()):
-            if one.node and one.state is CompanionState.PENDING and now - one.since >= _PREFER_S:
-                log.info("companion job=%s waits for node=%s: it is submitted again for any", job_id, one.node)
+        for job_id, companion in list(self._tracked.items()):
+            if companion.node and companion.state is CompanionState.PENDING and now - companion.since >= _PREFER_S:
+                log.info("companion job=%s waits for node=%s: it is submitted again for any", job_id, companion.node)
                 self._companions.cancel(job_id)
                 self._given_up.add(job_id)
                 del self._tracked[job_id]
-                self._submit_one(one.cpus, "")
+                self._submit_one(companion.cpus, "")
 
     def _cancel_all(self) -> None:
         """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""
         try:
-            job_ids = {one.job_id for one in self._companions.listed()} | self._tracked.keys()
+            job_ids = {job.job_id for job in self._companions.listed()} | self._tracked.keys()
         except HetstreamError as error:
             log.error("companions could not be listed: %s", error)
             job_ids = set(self._tracked)
@@ -331,7 +335,7 @@ class Elastic:
     # --- saying -----------------------------------------------------------------------------------------------------
 
     def _order(self, decision: Decision | None) -> SteerDataWorkers:
-        leaving = [job_id for job_id, one in self._tracked.items() if one.state is CompanionState.DRAINING]
+        leaving = [job_id for job_id, companion in self._tracked.items() if companion.state is CompanionState.DRAINING]
         if decision is None:
             return SteerDataWorkers(self._said, "", 0, "", leaving)
         return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving)
@@ -366,12 +370,12 @@ class WorkerRates:
         """For each Slurm job with data worker processes what they make together; 0 while nothing was seen of them."""
         known, self._of_processes = self._of_processes, {}
         rates: dict[str, float] = {}
-        for one in workers:
-            process = (one.host, one.pid)
-            is_busy = one.busy_share > _LEAST_BUSY_SHARE
-            rate = one.steps_per_s / one.busy_share if is_busy else known.get(process, 0.0)
+        for worker in workers:
+            process = (worker.host, worker.pid)
+            is_busy = worker.busy_share > _LEAST_BUSY_SHARE
+            rate = worker.steps_per_s / worker.busy_share if is_busy else known.get(process, 0.0)
             self._of_processes[process] = rate
-            rates[one.slurm_job] = rates.get(one.slurm_job, 0.0) + rate
+            rates[worker.slurm_job] = rates.get(worker.slurm_job, 0.0) + rate
         return rates
 
 

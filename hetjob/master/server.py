@@ -287,10 +287,10 @@ class SlurmLauncher:
         When this process is killed, so is the dispatcher: in order it would end the service, and data workers with it,
         that the job master's next start goes on with.
         """
-        words = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
-        words += ["--address-file", str(self._job.address_file)]
+        arguments = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
+        arguments += ["--address-file", str(self._job.address_file)]
         log_file = self._job.directory / "dispatcher.log"
-        return start_child([*self._config.program, *words], log=log_file, death_signal=signal.SIGKILL)
+        return start_child([*self._config.program, *arguments], log=log_file, death_signal=signal.SIGKILL)
 
     def data_worker(self, index: int) -> Child:
         """One step a data worker: when one dies, only its own step is started again."""
@@ -303,8 +303,8 @@ class SlurmLauncher:
         ]
         # All steps share the component's memory: without --mem=0 the first would take it all.
         options += ["--mem=0", "--kill-on-bad-exit=0", "--job-name=data-worker"]
-        words = self.worker_words(self._config.data_worker_cpus)
-        return self._client.start_step(options, words, self._job.directory / f"data-worker-{index}.log")
+        arguments = self.worker_words(self._config.data_worker_cpus)
+        return self._client.start_step(options, arguments, self._job.directory / f"data-worker-{index}.log")
 
     def begin_elastic(self) -> None:
         """Let the elastic controller submit companions."""

@@ -112,7 +112,11 @@ class SiteLink:
             granted, asked_s = self._granted, self._asked_s
         if granted is None or granted.read_age_s is None:
             return None
-        seen = [MarkedJob(one.job_id, one.state, one.num_cpus) for one in granted.companions if one.mark == mark]
+        seen = [
+            MarkedJob(companion.job_id, companion.state, companion.num_cpus)
+            for companion in granted.companions
+            if companion.mark == mark
+        ]
         # Not after the answer has come: it may have been on its way for seconds.
         return SiteReading(asked_s - granted.read_age_s, seen)
 

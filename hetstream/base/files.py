@@ -283,11 +283,11 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             with self.enter(name) as inner:
                 names = inner.names()
-                folders = [one for one in names if inner.has_directory(one)]
+                folders = [entry for entry in names if inner.has_directory(entry)]
                 if folders:
                     raise UntrustedFile(f"{inner.path / folders[0]} is a directory: nothing of {inner.path} is removed")
-                for one in names:
-                    inner.unlink(one, missing_ok=True)
+                for entry in names:
+                    inner.unlink(entry, missing_ok=True)
                     removed()
             os.rmdir(name, dir_fd=self.descriptor)
 

@@ -79,7 +79,7 @@ def _lowered(kind: int, wanted: int) -> Iterator[None]:
 
 
 def _least(*limits: int) -> int:
-    return min(one for one in limits if one != resource.RLIM_INFINITY)
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def _data_bytes() -> int:
@@ -150,7 +150,7 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
             # In a container the group of the process may lie outside what is mounted.
             inner = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else Path()
             files = _VERSION_2 if kind == "cgroup2" else _VERSION_1
-            yield from ((mount / one, files) for one in (inner, *inner.parents))
+            yield from ((mount / folder, files) for folder in (inner, *inner.parents))
 
 
 def _left_in(group: Path, files: _Files) -> int:

@@ -28,17 +28,17 @@ class Places(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._owners)
 
-    def enter(self, one: T, owner: Hashable) -> None:
+    def enter(self, key: T, owner: Hashable) -> None:
         """It takes a place, whether there is one or not."""
-        self._owners[one] = owner
-        self._taken.setdefault(owner, {})[one] = None
+        self._owners[key] = owner
+        self._taken.setdefault(owner, {})[key] = None
 
-    def leave(self, one: T) -> None:
+    def leave(self, key: T) -> None:
         """It is gone. A second time does nothing."""
-        if one not in self._owners:
+        if key not in self._owners:
             return
-        owner = self._owners.pop(one)
-        del self._taken[owner][one]
+        owner = self._owners.pop(key)
+        del self._taken[owner][key]
         if not self._taken[owner]:
             del self._taken[owner]
 

@@ -36,7 +36,7 @@ def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: i
     whole = Path(os.path.abspath(path))
     names = whole.parts[len(whole.parts) - own_parents - 1 :]
     base = Path(*whole.parts[: len(whole.parts) - own_parents - 1])
-    for missing in reversed([one for one in (base, *base.parents) if not one.exists()]):
+    for missing in reversed([folder for folder in (base, *base.parents) if not folder.exists()]):
         with contextlib.suppress(FileExistsError):
             missing.mkdir(mode=0o755)
     open_to_all = writable_above(base / names[0])

@@ -9,7 +9,10 @@ def printable(text: str) -> str:
     """A text in which every character that is not printed is written as Python writes it: "\\x1b" for Escape."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def shortened(text: str, most: int) -> str:

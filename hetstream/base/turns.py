@@ -28,7 +28,7 @@ class Turns:
     def wait_s(self, owner: Hashable, now_s: float) -> float:
         """Take a turn, and say in how many seconds it comes; 0: now."""
         if owner not in self._next:
-            self._next = {one: full_s for one, full_s in self._next.items() if full_s > now_s}
+            self._next = {key: full_s for key, full_s in self._next.items() if full_s > now_s}
         full_s = max(now_s, self._next.get(owner, now_s)) + self._interval_s
         self._next[owner] = min(full_s, now_s + self._ahead_s + self._longest_s)
         return max(0.0, self._next[owner] - now_s - self._ahead_s)

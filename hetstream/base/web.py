@@ -115,9 +115,9 @@ class WebServer:
                 task = self._loop.create_task(self._attend(connection))
                 self._places.enter(task, address[0])
                 task.add_done_callback(self._places.leave)
-                while (one := self._places.one_too_many()) is not None:
-                    self._places.leave(one)
-                    one.cancel()
+                while (surplus := self._places.one_too_many()) is not None:
+                    self._places.leave(surplus)
+                    surplus.cancel()
             await asyncio.sleep(0.1)
 
     async def _attend(self, connection: socket.socket) -> None:
@@ -144,12 +144,12 @@ class WebServer:
     def _answer(self, head: bytes) -> bytes:
         request, *lines = head.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        method, _, rest = request.partition(" ")
-        document = self._chosen(method, rest.partition(" ")[0].partition("?")[0], headers)
+        method, _, target = request.partition(" ")
+        document = self._chosen(method, target.partition(" ")[0].partition("?")[0], headers)
         body = document.text.encode()
-        told = _HEADERS | {"Content-Type": document.mime, "Content-Length": str(len(body))}
+        fields = _HEADERS | {"Content-Type": document.mime, "Content-Length": str(len(body))}
         start = f"HTTP/1.1 {document.status.value} {document.status.phrase}"
-        text = "\r\n".join([start, *(f"{name}: {value}" for name, value in told.items()), "", ""])
+        text = "\r\n".join([start, *(f"{name}: {value}" for name, value in fields.items()), "", ""])
         return text.encode() + (b"" if method == "HEAD" else body)
 
     def _chosen(self, method: str, path: str, headers: Mapping[str, str]) -> Document:

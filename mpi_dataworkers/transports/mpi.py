@@ -286,7 +286,7 @@ class MpiReceiver:
         elif isinstance(message, Delivery) and source is not None:
             frames = [np.empty(size, dtype=np.uint8) for size in envelope.sizes]
             # Frames of one rank are received in the order in which they were sent, which is that of their envelopes.
-            requests = [self._comm.Irecv(one, rank, self._tag + _FRAMES) for one in frames if one.nbytes]
+            requests = [self._comm.Irecv(frame, rank, self._tag + _FRAMES) for frame in frames if frame.nbytes]
             source.coming.append((message, frames, requests))
         else:
             raise ProtocolError(f"{type(message).__name__} is no message for this point of a batch connection")
@@ -315,7 +315,7 @@ def _send_short(text: bytes, rank: int, tag: int) -> None:
     """Send a message of a handshake: MPI takes it along at once, and is done with it some time later."""
     with _short_sends_lock:
         _short_sends.append((text, MPI.COMM_WORLD.Isend(text, rank, tag)))
-        _short_sends[:] = [one for one in _short_sends if not one[1].Test()]
+        _short_sends[:] = [send for send in _short_sends if not send[1].Test()]
 
 
 def _take(comm: MPI.Comm, rank: int, tag: int) -> tuple[int, bytearray] | None:

@@ -80,14 +80,14 @@ class Newcomers:
         """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""
         self.gone(descriptor)
         with contextlib.suppress(OSError):
-            one = self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
-            self._places.enter(descriptor, _address_of(one))
+            newcomer = self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
+            self._places.enter(descriptor, _address_of(newcomer))
 
     def gone(self, descriptor: int) -> None:
         """It has closed, or brought a message."""
         self._places.leave(descriptor)
-        if (one := self._held.pop(descriptor, None)) is not None:
-            one.close()
+        if (newcomer := self._held.pop(descriptor, None)) is not None:
+            newcomer.close()
 
     def make_room(self) -> None:
         """End those that are too many. Call it when nothing is left to be read of the monitor."""

@@ -38,7 +38,7 @@ class ReceiveMemory:
         try:
             whole = free.pop()
         except IndexError:
-            if sum(one * len(unused) for one, unused in self._free.items()) > _KEEP_BYTES:
+            if sum(size * len(unused) for size, unused in self._free.items()) > _KEEP_BYTES:
                 self._free = {size: free}
             whole = _aligned(size)
         part = whole[:num_bytes]

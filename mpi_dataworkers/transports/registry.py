@@ -109,5 +109,5 @@ TRANSPORTS = (
     Transport(("shm",), _shm_receiver, _shm_sender),
     Transport(("ipc", "tcp"), _socket_receiver, _socket_sender),
 )
-ALL_NAMES = tuple(name for one in TRANSPORTS for name in one.names)
-DEFAULT_NAMES = tuple(name for one in TRANSPORTS if not one.mpi_world_only for name in one.names)
+ALL_NAMES = tuple(name for transport in TRANSPORTS for name in transport.names)
+DEFAULT_NAMES = tuple(name for transport in TRANSPORTS if not transport.mpi_world_only for name in transport.names)

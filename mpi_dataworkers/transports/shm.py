@@ -142,7 +142,7 @@ class ShmReceiver:
         accepted = accept_peer(self._listener)
         if accepted is None:
             return
-        unproven = [one for one in self._connections.values() if one.pool is None]
+        unproven = [connection for connection in self._connections.values() if connection.pool is None]
         if len(unproven) >= _MAX_UNPROVEN:
             self._drop(unproven[0])
         self._connections[accepted.fileno()] = _Connection(accepted, LoaderHandshake(self._key, self._address))

@@ -195,14 +195,14 @@ class SocketReceiver:
                 if descriptor in self._listeners:
                     self._accept(*self._listeners[descriptor])
                 elif descriptor in self._connections:
-                    one = self._connections[descriptor]
-                    self._read(one, batches)
-                    is_inside = is_inside or (one.whole is not None and one.handshake.proven)
+                    connection = self._connections[descriptor]
+                    self._read(connection, batches)
+                    is_inside = is_inside or (connection.whole is not None and connection.handshake.proven)
             goes_on = is_inside and not batches and time.monotonic() < until
             ready = self._epoll.poll(_INSIDE_S) if goes_on else []
         now = time.monotonic() if self._unproven else 0.0
-        for one in [one for one in self._unproven.values() if one.prove_by < now]:
-            self._drop(one)
+        for connection in [connection for connection in self._unproven.values() if connection.prove_by < now]:
+            self._drop(connection)
         return batches
 
     def _accept(self, listener: socket.socket, address: str) -> None:
@@ -216,49 +216,53 @@ class SocketReceiver:
             return
         if len(self._unproven) >= self._most_unproven:
             self._drop(next(iter(self._unproven.values())))
-        one = _Connection(accepted, address, self._key)
-        self._connections[accepted.fileno()] = self._unproven[accepted.fileno()] = one
+        connection = _Connection(accepted, address, self._key)
+        self._connections[accepted.fileno()] = self._unproven[accepted.fileno()] = connection
         self._epoll.register(accepted, select.EPOLLIN)
 
-    def _read(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
+    def _read(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
         left = _BURST_BYTES
         try:
             while left > 0:
-                count = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
+                count = (
+                    self._go_on(connection, batches)
+                    if connection.whole is not None
+                    else self._begin(connection, batches)
+                )
                 if not count:
-                    self._drop(one)
+                    self._drop(connection)
                     return
                 left -= count
         except BlockingIOError:
-            one.wait_for_more()
+            connection.wait_for_more()
         except OSError:
-            self._drop(one)
+            self._drop(connection)
         except ProtocolError as error:
             # A stranger's bytes are not worth a line in the log; a worker that sends garbage has to prove itself again.
-            if one.handshake.proven:
+            if connection.handshake.proven:
                 batches.append(error)
-            self._drop(one)
+            self._drop(connection)
 
-    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
+    def _go_on(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
         """Read more of a message that has begun."""
-        assert one.whole is not None
-        count = one.socket.recv_into(one.whole[one.filled :])
-        one.filled += count
-        if one.filled == one.whole.nbytes:
-            whole, one.whole = one.whole, None
-            self._take(one, whole, batches)
+        assert connection.whole is not None
+        count = connection.socket.recv_into(connection.whole[connection.filled :])
+        connection.filled += count
+        if connection.filled == connection.whole.nbytes:
+            whole, connection.whole = connection.whole, None
+            self._take(connection, whole, batches)
         return count
 
-    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
+    def _begin(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
         """Read what comes: small messages, and the beginning of one."""
-        limit = _STAGE_BYTES if one.handshake.proven else _HANDSHAKE_BYTES
-        at, end = 0, len(one.head)
-        self._stage[:end] = one.head
-        count = one.socket.recv_into(self._stage[end:limit])
+        limit = _STAGE_BYTES if connection.handshake.proven else _HANDSHAKE_BYTES
+        at, end = 0, len(connection.head)
+        self._stage[:end] = connection.head
+        count = connection.socket.recv_into(self._stage[end:limit])
         end += count
         while end - at >= LENGTH.size:
             (num_bytes,) = LENGTH.unpack_from(self._stage, at)
-            if num_bytes > _HANDSHAKE_BYTES and not one.handshake.proven:
+            if num_bytes > _HANDSHAKE_BYTES and not connection.handshake.proven:
                 raise ProtocolError(f"a message of {num_bytes} bytes before the proof of the key")
             at += LENGTH.size
             whole = self._memory.take(num_bytes) if num_bytes > _STAGE_BYTES else memoryview(bytearray(num_bytes))
@@ -266,22 +270,24 @@ class SocketReceiver:
             whole[:num_here] = self._stage[at : at + num_here]
             at += num_here
             if num_here < num_bytes:
-                one.whole, one.filled = whole, num_here
+                connection.whole, connection.filled = whole, num_here
             else:
-                self._take(one, whole, batches)
-        one.head = bytes(self._stage[at:end])
+                self._take(connection, whole, batches)
+        connection.head = bytes(self._stage[at:end])
         return count
 
-    def _take(self, one: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
+    def _take(self, connection: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
         """Take in a message: a batch, or a step of the handshake."""
         frames: list[memoryview] = find_frames(whole)
-        seal = one.handshake.seal
+        seal = connection.handshake.seal
         if seal is None:
-            answer = one.handshake.answer(decode(frames[0]), self._compress and transport_of(one.address) == "tcp")
+            answer = connection.handshake.answer(
+                decode(frames[0]), self._compress and transport_of(connection.address) == "tcp"
+            )
             if answer is not None:
-                one.socket.send(_bytes_of(answer))
+                connection.socket.send(_bytes_of(answer))
             else:
-                del self._unproven[one.socket.fileno()]
+                del self._unproven[connection.socket.fileno()]
             return
         message = decode(seal.take_off(frames[0]))
         if isinstance(message, Compressed):
@@ -289,18 +295,18 @@ class SocketReceiver:
             message = decode(frames[0])
         if not isinstance(message, Delivery):
             raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
-        batches.append(ReceivedBatch(message, frames[1:], transport_of(one.address)))
+        batches.append(ReceivedBatch(message, frames[1:], transport_of(connection.address)))
 
-    def _drop(self, one: _Connection) -> None:
-        descriptor = one.socket.fileno()
+    def _drop(self, connection: _Connection) -> None:
+        descriptor = connection.socket.fileno()
         del self._connections[descriptor]
         self._unproven.pop(descriptor, None)
         self._epoll.unregister(descriptor)
-        one.socket.close()
+        connection.socket.close()
 
     def close(self) -> None:
-        for one in list(self._connections.values()):
-            self._drop(one)
+        for connection in list(self._connections.values()):
+            self._drop(connection)
         self._epoll.close()
         for listener, _ in self._listeners.values():
             listener.close()
@@ -383,13 +389,13 @@ class _Channel:
         self._look_whether_closed()
         first = encode(header)
         waited_s = self._hold_back(sum(map(size_of, frames), len(first)))
-        rest: Sequence[Leaf] = frames
+        unsent: Sequence[Leaf] = frames
         if self._compresses:
             joined = list(map(in_one_piece, frames))
-            (header_smaller, *rest), sizes = compress([first, *joined])
+            (header_smaller, *unsent), sizes = compress([first, *joined])
             if max(sizes) >= 0:
                 first = encode(Compressed(sizes, bytes(header_smaller)))
-        pieces = pieces_of([self._seal.put_on(first), *rest])
+        pieces = pieces_of([self._seal.put_on(first), *unsent])
         with self._changed:
             if self._error is not None:
                 raise self._error

@@ -132,8 +132,8 @@ def _events_of(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
     """What a monitor has to tell: kinds of events, and descriptors."""
     with contextlib.suppress(zmq.Again):
         while True:
-            told = recv_monitor_message(monitor, NO_WAIT)
-            yield told["event"], told["value"]
+            event = recv_monitor_message(monitor, NO_WAIT)
+            yield event["event"], event["value"]
 
 
 class ZmqDispatcherEndpoint:

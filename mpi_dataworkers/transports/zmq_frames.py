@@ -59,11 +59,11 @@ def decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
     Raises:
         ProtocolError: it is none.
     """
-    first, *rest = join(pieces, CONTROL_FRAME_BYTES) or [b""]
-    if not rest:
+    first, *others = join(pieces, CONTROL_FRAME_BYTES) or [b""]
+    if not others:
         return decode(first), None
-    if len(rest) > 1 or not (number := bytes(rest[0][:_NUMBER_BYTES])).isdigit():
+    if len(others) > 1 or not (number := bytes(others[0][:_NUMBER_BYTES])).isdigit():
         raise ProtocolError(
-            f"a control message of {len(rest) + 1} frames is none: behind the first is a loader's number"
+            f"a control message of {len(others) + 1} frames is none: behind the first is a loader's number"
         )
     return decode(first), int(number)

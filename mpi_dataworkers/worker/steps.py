@@ -117,8 +117,8 @@ class StepMaker:
         else:
             places = gathered.place(buffers, time.monotonic())
             snapshot = reader.snapshot if reader is not None else b""
-            told = made.num_skipped, made.left_out, snapshot
-            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *told))
+            report = made.num_skipped, made.left_out, snapshot
+            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *report))
         return True
 
     def finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:

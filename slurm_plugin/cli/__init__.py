@@ -75,9 +75,9 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. The console script `hetstream` is this function."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    verb = _verb_of(words)
-    args = build_parser(verb if verb in VERBS else "").parse_args(words)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = _verb_of(arguments)
+    args = build_parser(verb if verb in VERBS else "").parse_args(arguments)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, handlers=[handler])
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.verbose:
             logging.getLogger(__name__).exception("hetstream %s failed", verb)
         # The lines are ours; what stands in them may be from a file.
-        told = "\n".join(map(printable, str(error).split("\n")))
-        print(f"hetstream {verb}: {type(error).__name__}: {told}", file=sys.stderr)
+        text = "\n".join(map(printable, str(error).split("\n")))
+        print(f"hetstream {verb}: {type(error).__name__}: {text}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.

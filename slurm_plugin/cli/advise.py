@@ -77,18 +77,18 @@ def run(args: argparse.Namespace) -> int:
 
 def report_of(found: tuple[Advice, ...], snapshot: Snapshot, history: Remembered | None = None) -> Report:
     """Put the advice into a table, and beside it what the history of past jobs proposes."""
-    hours = sum(one.gpu_hours_per_day or 0.0 for one in found)
+    hours = sum(finding.gpu_hours_per_day or 0.0 for finding in found)
     summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
     about = f", about {hours:,.0f} GPU hours a day" if hours else ""
     lines = [f"{len(found):,} job(s) would gain{about}" if found else "no job would gain"]
-    rows = [asdict(one) for one in found]
+    rows = [asdict(finding) for finding in found]
     notes = []
     if not has_accounting(snapshot):
         notes.append(
             "there is no slurmdbd: of ended jobs only those are known that hetstream kept a record of, here or where "
             "other jobs of yours were submitted"
         )
-    if any(one.basis == "free now" for one in found) and enforces_limits(snapshot):
+    if any(finding.basis == "free now" for finding in found) and enforces_limits(snapshot):
         notes.append(
             "limits of accounts, users and QOS, which this site enforces, were not looked at: data workers are a "
             "component or jobs beside the trainer, whose CPUs, jobs and submissions count for the same account. See: "
@@ -98,15 +98,15 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot, history: Remembered
     if history is not None:
         if history.problem or not history.jobs:
             notes.append(history.problem or NO_HISTORY)
-        proposals = [_row(one) for one in next_submissions(history, snapshot.taken_s)]
+        proposals = [_row(submission) for submission in next_submissions(history, snapshot.taken_s)]
         sections.append(Section("next_submissions", _NEXT_COLUMNS, proposals, title="next submissions, from history:"))
     return Report(meta_of("advise", snapshot), summary, lines, tuple(sections), notes)
 
 
-def _row(one: NextSubmission) -> dict[str, object]:
-    proposal = one.proposal
+def _row(submission: NextSubmission) -> dict[str, object]:
+    proposal = submission.proposal
     return {
-        "name": one.name,
+        "name": submission.name,
         "num_jobs": proposal.num_jobs,
         "data_workers": proposal.data_workers,
         "data_worker_cpus": proposal.data_worker_cpus,
@@ -119,8 +119,8 @@ def _row(one: NextSubmission) -> dict[str, object]:
 
 def enforces_limits(snapshot: Snapshot) -> bool:
     """Whether an association or a QOS may keep a job from starting that has room."""
-    words = snapshot.config.get("AccountingStorageEnforce", "").split(",")
-    return not {"limits", "qos", "safe", "all"}.isdisjoint(words)
+    limits = snapshot.config.get("AccountingStorageEnforce", "").split(",")
+    return not {"limits", "qos", "safe", "all"}.isdisjoint(limits)
 
 
 _COLUMNS = (

@@ -94,7 +94,7 @@ def _collect(store: FoundStore, jobs: dict[str, str] | None, args: argparse.Name
 def _complete(directory: CheckpointDirectory, dry_run: bool) -> list[dict[str, Any]]:
     """One row for each checkpoint that is unfinished or was left behind."""
     partials = directory.partials()
-    newest = max((one.generation for one in directory.scan()), default=None)
+    newest = max((checkpoint.generation for checkpoint in directory.scan()), default=None)
     planned: dict[Path, tuple[str, str]] = {}
     for part in partials:
         whole = part.world_size is not None and len(part.ranks) == part.world_size

@@ -97,25 +97,25 @@ def disk_table(
     color: bool = False,
 ) -> list[str]:
     """What is on disk, newest first."""
-    newest = lineage.newest(one.generation for one in checkpoints)
+    newest = lineage.newest(checkpoint.generation for checkpoint in checkpoints)
     rows: list[tuple[Generation, list[Cell]]] = []
-    for one in checkpoints:
-        state = "committed, latest" if one.generation == newest else "committed"
+    for checkpoint in checkpoints:
+        state = "committed, latest" if checkpoint.generation == newest else "committed"
         mark = ""
-        branch = lineage.left_by(one.generation)
+        branch = lineage.left_by(checkpoint.generation)
         if branch:
             state, mark = f"left behind: {branch}", YELLOW
-        if one.problem:
-            state, mark = f"damaged: {printable(one.problem)}", RED
+        if checkpoint.problem:
+            state, mark = f"damaged: {printable(checkpoint.problem)}", RED
         rows.append(
             (
-                one.generation,
+                checkpoint.generation,
                 [
-                    (str(one.generation.step), ""),
-                    (_attempt(one.generation), ""),
-                    (str(one.world_size) if one.manifests else "?", ""),
-                    (size_words(one.num_bytes) if one.manifests else "?", ""),
-                    (duration_words(max(0.0, now_s - one.time_s)) if one.time_s else "?", ""),
+                    (str(checkpoint.generation.step), ""),
+                    (_attempt(checkpoint.generation), ""),
+                    (str(checkpoint.world_size) if checkpoint.manifests else "?", ""),
+                    (size_words(checkpoint.num_bytes) if checkpoint.manifests else "?", ""),
+                    (duration_words(max(0.0, now_s - checkpoint.time_s)) if checkpoint.time_s else "?", ""),
                     (state, mark),
                 ],
             )
@@ -184,7 +184,11 @@ def _as_json(
     lineage: Lineage,
     now_s: float,
 ) -> dict[str, Any]:
-    line = {one.generation for one in checkpoints if not one.problem and lineage.holds(one.generation)}
+    line = {
+        checkpoint.generation
+        for checkpoint in checkpoints
+        if not checkpoint.problem and lineage.holds(checkpoint.generation)
+    }
     owner = directory.owner() if directory else None
     return {
         "meta": {"version": 1},
@@ -193,18 +197,7 @@ def _as_json(
         "directory_id": lineage.directory_id,
         "steps": sorted({generation.step for generation in line}),
         "checkpoints": [
-            {
-                **as_fields(one.generation),
-                "path": str(one.path),
-                "world_size": one.world_size,
-                "num_bytes": one.num_bytes,
-                "age_s": round(max(0.0, now_s - one.time_s), 3) if one.time_s else None,
-                "state": "damaged" if one.problem else "committed" if one.generation in line else "left behind",
-                "problem": one.problem,
-                "left_by": str(lineage.left_by(one.generation) or ""),
-                "metrics": dict(one.metrics),
-            }
-            for one in checkpoints
+            _checkpoint_row(checkpoint, lineage, checkpoint.generation in line, now_s) for checkpoint in checkpoints
         ],
         "partials": [
             {
@@ -222,7 +215,7 @@ def _as_json(
                 "component": store.holder.component,
                 "rank": store.holder.rank,
                 "directory": store.holder.directory,
-                "generations": [as_fields(one) for one in store.generations],
+                "generations": [as_fields(generation) for generation in store.generations],
                 "persisted": as_fields(store.persisted) if store.persisted else None,
                 "num_bytes": store.num_bytes,
                 "trainer_alive": store.trainer_alive,
@@ -231,6 +224,20 @@ def _as_json(
             }
             for store in stores
         ],
+    }
+
+
+def _checkpoint_row(checkpoint: Checkpoint, lineage: Lineage, is_in_line: bool, now_s: float) -> dict[str, Any]:
+    return {
+        **as_fields(checkpoint.generation),
+        "path": str(checkpoint.path),
+        "world_size": checkpoint.world_size,
+        "num_bytes": checkpoint.num_bytes,
+        "age_s": round(max(0.0, now_s - checkpoint.time_s), 3) if checkpoint.time_s else None,
+        "state": "damaged" if checkpoint.problem else "committed" if is_in_line else "left behind",
+        "problem": checkpoint.problem,
+        "left_by": str(lineage.left_by(checkpoint.generation) or ""),
+        "metrics": dict(checkpoint.metrics),
     }
 
 

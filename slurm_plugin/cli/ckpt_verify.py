@@ -46,22 +46,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read them, newest first, and say how each is."""
     directory = existing(args.directory)
-    chosen = [one for one in directory.scan() if args.step in (None, one.generation.step)]
+    chosen = [checkpoint for checkpoint in directory.scan() if args.step in (None, checkpoint.generation.step)]
     if not chosen:
         step = "" if args.step is None else f" of step {args.step}"
         raise NoCheckpoint(f"{args.directory} has no checkpoint{step}. See: hetstream ckpt ls {args.directory}")
     results: list[dict[str, Any]] = []
-    for number, one in enumerate(chosen, start=1):
-        progress = _Progress(one, f"{number}/{len(chosen)}")
+    for number, checkpoint in enumerate(chosen, start=1):
+        progress = _Progress(checkpoint, f"{number}/{len(chosen)}")
         began_s = time.monotonic()
-        with bounded(one.path):
-            problems = directory.verify(one.generation, progress.advance)
+        with bounded(checkpoint.path):
+            problems = directory.verify(checkpoint.generation, progress.advance)
         took_s = time.monotonic() - began_s
         progress.clear()
-        results.append({**as_fields(one.generation), "path": str(one.path), "problems": problems, "took_s": took_s})
+        results.append(
+            {**as_fields(checkpoint.generation), "path": str(checkpoint.path), "problems": problems, "took_s": took_s}
+        )
         if not args.json:
-            good = f"good  {size_words(one.num_bytes)} in {took_s:.1f} s"
-            print(f"{one.path.name}  {'damaged: ' + printable('; '.join(problems)) if problems else good}", flush=True)
+            good = f"good  {size_words(checkpoint.num_bytes)} in {took_s:.1f} s"
+            print(
+                f"{checkpoint.path.name}  {'damaged: ' + printable('; '.join(problems)) if problems else good}",
+                flush=True,
+            )
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "checkpoints": results}, indent=1))
     return 1 if any(result["problems"] for result in results) else 0

@@ -118,7 +118,7 @@ def _write_left_over(dry_run: bool) -> int:
             Writer(lambda path=store.path: [path], None, Options()).run()  # type: ignore[misc]
         except CheckpointError as error:
             log.error("%s: %s", store.path, error)
-        unsaved = any(_is_left_over(one) for one in find_stores() if one.path == store.path)
+        unsaved = any(_is_left_over(left_store) for left_store in find_stores() if left_store.path == store.path)
         failed |= unsaved
         print(f"{'not written' if unsaved else 'written'}  {name} to {store.holder.directory}")
     return 1 if failed else 0

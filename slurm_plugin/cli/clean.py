@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     now = time.time()
     rows: list[dict[str, object]] = []
     failed = False
-    for left in (one for place in places for one in jobs_left(place, living)):
+    for left in (job for place in places for job in jobs_left(place, living)):
         reason = left.why_kept or ("" if now - left.newest_s >= limit_s else f"younger than {args.older_than}")
         done = "kept" if reason else "removed" if args.remove else "would be removed"
         if args.remove and not reason:

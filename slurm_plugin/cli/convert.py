@@ -50,13 +50,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Print the conversion."""
-    options, rest = parse_words(args.words, "command line", extra=OPTIONS)
+    options, unread = parse_words(args.words, "command line", extra=OPTIONS)
     if any(option.name == "help" for option in options):
         print(HELP, end="")
         return 0
-    if not rest:
+    if not unread:
         raise UsageError("no script is named. Write: hetstream convert SCRIPT")
-    script, arguments = Path(rest[0]), rest[1:]
+    script, arguments = Path(unread[0]), unread[1:]
     as_json = "json" in (option.name for option in options)
     if arguments[:1] == ["--json"]:
         as_json, arguments = True, arguments[1:]
@@ -95,15 +95,17 @@ def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tu
         return [], [f"--auto: {history.problem}"]
     if not history.jobs:
         return [], [f"--auto: {NO_HISTORY}"]
-    asked = SbatchOptions((*script_options(text, name), *(one for one in options if not is_own(one.name))))
+    asked = SbatchOptions((*script_options(text, name), *(option for option in options if not is_own(option.name))))
     proposal = for_script(history, name, asked)
     if proposal is None:
         return [], [f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history"]
     if not proposal.options:
         return [], [f"--auto: no data workers are proposed: {proposal.reason}"]
     found = as_directives(proposal, [*read_directives(text, name), *from_command_line(options)])
-    words = " ".join(f"--{one.name}={one.value}" for one in found) or "nothing that the script does not say itself"
-    return found, [f"--auto: {words}", f"    because of {proposal.reason}"]
+    options_text = (
+        " ".join(f"--{option.name}={option.value}" for option in found) or "nothing that the script does not say itself"
+    )
+    return found, [f"--auto: {options_text}", f"    because of {proposal.reason}"]
 
 
 def _explanation(conversion: Conversion, name: str) -> list[str]:
@@ -111,7 +113,7 @@ def _explanation(conversion: Conversion, name: str) -> list[str]:
     if conversion.plan is None:
         return [*lines, f"{name} has no #HETSTREAM line before its first command: unchanged"]
     changes = conversion.plan.changes
-    return lines + [line for one in changes for line in (one.change, f"    because {one.why}")]
+    return lines + [line for change in changes for line in (change.change, f"    because {change.why}")]
 
 
 def _as_json(conversion: Conversion) -> dict[str, object]:

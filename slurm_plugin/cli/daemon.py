@@ -192,13 +192,13 @@ def planned(options: DaemonOptions) -> Report:
     address = options.settings.address
     who = "MUNGE" if isinstance(address, TcpAddress) else "the kernel (SO_PEERCRED)"
     mode = "allocate" if options.allocating else "observe"
-    told = "and tell them" if options.allocating else "and tell nobody"
+    consequence = "and tell them" if options.allocating else "and tell nobody"
     lines = [
         f"would {mode} as user id {os.geteuid()}: read the cluster every {options.interval_s:g} s with five commands",
         f"would keep {options.state_dir / STATE_FILE} and {HISTORY_FILE} beside it",
         f"would listen at {address}, where {who} says who asks",
         f"would divide {registry.pool_cpus} CPUs of {', '.join(registry.partitions)} among "
-        f"{len(registry.jobs)} job(s), {told}",
+        f"{len(registry.jobs)} job(s), {consequence}",
         f"would divide them by policy {registry.settings.policy}",
     ]
     summary = {

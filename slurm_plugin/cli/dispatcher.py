@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from hetstream.mpi_dataworkers.config import metrics_address, metrics_from_environment
     from hetstream.mpi_dataworkers.dispatcher.server import serve
 
-    scheme, _, rest = args.bind.partition("://")
-    host, _, port = rest.rpartition(":")
+    scheme, _, address = args.bind.partition("://")
+    host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"--bind {args.bind!r}: the form is tcp://HOST:PORT, for example tcp://127.0.0.1:0")
     if host in ("*", "0.0.0.0"):

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     nonce = os.environ.pop(NONCE, "")
     if not nonce.isalnum():
         raise UsageError(f"no {NONCE}: cli_filter.lua is of another release. Tell the site's administrator")
-    directives, script, *words = args.words
-    options, rest = parse_words(words, "command line")
-    if not rest or rest[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
+    directives, script, *arguments = args.words
+    options, unread = parse_words(arguments, "command line")
+    if not unread or unread[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
         return EXIT_NOTHING_TO_CONVERT
     body, name = Path(script).read_bytes(), Path(script).name
     is_asked_for = bool(read_directives(body.decode(errors="surrogateescape"), name))
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     # These variables are options for every component; the plan has made them options of the trainer.
     unset = [word for key in ENVIRONMENT if key in os.environ for word in ("-u", key)]
-    command = shlex.join([*conversion.plan.sbatch_options, str(path), *rest[1:]])
+    command = shlex.join([*conversion.plan.sbatch_options, str(path), *unread[1:]])
     made = shlex.quote(str(path)), shlex.quote(str(directory))
     plan = (
         "trap : INT TERM",  # what a terminal sends ends sbatch, and the script is removed all the same

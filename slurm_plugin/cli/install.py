@@ -177,7 +177,9 @@ def closed_notes(paths: Iterable[Path]) -> list[str]:
     closed: dict[Path, Path] = {}
     for path in paths:
         real = Path(os.path.realpath(path))
-        if parent := next((one for one in (real, *real.parents) if not one.stat().st_mode & stat.S_IXOTH), None):
+        if parent := next(
+            (folder for folder in (real, *real.parents) if not folder.stat().st_mode & stat.S_IXOTH), None
+        ):
             closed.setdefault(parent, path)
     return [
         f"users other than root cannot reach {path}: {parent} is closed to them (mode "

@@ -94,17 +94,17 @@ def chosen_users(names: str, seen: Collection[str]) -> set[str]:
     return found
 
 
-def chosen_states(words: str) -> set[str]:
+def chosen_states(text: str) -> set[str]:
     """The states that `-t` names, in full or as squeue shortens them.
 
     Raises:
         UsageError: one that no job in the queue can have.
     """
-    given = [word.upper() for word in words.split(",")]
+    given = [word.upper() for word in text.split(",")]
     unknown = [word for word in given if word not in STATES and word not in STATES.values()]
     if unknown:
         raise UsageError(
-            f"--state={words}: no job in the queue can be {', '.join(unknown)}. There are: {', '.join(STATES.values())}"
+            f"--state={text}: no job in the queue can be {', '.join(unknown)}. There are: {', '.join(STATES.values())}"
         )
     return {STATES.get(word, word) for word in given}
 

@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def directory_of(job: str) -> Path:
     """The directory of the job that a user names."""
     jobs_dir = setting(JOBS_DIR, os.environ)
-    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ), jobs_dir)
+    return find_directory(job, Path.cwd(), lambda name: job_place(name, os.environ), jobs_dir)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"no log in {directory}: the job has not started, or had no data workers and no checkpoint writers"
         )
-    chosen = [one for one in logs if not args.names or any(_is_called(one, name) for name in args.names)]
+    chosen = [log for log in logs if not args.names or any(_is_called(log, name) for name in args.names)]
     if not chosen:
-        known = ", ".join(str(one.relative_to(directory).with_suffix("")) for one in logs)
+        known = ", ".join(str(log.relative_to(directory).with_suffix("")) for log in logs)
         raise UsageError(f"no log {' or '.join(map(repr, args.names))} in {directory}. It has: {known}")
     if args.path:
         print("\n".join(printable(str(path)) for path in chosen))

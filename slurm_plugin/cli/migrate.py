@@ -99,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
     if not is_own(job):
         raise UsageError(f"job {old} is {job.user}'s, and only they can move it. Your own: hetstream jobs -u $USER")
     command = client.command(old)
-    words = command.split(" ")
-    beginnings = [" ".join(words[:count]) for count in range(1, len(words) + 1)]
-    arguments = arguments_of(command, [one for one in beginnings if Path(one).is_file()], request.arguments, old)
+    parts = command.split(" ")
+    beginnings = [" ".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    arguments = arguments_of(
+        command, [beginning for beginning in beginnings if Path(beginning).is_file()], request.arguments, old
+    )
     name = Path(command.partition(" ")[0] or "sbatch").name
     # Where sbatch was called: relative paths of the script begin there.
     directory = job.work_dir or str(Path.cwd())
@@ -124,26 +126,26 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.is_done or not request.waits else 1
 
 
-def _parse(words: Sequence[str]) -> _Request | None:
+def _parse(written: Sequence[str]) -> _Request | None:
     """Read the command line; None: help is asked for."""
     extra = {*OPTIONS, "timeout"}
-    options, rest = parse_words(words, "command line", extra=extra)
+    options, unread = parse_words(written, "command line", extra=extra)
     behind: list[SbatchOption] = []
     arguments: list[str] | None = None
-    if rest:
-        end = rest.index("--") if "--" in rest else len(rest)
-        arguments = rest[end + 1 :] if end < len(rest) else None
-        behind, unknown = parse_words(rest[1:end], "command line", extra=extra)
+    if unread:
+        end = unread.index("--") if "--" in unread else len(unread)
+        arguments = unread[end + 1 :] if end < len(unread) else None
+        behind, unknown = parse_words(unread[1:end], "command line", extra=extra)
         if unknown:
             raise UsageError(f"{unknown[0]!r} is one word too many: arguments of the script stand behind --")
     given = SbatchOptions((*options, *behind))
     if given.has("help"):
         return None
-    if not rest:
+    if not unread:
         raise UsageError("which job? Write: hetstream migrate JOBID; see: hetstream jobs -u $USER")
     for name in ("wrap", "array", "wait", "test-only"):
         if given.has(name):
-            raise UsageError(f"--{name} makes no sense with migrate: it submits the script of job {rest[0]} once")
+            raise UsageError(f"--{name} makes no sense with migrate: it submits the script of job {unread[0]} once")
     timeout = given.value("timeout") or str(_TIMEOUT_S)
     try:
         timeout_s = float(timeout)
@@ -151,7 +153,7 @@ def _parse(words: Sequence[str]) -> _Request | None:
         raise UsageError(f"--timeout={timeout}: a number of seconds") from None
     kept = [option for option in given.items if option.name not in (*_OWN, "parsable")]
     return _Request(
-        rest[0], kept, arguments, given.has("dry-run"), given.has("json"), not given.has("no-wait"), timeout_s
+        unread[0], kept, arguments, given.has("dry-run"), given.has("json"), not given.has("no-wait"), timeout_s
     )
 
 

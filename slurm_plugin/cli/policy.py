@@ -146,9 +146,9 @@ def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySetting
         raise UsageError(str(error)) from error
 
 
-def _caps(before: dict[str, int], words: Sequence[str], who: str) -> dict[str, int]:
+def _caps(before: dict[str, int], arguments: Sequence[str], who: str) -> dict[str, int]:
     caps = dict(before)
-    for word in words:
+    for word in arguments:
         name, _, number = word.rpartition("=")
         if number == "none" and not name:
             caps.clear()
@@ -184,9 +184,9 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
         for who, found in (("user", settings.user_caps), ("tenant", settings.tenant_caps))
         for name, cpus in sorted(found.items())
     ]
-    told = "jobs are told" if answer.mode == "allocate" else "jobs are not told: the daemon observes"
+    mode = "jobs are told" if answer.mode == "allocate" else "jobs are not told: the daemon observes"
     lines = [
-        f"policy {settings.policy}{', if it were set' if is_dry_run else ''}: {answer.pool_cpus} CPUs; {told}",
+        f"policy {settings.policy}{', if it were set' if is_dry_run else ''}: {answer.pool_cpus} CPUs; {mode}",
         f"floor {settings.floor:.0%} of a job's greatest speed; {settings.cpus_per_gpu:g} CPUs for a GPU where nothing "
         "was measured",
         f"caps: {'; '.join(caps) or 'none'}",
@@ -207,12 +207,12 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
 
 
 def _jobs(jobs: Sequence[JobNow], job: str) -> Section:
-    rows = [{name: getattr(one, name) for name in JobNow.__struct_fields__} for one in jobs]
+    rows = [{name: getattr(job, name) for name in JobNow.__struct_fields__} for job in jobs]
     return Section("jobs", _JOB_COLUMNS, rows, empty=f"job {job} has ended" if job else "no job has reported")
 
 
 def _decisions(decisions: Sequence[DecisionTaken], title: str) -> Section:
-    rows = [{name: getattr(one, name) for name in DecisionTaken.__struct_fields__} for one in decisions]
+    rows = [{name: getattr(decision, name) for name in DecisionTaken.__struct_fields__} for decision in decisions]
     return Section(title.replace(" ", "_"), _DECISION_COLUMNS, rows, empty=f"no {title}")
 
 

@@ -85,18 +85,18 @@ def report_of(seen: Observation, samples: Sequence[Sample]) -> Report:
     lines = [
         f"{now.gpus - now.gpus_allocated:,} of {now.gpus:,} GPUs and {now.cpus - now.cpus_allocated:,} of {now.cpus:,} "
         f"CPUs are free; {now.stranded_gpus:,} GPUs are of no use to any pending job",
-        f"{now.num_running:,} job(s) run, {sum(one.num_jobs for one in now.waiting.values()):,} wait",
+        f"{now.num_running:,} job(s) run, {sum(group.num_jobs for group in now.waiting.values()):,} wait",
     ]
     waiting = [
         {
             "cause": cause,
-            "num_jobs": one.num_jobs,
-            "cpus": one.cpus,
-            "gpus": one.gpus,
-            "mean_s": round(one.mean_s, 1),
-            "longest_s": round(one.longest_s, 1),
+            "num_jobs": group.num_jobs,
+            "cpus": group.cpus,
+            "gpus": group.gpus,
+            "mean_s": round(group.mean_s, 1),
+            "longest_s": round(group.longest_s, 1),
         }
-        for cause, one in sorted(now.waiting.items(), key=lambda item: -item[1].num_jobs)
+        for cause, group in sorted(now.waiting.items(), key=lambda item: -item[1].num_jobs)
     ]
     sections = [Section("waiting", _COLUMNS, waiting, title="What jobs wait for", empty="no job waits")]
     if samples:

@@ -44,28 +44,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Submit, and return sbatch's exit code."""
-    words: list[str] = args.words
-    options, rest = parse_words(words, "command line", extra=OPTIONS)
-    components = rest[:1] == [":"]
-    while rest[:1] == [":"]:
-        _, rest = parse_words(rest[1:], "command line", extra=OPTIONS)
+    arguments: list[str] = args.words
+    options, unread = parse_words(arguments, "command line", extra=OPTIONS)
+    components = unread[:1] == [":"]
+    while unread[:1] == [":"]:
+        _, unread = parse_words(unread[1:], "command line", extra=OPTIONS)
     given = SbatchOptions(tuple(options))
-    if given.has("help") and not rest:
+    if given.has("help") and not unread:
         lines = (f"  {f'--{name}={option.metavar}':<34}{option.meaning}" for name, option in OPTIONS.items())
         print(HELP.format(options="\n".join(lines)), end="")
         return 0
-    body, name = _read_script(rest, given)
-    if body is not None and (behind := options_behind(body, rest[1:])):
-        options, rest = [*options, *behind], rest[:1]
-        words = [*words_of(options), *rest]
+    body, name = _read_script(unread, given)
+    if body is not None and (behind := options_behind(body, unread[1:])):
+        options, unread = [*options, *behind], unread[:1]
+        arguments = [*words_of(options), *unread]
     dry_run = any(option.name == "dry-run" for option in options)
     options = [option for option in options if option.name != "dry-run"]
     if body is None:
         if any(is_own(option.name) for option in options):
             raise UsageError(f"{name} cannot be read, so no data workers can be added. Check the script's name")
-        become(["sbatch", *words])  # sbatch has the words for it
+        become(["sbatch", *arguments])  # sbatch has the words for it
     conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
-    for note in [*conversion.notes, *note_on_arguments(name, rest[1:])]:
+    for note in [*conversion.notes, *note_on_arguments(name, unread[1:])]:
         print(f"hetstream: {printable(note)}", file=sys.stderr)
     if conversion.plan is not None and components:
         raise AlreadyHeterogeneous(
@@ -73,26 +73,26 @@ def run(args: argparse.Namespace) -> int:
             "Remove it, or use sbatch itself"
         )
     if dry_run:
-        return _dry_run(conversion, options, rest)
-    if conversion.plan is None and rest:
-        become(["sbatch", *words])
-    return _submit(conversion, name, options, rest[1:])
+        return _dry_run(conversion, options, unread)
+    if conversion.plan is None and unread:
+        become(["sbatch", *arguments])
+    return _submit(conversion, name, options, unread[1:])
 
 
-def _read_script(rest: Sequence[str], given: SbatchOptions) -> tuple[bytes | None, str]:
+def _read_script(unread: Sequence[str], given: SbatchOptions) -> tuple[bytes | None, str]:
     """The script that sbatch would take, and its name; None when there is none that could be read."""
     if given.has("wrap"):
         # Converted, it would only be refused: the bytes do not matter.
         return (b"#!/bin/sh\n", "--wrap") if any(is_own(option.name) for option in given.items) else (None, "--wrap")
-    if not rest:
+    if not unread:
         return sys.stdin.buffer.read(), "sbatch"  # the name that sbatch gives to a script from its standard input
-    path: str | None = rest[0]
-    if not Path(rest[0]).is_file() and "/" not in rest[0]:
-        path = shutil.which(rest[0], mode=os.R_OK)
+    path: str | None = unread[0]
+    if not Path(unread[0]).is_file() and "/" not in unread[0]:
+        path = shutil.which(unread[0], mode=os.R_OK)
     try:
-        return (Path(path).read_bytes() if path else None), Path(rest[0]).name
+        return (Path(path).read_bytes() if path else None), Path(unread[0]).name
     except OSError:
-        return None, rest[0]
+        return None, unread[0]
 
 
 def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], arguments: Sequence[str]) -> int:
@@ -108,12 +108,12 @@ def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], 
         return run_sbatch([*plan.sbatch_options, str(path), *arguments], environ)
 
 
-def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], rest: Sequence[str]) -> int:
+def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], unread: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stdout.buffer.write(conversion.script)
     plan = conversion.plan
     submitted = list(plan.sbatch_options) if plan else words_of(options)
     unset = [word for key in ENVIRONMENT if plan and key in os.environ for word in ("-u", key)]
-    command = shlex.join([*(["env", *unset] if unset else []), "sbatch", *submitted, *rest])
-    print(f"would run, on the script above: {command}{'' if rest else ' < SCRIPT'}", file=sys.stderr)
+    command = shlex.join([*(["env", *unset] if unset else []), "sbatch", *submitted, *unread])
+    print(f"would run, on the script above: {command}{'' if unread else ' < SCRIPT'}", file=sys.stderr)
     return 0

@@ -80,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--disciplines",
         metavar="A,B",
-        default=",".join(one.value for one in Discipline),
+        default=",".join(discipline.value for discipline in Discipline),
         help="of the queue: fifo, easy, greedy (default: all three)",
     )
     _add_queue(parser.add_argument_group("queue"))
@@ -127,7 +127,7 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_rest(group: argparse._ArgumentGroup) -> None:
-    usual, told = FailureOptions(), Assumptions()
+    usual, assumed = FailureOptions(), Assumptions()
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="so many runs, with intervals (1)")
     group.add_argument("--seed", type=int, default=0, help="of the first run (0)")
     group.add_argument(
@@ -154,7 +154,7 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu-busy",
         type=float,
-        default=told.gpu_share,
+        default=assumed.gpu_share,
         metavar="SHARE",
         help="of jobs that nobody measured (%(default)g)",
     )
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
         "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": None if error is None else _plain_error(error),
     }  # fmt: skip
-    section = Section("runs", _COLUMNS, [one.row() for one in compared])
+    section = Section("runs", _COLUMNS, [comparison.row() for comparison in compared])
     emit(args, Report(meta, summary, lines, [section], notes))
     return 0
 
@@ -242,7 +242,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _disciplines(text: str) -> list[Discipline]:
-    known = {one.value: one for one in Discipline}
+    known = {discipline.value: discipline for discipline in Discipline}
     names = [name for name in text.split(",") if name]
     wrong = [name for name in names if name not in known]
     if wrong or not names:
@@ -290,16 +290,16 @@ def _plain_error(error: ReplayError) -> dict[str, float]:
 def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
     """Jobs that some run could not run."""
     notes = []
-    for one in compared:
-        rejected = one.first.rejected
+    for outcome in compared:
+        rejected = outcome.first.rejected
         if rejected:
-            name = printable(one.first.workload.names[next(iter(rejected))])
+            name = printable(outcome.first.workload.names[next(iter(rejected))])
             why = next(iter(rejected.values()))
-            notes.append(f"{one.policy}, {one.discipline}: {len(rejected):,} job(s) left out; {name} is {why}")
-        if one.first.num_unfinished:
+            notes.append(f"{outcome.policy}, {outcome.discipline}: {len(rejected):,} job(s) left out; {name} is {why}")
+        if outcome.first.num_unfinished:
             notes.append(
-                f"{one.policy}, {one.discipline}: {one.first.num_unfinished:,} job(s) never end: no CPU is left for "
-                "data workers"
+                f"{outcome.policy}, {outcome.discipline}: {outcome.first.num_unfinished:,} job(s) never end: no CPU is "
+                "left for data workers"
             )
     return notes
 

@@ -86,7 +86,7 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
     lines = [f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"]
     loaders = summary.get("loaders", [])
     if loaders:
-        rows = [_cells(loader) for loader in sorted(loaders, key=lambda one: (one["pid"], one["ordinal"]))]
+        rows = [_cells(loader) for loader in sorted(loaders, key=lambda loader: (loader["pid"], loader["ordinal"]))]
         lines += ["", *table(_HEAD, rows, ("LOADER", "HOST"), color=False)]
     elastic = summary.get("elastic") or {}
     decisions = elastic.get("decisions", [])
@@ -94,8 +94,8 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
         lines += ["", f"changes of the number of data workers ({len(decisions)}, the last {_DECISIONS_SHOWN}):"]
         began = decisions[0]["time"]
         lines += [
-            f"  after {duration_words(one['time'] - began)}: {one['action']} {one['count']}, because {one['reason']}"
-            for one in decisions[-_DECISIONS_SHOWN:]
+            f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
+            for row in decisions[-_DECISIONS_SHOWN:]
         ]
     ended = ended_of(summary, directory.name, "", 0.0)
     if ended and ended.advice:

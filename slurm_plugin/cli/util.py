@@ -109,9 +109,9 @@ def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, 
     """Put the sums into words and a table."""
     nodes = [node for node in snapshot.nodes if partitions is None or set(partitions) & set(node.partitions)]
     rows = []
-    for name, one in utilisation(usages, window, by).items():
+    for name, group in utilisation(usages, window, by).items():
         cpus, gpus = capacity(nodes, name if by == "partition" else None)
-        rows.append({by: name, **_row(one, window, cpus, gpus)})
+        rows.append({by: name, **_row(group, window, cpus, gpus)})
     whole = _row(together(usages, window), window, *capacity(nodes))
     lines = [
         f"{_time(window.start_s)} to {_time(window.end_s)} ({duration(window.length_s)}), {whole['num_jobs']:,} job(s)",
@@ -139,20 +139,20 @@ def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, 
     )
 
 
-def _row(one: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, Any]:
+def _row(usage: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, Any]:
     hours = window.length_s / 3600
     row = {
-        "num_jobs": one.num_jobs,
-        "num_gpus_unknown": one.num_gpus_unknown,
-        "gpu_hours": one.gpu_hours,
-        "gpu_allocated_share": share(one.gpu_hours, gpus * hours),
-        "gpu_effective_share": share(one.gpu_hours_used, one.gpu_hours_measured),
-        "gpu_measured_share": share(one.gpu_hours_measured, one.gpu_hours),
-        "gpu_hours_waited": one.wait_gpu_hours if one.waits_known else None,
-        "cpu_hours": one.cpu_hours,
-        "cpu_allocated_share": share(one.cpu_hours, cpus * hours),
-        "cpu_effective_share": share(one.cpu_hours_used, one.cpu_hours_measured),
-        "cpu_measured_share": share(one.cpu_hours_measured, one.cpu_hours),
+        "num_jobs": usage.num_jobs,
+        "num_gpus_unknown": usage.num_gpus_unknown,
+        "gpu_hours": usage.gpu_hours,
+        "gpu_allocated_share": share(usage.gpu_hours, gpus * hours),
+        "gpu_effective_share": share(usage.gpu_hours_used, usage.gpu_hours_measured),
+        "gpu_measured_share": share(usage.gpu_hours_measured, usage.gpu_hours),
+        "gpu_hours_waited": usage.wait_gpu_hours if usage.waits_known else None,
+        "cpu_hours": usage.cpu_hours,
+        "cpu_allocated_share": share(usage.cpu_hours, cpus * hours),
+        "cpu_effective_share": share(usage.cpu_hours_used, usage.cpu_hours_measured),
+        "cpu_measured_share": share(usage.cpu_hours_measured, usage.cpu_hours),
     }
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 

@@ -95,22 +95,22 @@ def report_of(name: str, jobs: list[Job], snapshot: Snapshot) -> Report:
     explainer = Explainer(snapshot)
     found = [explainer.explain(job) for job in jobs]
     lines: list[str] = []
-    for one in found:
-        lines += [*([""] if lines else []), *_lines(one, snapshot.taken_s)]
+    for explanation in found:
+        lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
     if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
         lines.append("all components start together, and only when the backfill scheduler has a turn")
     blockers = [
-        {"job": one.job.label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
-        for one in found
-        for blocker in one.blockers
+        {"job": explanation.job.label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
+        for explanation in found
+        for blocker in explanation.blockers
     ]
-    summary = {"job": name, "jobs": [_facts(one, snapshot.taken_s) for one in found]}
+    summary = {"job": name, "jobs": [_facts(explanation, snapshot.taken_s) for explanation in found]}
     section = Section("blockers", _COLUMNS, blockers)
     return Report(meta_of("why", snapshot), summary, lines, (section,))
 
 
-def _facts(one: Explanation, now_s: float) -> Row:
-    job = one.job
+def _facts(explanation: Explanation, now_s: float) -> Row:
+    job = explanation.job
     return {
         "job": job.label,
         "job_id": job.job_id,
@@ -119,19 +119,19 @@ def _facts(one: Explanation, now_s: float) -> Row:
         "waiting_s": round(now_s - job.submit_s) if job.is_pending and job.submit_s else None,
         "planned_start_s": job.start_s if job.is_pending else None,
         "num_nodes": job.num_nodes,
-        "gpus_per_node": one.shape.gpus,
-        "cpus_per_node": one.shape.cpus,
-        "memory_mb_per_node": one.shape.memory_mb,
-        "fits_on": list(one.fits_on),
-        "conversion_helps": one.conversion.helps,
-        "conversion": one.conversion.text,
-        "directive": one.conversion.directive,
+        "gpus_per_node": explanation.shape.gpus,
+        "cpus_per_node": explanation.shape.cpus,
+        "memory_mb_per_node": explanation.shape.memory_mb,
+        "fits_on": list(explanation.fits_on),
+        "conversion_helps": explanation.conversion.helps,
+        "conversion": explanation.conversion.text,
+        "directive": explanation.conversion.directive,
     }
 
 
-def _lines(one: Explanation, now_s: float) -> list[str]:
-    job, facts = one.job, _facts(one, now_s)
-    asks = f"{job.num_nodes} node(s), each with {one.shape.gpus} GPU(s), {one.shape.cpus} CPU(s)"
+def _lines(explanation: Explanation, now_s: float) -> list[str]:
+    job, facts = explanation.job, _facts(explanation, now_s)
+    asks = f"{job.num_nodes} node(s), each with {explanation.shape.gpus} GPU(s), {explanation.shape.cpus} CPU(s)"
     head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
     if not job.is_pending:
         since = f" for {duration(now_s - job.start_s)}" if job.start_s else ""
@@ -142,17 +142,17 @@ def _lines(one: Explanation, now_s: float) -> list[str]:
     waiting: Any = facts["waiting_s"]
     lines = [
         f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",
-        f"asks for  {asks} and {one.shape.memory_mb:,} MB"
+        f"asks for  {asks} and {explanation.shape.memory_mb:,} MB"
         + (f"; {job.num_records} tasks are pending" if job.num_records > 1 else ""),
-        f"room now  {compress(one.fits_on) or 'on no node'}",
+        f"room now  {compress(explanation.fits_on) or 'on no node'}",
     ]
     if job.start_s and job.start_s > now_s:
         where = f" on {compress(job.planned_nodes)}" if job.planned_nodes else ""
         lines.append(f"planned   by Slurm to start in {duration(job.start_s - now_s)}{where}")
-    helps = "yes: " if one.conversion.helps else "no: "
-    lines.append(f"data workers would let it start now  {helps}{one.conversion.text}")
-    if one.conversion.directive:
-        lines.append(f"          add to the script: {one.conversion.directive}")
+    helps = "yes: " if explanation.conversion.helps else "no: "
+    lines.append(f"data workers would let it start now  {helps}{explanation.conversion.text}")
+    if explanation.conversion.directive:
+        lines.append(f"          add to the script: {explanation.conversion.directive}")
     return lines
 
 

@@ -110,5 +110,5 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
 
 
 def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, digest: str) -> list[str]:
-    words = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
-    return [*words, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]
+    arguments = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
+    return [*arguments, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]

@@ -90,8 +90,8 @@ def from_sacct(
         left_s = deadline_s - clock()
         hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"
         if left_s <= 0:
-            told = f"the days before {_iso(begin_s)} took {_ALL_S:g} s"
-            raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", told, hint)
+            what = f"the days before {_iso(begin_s)} took {_ALL_S:g} s"
+            raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", what, hint)
         done = run_slurm(argv, env=plain, hint=hint, timeout_s=min(_ONE_S, left_s))
         # Who ran over midnight is in the answers for both days.
         rows |= {row["JobIDRaw"]: row for row in sacct_rows(done.stdout, delimiter)}
@@ -147,8 +147,8 @@ def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
 
 
 def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
-    told = told_by_jobstats(row["AdminComment"])
-    used_s = _cpu_seconds(row["TotalCPU"]) or (told.cpu_used_s if told else 0.0)
+    reported = told_by_jobstats(row["AdminComment"])
+    used_s = _cpu_seconds(row["TotalCPU"]) or (reported.cpu_used_s if reported else 0.0)
     gpus = _gpus(row["AllocTRES"])
     return Usage(
         job=job,
@@ -162,7 +162,7 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
         end_s=moment(row["End"]),
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
-        gpu_share=told.gpu_share if told and told.gpu_share is not None else _gpu_share(row, steps, gpus),
+        gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else _gpu_share(row, steps, gpus),
     )
 
 

@@ -137,7 +137,7 @@ class FakeSlurm:
         self._record("start_step", "srun", [*options, *command])
         return start_child(command, env=self.environ, log=log, death_signal=None if in_background else SIGTERM)
 
-    def _record(self, method: str, program: str, words: Sequence[str]) -> None:
-        self.calls.append((method, tuple(words)))
+    def _record(self, method: str, program: str, arguments: Sequence[str]) -> None:
+        self.calls.append((method, tuple(arguments)))
         if method in self.refuse:
-            raise SlurmCommandError([program, *words], 1, "", f"{program}: error: refused by the fake")
+            raise SlurmCommandError([program, *arguments], 1, "", f"{program}: error: refused by the fake")

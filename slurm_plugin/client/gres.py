@@ -32,14 +32,14 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 def _parse_item(item: str) -> Gres | None:
     body, _, behind = item.partition("(")
-    words = re.sub(r"^gres[:/]", "", body)
-    if "=" in words:
-        name, _, number = words.partition("=")
+    resource = re.sub(r"^gres[:/]", "", body)
+    if "=" in resource:
+        name, _, number = resource.partition("=")
         if name == body.partition("=")[0]:
             return None  # cpu=1, mem=50M, billing=2: no GRES
         name, _, gres_type = name.partition(":")
         return Gres(name, gres_type, _number(number, item))
-    parts = words.split(":")
+    parts = resource.split(":")
     if len(parts) > 3 or not parts[0]:
         raise ValueError(f"GRES {item!r}: must be NAME[:TYPE][:COUNT]")
     counted = re.fullmatch(r"CNT:(\d+)\)", behind)

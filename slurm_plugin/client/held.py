@@ -98,10 +98,10 @@ def with_told_gpus(
     found, unknown = [], set[int]()
     for job in jobs:
         if job.job_id in asked:
-            told = held.get(job.job_id)
-            if told is None or total(told, "gpu") > sum(most.get(name, 0) for name in job.nodes):
+            gpus = held.get(job.job_id)
+            if gpus is None or total(gpus, "gpu") > sum(most.get(name, 0) for name in job.nodes):
                 unknown.add(job.job_id)
             else:
-                job = replace(job, gres_held=told)
+                job = replace(job, gres_held=gpus)
         found.append(job)
     return tuple(found), frozenset(unknown)

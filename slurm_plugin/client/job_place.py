@@ -56,7 +56,7 @@ def parse_place(text: str) -> JobPlace | None:
         component = re.fullmatch(r"(\d+)\+\d+", job_id)
         if own.isdigit() and directory.startswith("/"):
             found.setdefault(job_id, JobPlace(component[1] if component else own, Path(directory), state, user))
-    return next((found[job_id] for job_id in sorted(found, key=lambda one: (len(one), one))), None)
+    return next((found[job_id] for job_id in sorted(found, key=lambda job_id: (len(job_id), job_id))), None)
 
 
 def _from_accounting(job: str, environ: Mapping[str, str]) -> JobPlace | None:

@@ -393,7 +393,7 @@ def is_resource_reason(reason: str) -> bool:
 
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
     """How many of one kind, of one type or of all."""
-    return sum(one.count for one in gres if one.name == name and gres_type in ("", one.type))
+    return sum(resource.count for resource in gres if resource.name == name and gres_type in ("", resource.type))
 
 
 @lru_cache(maxsize=1024)

@@ -181,7 +181,7 @@ def _decode(text: str | bytes, wanted: type[_A]) -> _A:
 
 
 def _job(row: _Job) -> Job:
-    words = _words(row.job_state)
+    states = _words(row.job_state)
     asked = tres(row.tres_alloc_str or row.tres_req_str or "")
     het_job_id = _whole(row.het_job_id)
     task_id = _number(row.array_task_id)
@@ -190,7 +190,7 @@ def _job(row: _Job) -> Job:
     limit_min = _number(row.time_limit)
     time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
     nodes = int(asked.get("node") or _whole(row.node_count, 1))
-    state = words[0] if words else ""
+    state = states[0] if states else ""
     try:
         return Job(
             job_id=row.job_id,
@@ -243,16 +243,16 @@ def _shares(row: _Job) -> tuple[NodeShare, ...]:
     if held is None:
         return ()
     if isinstance(held.nodes, _AllocatedNodes):
-        places = [(one.name, one.cpus.count, one.memory.allocated) for one in held.nodes.allocation]
+        places = [(node.name, node.cpus.count, node.memory.allocated) for node in held.nodes.allocation]
     else:
         cores = [
-            sum(state.startswith("allocated") for socket in one.sockets.values() for state in socket.cores.values())
-            for one in held.allocated_nodes
+            sum(state.startswith("allocated") for socket in node.sockets.values() for state in socket.cores.values())
+            for node in held.allocated_nodes
         ]
         threads = _whole(row.cpus, 1) / max(1, sum(cores))
         places = [
-            (one.nodename, round(count * threads), one.memory_allocated)
-            for one, count in zip(held.allocated_nodes, cores, strict=True)
+            (node.nodename, round(count * threads), node.memory_allocated)
+            for node, count in zip(held.allocated_nodes, cores, strict=True)
         ]
     details = [*row.gres_detail, *[""] * (len(places) - len(row.gres_detail))]
     return tuple(

@@ -90,9 +90,9 @@ def readable(records: Iterable[_R], read: Callable[[_R], _T]) -> tuple[_T, ...]:
     """
     found: list[_T] = []
     unreadable: list[UnreadableAnswer] = []
-    for one in records:
+    for entry in records:
         try:
-            found.append(read(one))
+            found.append(read(entry))
         except UnreadableAnswer as error:
             unreadable.append(error)
     if unreadable and not found:
@@ -158,8 +158,8 @@ def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:
     typed = Counter[str]()
     for gres in found:
         typed[gres.name] += gres.count if gres.type else 0
-    rest = (gres if gres.type else replace(gres, count=gres.count - typed[gres.name]) for gres in found)
-    return tuple(gres for gres in rest if gres.count > 0) or None
+    untyped = (gres if gres.type else replace(gres, count=gres.count - typed[gres.name]) for gres in found)
+    return tuple(gres for gres in untyped if gres.count > 0) or None
 
 
 def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
@@ -214,12 +214,12 @@ def in_use(text: str) -> tuple[Gres, ...]:
     return tuple(gres for gres in parse_gres(text) if gres.count or gres.indices)
 
 
-def node_states(words: Sequence[str]) -> frozenset[str]:
+def node_states(names: Sequence[str]) -> frozenset[str]:
     """Base state and flags of a node, from words such as `MIXED` or `DOWN*`, whose marks are flags too."""
     marks = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "$": "MAINTENANCE",
              "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED", "!": "POWER_DOWN", "-": "PLANNED"}  # fmt: skip
     found = set()
-    for word in words:
+    for word in names:
         found |= {flag for mark, flag in marks.items() if mark in word}
         found.add(word.strip("".join(marks)).upper())
     return frozenset(found - {""})

@@ -25,11 +25,11 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
     nodes: dict[str, list[NodeSize]] = {}
     unknown: set[str] = set()
     for line in sinfo:
-        name, *rest = line.strip().split("|")
+        name, *fields = line.strip().split("|")
         name = name.rstrip("*")
-        if len(rest) == 4 and all(one.isdigit() for one in rest[:3]):
-            has_gpus = re.search(r"(^|,)gpu(:|$)", rest[3]) is not None
-            nodes.setdefault(name, []).append(NodeSize(int(rest[0]), int(rest[1]), has_gpus, int(rest[2])))
+        if len(fields) == 4 and all(field.isdigit() for field in fields[:3]):
+            has_gpus = re.search(r"(^|,)gpu(:|$)", fields[3]) is not None
+            nodes.setdefault(name, []).append(NodeSize(int(fields[0]), int(fields[1]), has_gpus, int(fields[2])))
         else:
             unknown.add(name)
     everywhere = _number("MaxMemPerCPU", config)
@@ -38,10 +38,10 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         if name in unknown:
             continue
         line = next(
-            (one for one in partitions.splitlines() if re.match(rf"PartitionName={re.escape(name)}\s", one)), ""
+            (entry for entry in partitions.splitlines() if re.match(rf"PartitionName={re.escape(name)}\s", entry)), ""
         )
         most = _number("MaxCPUsPerNode", line)
-        sizes = tuple(replace(one, cpus=min(one.cpus, most)) if most else one for one in kinds)
+        sizes = tuple(replace(kind, cpus=min(kind.cpus, most)) if most else kind for kind in kinds)
         longest = re.search(r"\sMaxTime=(\S+)", line)
         max_time_s = seconds(longest[1]) if longest else None
         found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s)

@@ -35,7 +35,7 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
             is_active = row.get("State") == "ACTIVE"
             is_maintenance = "MAINT" in row.get("Flags", "").split(",")
             found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s, is_active, is_maintenance))
-    return tuple(sorted(found, key=lambda one: one.start_s))
+    return tuple(sorted(found, key=lambda reservation: reservation.start_s))
 
 
 def with_reservations(nodes: Iterable[Node], reservations: Sequence[Reservation]) -> tuple[Node, ...]:
@@ -43,8 +43,11 @@ def with_reservations(nodes: Iterable[Node], reservations: Sequence[Reservation]
 
     22.05 names no reservation with a node, and every release marks its nodes some seconds late.
     """
-    active = sorted((one for one in reservations if one.is_active), key=lambda one: one.is_maintenance)
-    names = {name: one.name for one in active for name in one.nodes}
+    active = sorted(
+        (reservation for reservation in reservations if reservation.is_active),
+        key=lambda reservation: reservation.is_maintenance,
+    )
+    names = {name: reservation.name for reservation in active for name in reservation.nodes}
     return tuple(
         replace(node, states=node.states | {RESERVED}, reservation=names[node.name]) if node.name in names else node
         for node in nodes

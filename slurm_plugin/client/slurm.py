@@ -147,8 +147,8 @@ class CommandSlurm:
         adding = [name for name in fields if not name.isalnum()]
         if adding:
             raise ValueError(f"update of {', '.join(adding)}: must be NAME=VALUE, because it may be sent twice")
-        words = [f"{name}={value}" for name, value in fields.items()]
-        self._act(["scontrol", "update", f"JobId={job_id}", *words], job_id)
+        arguments = [f"{name}={value}" for name, value in fields.items()]
+        self._act(["scontrol", "update", f"JobId={job_id}", *arguments], job_id)
 
     def _act(self, argv: Sequence[str], job_id: str) -> None:
         """Run a command that may be run twice."""
@@ -237,10 +237,10 @@ def key_token(key: str) -> str:
 def _with_key(options: Sequence[str], key: str) -> list[str]:
     """The options with the key's token behind what they say as comment; a comment in the script gives way."""
     kept, comment = [], ""
-    words = iter(options)
-    for word in words:
+    arguments = iter(options)
+    for word in arguments:
         if word == "--comment":
-            comment = next(words, "")
+            comment = next(arguments, "")
         elif word.startswith("--comment="):
             comment = word.removeprefix("--comment=")
         else:
@@ -254,8 +254,8 @@ def _took_effect(error: SlurmCommandError) -> bool:
     22.05 lists `33_0-3,5: No error` too, 26.05 writes `20_[4]: Job has already finished`.
     """
     lines = [line for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
-    told = [re.fullmatch(r"\d+_[\[\]\d,-]+: (No error|Job has already finished)", line.strip()) for line in lines]
-    return bool(told) and all(told)
+    answers = [re.fullmatch(r"\d+_[\[\]\d,-]+: (No error|Job has already finished)", line.strip()) for line in lines]
+    return bool(answers) and all(answers)
 
 
 def submit_script(
@@ -283,7 +283,7 @@ def submit_script(
     return job_id
 
 
-def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_sbatch(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run sbatch on this process's own standard streams and return its exit code.
 
     There is no deadline: with `--wait` it runs as long as the job. 128 + N when signal N ended it, as in a shell. A
@@ -292,7 +292,7 @@ def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:
     Raises:
         SlurmCommandError: sbatch could not be started.
     """
-    argv = ["sbatch", *words]
+    argv = ["sbatch", *arguments]
     with signals_held(_HANDED_ON):
         try:
             process = start_child(argv, env=environ, foreground=True)

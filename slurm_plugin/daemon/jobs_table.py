@@ -59,20 +59,20 @@ def table_of(
         now_s: seconds since the epoch.
         silent_after_s: a job without a report for so long wants what it has.
     """
-    claims = [claim_of(one.report, held.get(one.job, _NOTHING), now_s - one.seen_s > silent_after_s) for one in jobs]
-    curves = [_curve(one, claim.wanted * claim.cpus, settings) for one, claim in zip(jobs, claims, strict=True)]
-    remaining = [one.report.measured.remaining if one.report.measured else None for one in jobs]
-    ideal = [one.report.measured.ideal_steps_per_s if one.report.measured else 1.0 for one in jobs]
+    claims = [claim_of(job.report, held.get(job.job, _NOTHING), now_s - job.seen_s > silent_after_s) for job in jobs]
+    curves = [_curve(job, claim.wanted * claim.cpus, settings) for job, claim in zip(jobs, claims, strict=True)]
+    remaining = [job.report.measured.remaining if job.report.measured else None for job in jobs]
+    ideal = [job.report.measured.ideal_steps_per_s if job.report.measured else 1.0 for job in jobs]
     # What is on its way to its limit has not settled: there is nothing yet that could be held.
-    settled = [one.limit == claim.current for one, claim in zip(jobs, claims, strict=True)]
+    settled = [job.limit == claim.current for job, claim in zip(jobs, claims, strict=True)]
     users, tenants = codes_of(jobs)
     table = job_table(
-        job_id=[one.report.job_id for one in jobs],
+        job_id=[job.report.job_id for job in jobs],
         wanted=[claim.wanted for claim in claims],
         minimum=[claim.minimum for claim in claims],
         current=[claim.current for claim in claims],
         cpus=[claim.cpus for claim in claims],
-        gpus=[one.weight for one in jobs],
+        gpus=[job.weight for job in jobs],
         curve_cpus=np.array([curve[0] for curve in curves], np.float64).reshape(len(jobs), POINTS),
         curve_speed=np.array([curve[1] for curve in curves], np.float64).reshape(len(jobs), POINTS),
         remaining_s=[left.steps / rate if left else np.nan for left, rate in zip(remaining, ideal, strict=True)],
@@ -81,15 +81,15 @@ def table_of(
             left.total_steps / rate if left and left.total_steps else np.nan
             for left, rate in zip(remaining, ideal, strict=True)
         ],
-        age_s=[max(0.0, now_s - one.submit_s) if one.submit_s else 0.0 for one in jobs],
-        starved_s=[max(0.0, now_s - since.starved.get(one.job, now_s)) for one in jobs],
+        age_s=[max(0.0, now_s - job.submit_s) if job.submit_s else 0.0 for job in jobs],
+        starved_s=[max(0.0, now_s - since.starved.get(job.job, now_s)) for job in jobs],
         held_s=[
-            max(0.0, now_s - since.changed.get(one.job, -np.inf)) if is_settled else np.inf
-            for one, is_settled in zip(jobs, settled, strict=True)
+            max(0.0, now_s - since.changed.get(job.job, -np.inf)) if is_settled else np.inf
+            for job, is_settled in zip(jobs, settled, strict=True)
         ],
-        stale_s=[max(0.0, now_s - one.seen_s) for one in jobs],
-        user=[users[one.user] for one in jobs],
-        tenant=[tenants[one.account] for one in jobs],
+        stale_s=[max(0.0, now_s - job.seen_s) for job in jobs],
+        user=[users[job.user] for job in jobs],
+        tenant=[tenants[job.account] for job in jobs],
     )
     _note_starving(jobs, table, since, settings.floor, now_s)
     return table
@@ -114,8 +114,8 @@ def with_room(table: JobTable, num_workers: Mapping[int, int]) -> JobTable:
 
 def codes_of(jobs: Sequence[Registered]) -> tuple[dict[str, int], dict[str, int]]:
     """Numbers of the users and of the tenants, in the order of their names."""
-    users = {name: code for code, name in enumerate(sorted({one.user for one in jobs}))}
-    tenants = {name: code for code, name in enumerate(sorted({one.account for one in jobs}))}
+    users = {name: code for code, name in enumerate(sorted({job.user for job in jobs}))}
+    tenants = {name: code for code, name in enumerate(sorted({job.account for job in jobs}))}
     return users, tenants
 
 
@@ -134,8 +134,8 @@ def _caps(codes: Mapping[str, int], caps: Mapping[str, int]) -> Ints | None:
 
 def _note_starving(jobs: Sequence[Registered], table: JobTable, since: Since, floor: float, now_s: float) -> None:
     speed = speed_at(table, (table.current * table.cpus).astype(np.float64))
-    for one, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
+    for job, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
         if is_starved:
-            since.starved.setdefault(one.job, now_s)
+            since.starved.setdefault(job.job, now_s)
         else:
-            since.starved.pop(one.job, None)
+            since.starved.pop(job.job, None)

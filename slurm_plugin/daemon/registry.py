@@ -240,9 +240,9 @@ class Registry:
         jobs = self._in_order()
         result = self._divide(settings, now_s)
         return tuple(
-            Change(one.job, one.limit, after, explain(result.table, result.pool, result.found, row), one.user)
-            for row, (one, after) in enumerate(zip(jobs, result.found.workers.tolist(), strict=True))
-            if one.limit != after
+            Change(job.job, job.limit, after, explain(result.table, result.pool, result.found, row), job.user)
+            for row, (job, after) in enumerate(zip(jobs, result.found.workers.tolist(), strict=True))
+            if job.limit != after
         )
 
     def now(self, names: Collection[str] | None, job: str, now_s: float) -> tuple[JobNow, ...]:
@@ -252,23 +252,23 @@ class Registry:
         speeds = speed_at(table, (table.current * table.cpus).astype(float)).tolist()
         left = table.remaining_s.tolist()
         found = []
-        for row, one in enumerate(jobs):
-            if (names is not None and one.user not in names) or job not in ("", one.job):
+        for row, member in enumerate(jobs):
+            if (names is not None and member.user not in names) or job not in ("", member.job):
                 continue
-            measured = one.report.measured
+            measured = member.report.measured
             remaining = measured.remaining if measured else None
             found.append(
                 JobNow(
-                    one.job, one.user, one.account, int(table.minimum[row]), int(table.wanted[row]),
-                    int(table.current[row]), int(table.cpus[row]), one.weight, one.limit,
+                    member.job, member.user, member.account, int(table.minimum[row]), int(table.wanted[row]),
+                    int(table.current[row]), int(table.cpus[row]), member.weight, member.limit,
                     speeds[row] if measured else None, left[row] if remaining else None,
-                    remaining.source if remaining else "", one.reason,
+                    remaining.source if remaining else "", member.reason,
                 )
             )  # fmt: skip
         return tuple(found)
 
     def _in_order(self) -> list[Registered]:
-        return sorted(self.jobs.values(), key=lambda one: one.report.job_id)
+        return sorted(self.jobs.values(), key=lambda job: job.report.job_id)
 
     def _silent_s(self) -> float:
         return silent_after_s(len(self.jobs), REPORT_S, MAX_REPORTS_PER_S)
@@ -277,7 +277,7 @@ class Registry:
         assert self._snapshot is not None
         jobs, silent_s = self._in_order(), self._silent_s()
         table = table_of(jobs, self._held, self._since, settings, now_s, silent_s)
-        room = room_of(self._snapshot, self.partitions, {one.job: one.user for one in jobs})
+        room = room_of(self._snapshot, self.partitions, {job.job: job.user for job in jobs})
         # Only sizes of which somebody wants one.
         sizes = set(table.cpus[table.wanted > 0].tolist())
         table = with_room(table, {size: room.num_workers(size) for size in sizes})
@@ -296,17 +296,17 @@ class Registry:
     def _take(self, jobs: list[Registered], result: _Round, now_s: float) -> tuple[Change, ...]:
         """Note what is new. Reasons are put in words only where a number or a reason is another one."""
         changes = []
-        for row, (one, limit, code) in enumerate(
+        for row, (job, limit, code) in enumerate(
             zip(jobs, result.found.workers.tolist(), result.found.reasons.tolist(), strict=True)
         ):
-            if (one.limit, one.code) == (limit, code):
+            if (job.limit, job.code) == (limit, code):
                 continue
             reason = explain(result.table, result.pool, result.found, row)
-            if one.limit != limit:
-                changes.append(Change(one.job, one.limit, limit, reason, one.user))
-                self._since.changed[one.job] = now_s
-            self.jobs[one.job] = replace(one, limit=limit, reason=reason, code=code)
-            self.touched.add(one.job)
+            if job.limit != limit:
+                changes.append(Change(job.job, job.limit, limit, reason, job.user))
+                self._since.changed[job.job] = now_s
+            self.jobs[job.job] = replace(job, limit=limit, reason=reason, code=code)
+            self.touched.add(job.job)
         return tuple(changes)
 
     def _told_by_slurm(self, job: Registered) -> Registered:

@@ -182,10 +182,10 @@ class Daemon:
         task.add_done_callback(self._connections.leave)
         # Not in the task: one that is cancelled before it begins never comes to its `finally`.
         task.add_done_callback(lambda _: writer.transport.abort())
-        while (one := self._connections.one_too_many()) is not None:
+        while (surplus := self._connections.one_too_many()) is not None:
             # A question takes milliseconds: the oldest connection is the one that most likely asks nothing.
-            self._connections.leave(one)
-            one.cancel()
+            self._connections.leave(surplus)
+            surplus.cancel()
             self._num_closed += 1
         if self._num_closed and time.monotonic() >= self._say_closed_at:
             log.warning(
@@ -295,8 +295,8 @@ class Daemon:
     def _decisions(self, changes: tuple[Change, ...], policy: str, now_s: float) -> tuple[DecisionTaken, ...]:
         is_told = self._options.allocating
         return tuple(
-            DecisionTaken(now_s, one.job, one.user, one.before, one.after, policy, is_told, one.reason)
-            for one in changes
+            DecisionTaken(now_s, change.job, change.user, change.before, change.after, policy, is_told, change.reason)
+            for change in changes
         )
 
     def _status(self, names: set[str] | None, now_s: float) -> ShowStatus:

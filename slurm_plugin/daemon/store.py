@@ -119,7 +119,7 @@ class Store:
             columns = DecisionTaken.__struct_fields__
             added = self._database.executemany(
                 f"insert into decisions ({', '.join(columns)}) values (?, ?, ?, ?, ?, ?, ?, ?)",
-                [tuple(getattr(one, column) for column in columns) for one in decisions],
+                [tuple(getattr(decision, column) for column in columns) for decision in decisions],
             )
             if added.rowcount > 0:
                 oldest = "(select max(number) from decisions) - ?"

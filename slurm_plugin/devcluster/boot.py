@@ -129,7 +129,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             if spec.network is not None:
                 progress(f"making {len(spec.network.hosts)} network namespaces in {spec.network.subnet}")
                 make_network(spec.network)
-            names = [one["name"] for one in _daemons(spec, programs) if not one["name"].startswith("slurmd ")]
+            names = [daemon["name"] for daemon in _daemons(spec, programs) if not daemon["name"].startswith("slurmd ")]
             daemons = f"{', '.join(names)} {programs.version} and {len(spec.nodes)} slurmd"
             progress(f"starting {daemons} in {spec.state_dir}")
             _start_supervisor(spec, programs)

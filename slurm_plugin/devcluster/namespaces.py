@@ -108,7 +108,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _ip(words: Sequence[str], lines: Sequence[str] = ()) -> str:
+def _ip(arguments: Sequence[str], lines: Sequence[str] = ()) -> str:
     """Run `ip`, and return what it printed.
 
     Args:
@@ -122,15 +122,15 @@ def _ip(words: Sequence[str], lines: Sequence[str] = ()) -> str:
         )
     text = "".join(f"{line}\n" for line in lines)
     try:
-        done = subprocess.run([program, *words], input=text, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise NetworkFailed(
-            f"ip {' '.join(words)} did not end within {_TIMEOUT_S:g} s. Look at what the kernel says: dmesg | tail"
+            f"ip {' '.join(arguments)} did not end within {_TIMEOUT_S:g} s. Look at what the kernel says: dmesg | tail"
         ) from error
     if done.returncode != 0:
         said = " ".join(done.stderr.split())
         raise NetworkFailed(
-            f"ip {' '.join(words)} exited with {done.returncode}: {said}. Network namespaces need root with the "
+            f"ip {' '.join(arguments)} exited with {done.returncode}: {said}. Network namespaces need root with the "
             "capabilities NET_ADMIN and SYS_ADMIN: in a container give them, or boot the cluster without --network"
         )
     return done.stdout

@@ -116,7 +116,7 @@ def _program(pid: int) -> str:
 
 def _command(pid: int) -> str:
     try:
-        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        arguments = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return "?"
-    return b" ".join(words).decode(errors="replace").strip() or "?"
+    return b" ".join(arguments).decode(errors="replace").strip() or "?"

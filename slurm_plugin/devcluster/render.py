@@ -132,8 +132,8 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         default = " Default=YES" if number == 0 else ""
         nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
         yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec, group)} State=UP"
-    for name, rest in sites.partitions(spec).items():
-        yield f"PartitionName={name} {rest}"
+    for name, settings in sites.partitions(spec).items():
+        yield f"PartitionName={name} {settings}"
 
 
 def _node_line(group: NodeGroup, network: ClusterNetwork | None) -> str:

@@ -30,12 +30,12 @@ POLL_INTERVAL_S = 0.01
 def main(argv: list[str]) -> int:
     """Detach, tell the starter that the supervisor is on record, and supervise."""
     plan = json.loads(Path(argv[0]).read_text())
-    told, tell = os.pipe()
+    ready, tell = os.pipe()
     if os.fork():
         os.close(tell)
         # Nothing to read means that the child ended before it was on record; its traceback is in the log.
-        return 0 if os.read(told, 1) else 1
-    os.close(told)
+        return 0 if os.read(ready, 1) else 1
+    os.close(ready)
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

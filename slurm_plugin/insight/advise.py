@@ -64,13 +64,16 @@ def advise(
     found = [
         *(_starving(job, waits[job.label]) for job in snapshot.jobs if waits.get(job.label, 0) > MUCH_WAITING),
         *(advice for usage in usages if (advice := _idle(usage))),
-        *(_oversized(one) for one in ended if one.advice),
+        *(_oversized(ended_job) for ended_job in ended if ended_job.advice),
         *_pending(snapshot),
         *_running(snapshot, waits),
     ]
     order = ("measured", "free now", "shape")
     return tuple(
-        sorted(found, key=lambda one: (order.index(one.basis), -(one.gpu_hours_per_day or 0.0), -one.cpus_freed))
+        sorted(
+            found,
+            key=lambda finding: (order.index(finding.basis), -(finding.gpu_hours_per_day or 0.0), -finding.cpus_freed),
+        )
     )
 
 
@@ -97,12 +100,14 @@ def _idle(usage: Usage) -> Advice | None:
     )  # fmt: skip
 
 
-def _oversized(one: EndedJob) -> Advice:
+def _oversized(ended_job: EndedJob) -> Advice:
     """A job whose trainers needed fewer CPUs than they had, as its elastic controller saw."""
-    freed = 0 if one.trainer_cpus is None else (one.trainer_cpus - one.needed_cpus) * one.num_ranks
+    freed = (
+        0 if ended_job.trainer_cpus is None else (ended_job.trainer_cpus - ended_job.needed_cpus) * ended_job.num_ranks
+    )
     return Advice(
-        one.job, one.user, "ended", "measured", freed, 0, None,
-        one.advice, f"next time: #HETSTREAM --trainer-cpus={one.needed_cpus}",
+        ended_job.job, ended_job.user, "ended", "measured", freed, 0, None,
+        ended_job.advice, f"next time: #HETSTREAM --trainer-cpus={ended_job.needed_cpus}",
     )  # fmt: skip
 
 
@@ -133,9 +138,9 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
         snapshot.jobs,
     )
     stranded = {
-        one.node: (node, one.stranded_gpus)
-        for node, one in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)
-        if one.stranded_gpus and one.lacking == "CPUs"
+        stranding.node: (node, stranding.stranded_gpus)
+        for node, stranding in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)
+        if stranding.stranded_gpus and stranding.lacking == "CPUs"
     }
     # Who is whose companion they say themselves: it counts among the jobs of one user.
     served = {(job.trainer, job.uid, job.user) for job in snapshot.jobs if job.trainer}
@@ -154,7 +159,8 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
     measured = iter(measure_table(NodeTable(lighter, snapshot.partitions, snapshot.jobs), shapes)[0])
     for job, shape, freed, beside in holders:
         unlocked = sum(
-            before - one.stranded_gpus for (_, before), one in zip(beside, islice(measured, len(beside)), strict=True)
+            before - stranding.stranded_gpus
+            for (_, before), stranding in zip(beside, islice(measured, len(beside)), strict=True)
         )
         if unlocked > 0:
             yield Advice(

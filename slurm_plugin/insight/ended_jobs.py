@@ -30,4 +30,4 @@ def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:
                     newest[place, found.name] = found
         except OSError:
             continue  # another user's directory
-    return sorted(newest.values(), key=lambda one: one.ended_s)
+    return sorted(newest.values(), key=lambda job: job.ended_s)

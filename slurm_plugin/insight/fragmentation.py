@@ -141,7 +141,14 @@ def measure(
     shapes = pending_shapes(alike_jobs(known) if alike is None else alike)
     table = NodeTable(usable, partitions, known)
     measured, assumed = measure_table(table, shapes)
-    measured.sort(key=lambda one: (-one.stranded_gpus, -abs(one.indicator or 0), -one.stranded_cpus, one.node))
+    measured.sort(
+        key=lambda stranding: (
+            -stranding.stranded_gpus,
+            -abs(stranding.indicator or 0),
+            -stranding.stranded_cpus,
+            stranding.node,
+        )
+    )
     left_out = tuple(node for node in found if not node.is_usable or node.is_reserved)
     return Fragmentation(tuple(measured), left_out, shapes, tuple(assumed), _gpu_types(usable))
 
@@ -157,8 +164,8 @@ def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeF
     lacking = np.where(stranded_gpus > 0, of_gpus.lacking, np.where(stranded_cpus > 0, of_cpus.lacking, -1))
     # Of five thousand nodes: lists are read faster than arrays, item by item.
     columns = [
-        one.tolist()
-        for one in (table.cpus, table.cpus_free, gpus, gpus_free, table.mig, table.memory_mb, table.memory_free_mb)
+        counts.tolist()
+        for counts in (table.cpus, table.cpus_free, gpus, gpus_free, table.mig, table.memory_mb, table.memory_free_mb)
     ]
     found = [
         _one(node, row, stranded, lack)
@@ -235,7 +242,7 @@ def _best_use(table: NodeTable, chosen: tuple[str, Sequence[Shape]], assumed: Sh
                 by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use)
     if len(by_type) > 1:
         # Those that insist on different types use them side by side.
-        together = sum((one.used for one in by_type.values()), np.zeros_like(best.used))
+        together = sum((use.used for use in by_type.values()), np.zeros_like(best.used))
         best.used = np.maximum(best.used, together)
     known = best.known
     use = _use(table, assumed, unit)
@@ -285,11 +292,11 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> tuple[str, Sequence[Shape]]
     kept: list[Shape] = []
     for group in groups.values():
         least_mb: int | None = None
-        for shape in sorted(group, key=lambda one: (getattr(one, other), one.memory_mb)):
+        for shape in sorted(group, key=lambda shape: (getattr(shape, other), shape.memory_mb)):
             if least_mb is None or shape.memory_mb < least_mb:
                 kept.append(shape)
                 least_mb = shape.memory_mb
-    kept.sort(key=lambda one: -one.num_jobs)
+    kept.sort(key=lambda shape: -shape.num_jobs)
     return unit, kept[:MAX_SHAPES]
 
 

@@ -43,7 +43,11 @@ class NodeTable:
         self.mig = self._by_gres(lambda node: node.mig)
         self.reserved = self._mask(node.is_reserved for node in self.nodes)
         self._places = {node.name: place for place, node in enumerate(self.nodes)}
-        self._limits = {one.name: one for one in partitions if one.is_exclusive or one.max_cpus_per_node is not None}
+        self._limits = {
+            partition.name: partition
+            for partition in partitions
+            if partition.is_exclusive or partition.max_cpus_per_node is not None
+        }
         different = {node.gres for node in self.nodes}
         self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
         self._taken = self._cpus_taken(jobs)

@@ -124,10 +124,12 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float]) -> Observation
         waiting = [WaitingJob(job, cause, waited_s(job, now_s)) for job, cause in zip(group, names, strict=True)]
         pending += waiting
         for cause in set(names):
-            causes.setdefault(cause, []).append(_together([one for one in waiting if one.cause == cause]))
+            causes.setdefault(cause, []).append(
+                _together([pending_job for pending_job in waiting if pending_job.cause == cause])
+            )
     # The longest wait first; of equal ones the smaller number.
-    pending.sort(key=lambda one: one.job.job_id)
-    pending.sort(key=lambda one: one.waited_s, reverse=True)
+    pending.sort(key=lambda pending_job: pending_job.job.job_id)
+    pending.sort(key=lambda pending_job: pending_job.waited_s, reverse=True)
     sums = {cause: _sum(parts) for cause, parts in causes.items()}
     return Observation(snapshot, found, tuple(pending), wait_shares, _sample(snapshot, found, sums, wait_shares))
 
@@ -153,7 +155,7 @@ def _sample(
     for node in found.gpu_nodes:
         classes[class_of(node.indicator or 0.0)] += 1
     running = [job for job in snapshot.jobs if job.is_running]
-    told = {job.label: job.count("gpu") for job in running if job.label in wait_shares}
+    measured = {job.label: job.count("gpu") for job in running if job.label in wait_shares}
     loads = [node.cpu_load for node in snapshot.nodes if node.is_usable and node.cpu_load is not None]
     return Sample(
         taken_s=snapshot.taken_s,
@@ -169,30 +171,30 @@ def _sample(
         indicator=found.mean_abs_indicator,
         classes=tuple(classes),
         num_running=len(running),
-        gpus_measured=sum(told.values()),
-        gpus_starved=sum(gpus * wait_shares[label] for label, gpus in told.items()),
+        gpus_measured=sum(measured.values()),
+        gpus_starved=sum(gpus * wait_shares[label] for label, gpus in measured.items()),
         waiting=waiting,
     )
 
 
 def _together(alike: Sequence[WaitingJob]) -> Waiting:
     """Jobs that ask alike."""
-    counts = [one.job.num_records for one in alike]
+    counts = [pending_job.job.num_records for pending_job in alike]
     num_jobs, job = sum(counts), alike[0].job
     return Waiting(
         num_jobs=num_jobs,
         cpus=job.num_cpus * num_jobs,
         gpus=job.count("gpu") * num_jobs,
-        waited_s=sum(one.waited_s * count for one, count in zip(alike, counts, strict=True)),
-        longest_s=max(one.waited_s for one in alike),
+        waited_s=sum(pending_job.waited_s * count for pending_job, count in zip(alike, counts, strict=True)),
+        longest_s=max(pending_job.waited_s for pending_job in alike),
     )
 
 
 def _sum(parts: Sequence[Waiting]) -> Waiting:
     return Waiting(
-        num_jobs=sum(one.num_jobs for one in parts),
-        cpus=sum(one.cpus for one in parts),
-        gpus=sum(one.gpus for one in parts),
-        waited_s=sum(one.waited_s for one in parts),
-        longest_s=max(one.longest_s for one in parts),
+        num_jobs=sum(part.num_jobs for part in parts),
+        cpus=sum(part.cpus for part in parts),
+        gpus=sum(part.gpus for part in parts),
+        waited_s=sum(part.waited_s for part in parts),
+        longest_s=max(part.longest_s for part in parts),
     )

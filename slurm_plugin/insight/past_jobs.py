@@ -27,9 +27,9 @@ def past_jobs(places: Iterable[Path]) -> list[PastJob]:
     for place in sorted({path.resolve() for path in places}):
         try:
             for directory in sorted(place.glob("job-*")):
-                one = _read(directory)
-                if one is not None:
-                    found.append(one)
+                past_job = _read(directory)
+                if past_job is not None:
+                    found.append(past_job)
         except OSError:
             continue  # another user's directory
     return found

@@ -66,9 +66,9 @@ class NextSubmission:
 def next_submissions(history: Remembered, now_s: float) -> list[NextSubmission]:
     """For each script of this user of which a job has ended of late, by name."""
     newest: dict[str, Features] = {}
-    for one in history.jobs:
-        if history.user and one.features.user == history.user and one.ended_s >= now_s - LISTED_S:
-            newest[one.features.name] = one.features
+    for job in history.jobs:
+        if history.user and job.features.user == history.user and job.ended_s >= now_s - LISTED_S:
+            newest[job.features.name] = job.features
     found = ((name, propose(features, history.jobs)) for name, features in sorted(newest.items()))
     return [NextSubmission(name, proposal) for name, proposal in found if proposal is not None]
 
@@ -98,7 +98,7 @@ def as_directives(proposal: Proposal, given: Sequence[Directive]) -> list[Direct
         proposal: from history.
         given: directives of the script and of the command line. Sizes that depend on one of them are left out.
     """
-    names = {one.name for one in given}
+    names = {option.name for option in given}
     if "data-worker-threads" in names:
         names |= {"data-worker-cpus"}
     if "data-worker-cpus" in names:

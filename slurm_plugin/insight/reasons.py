@@ -95,7 +95,7 @@ def told_by_slurm(job: Job) -> Told | None:
     """What a pending job waits for that is no resource, in words; None if it waits for resources or its turn."""
     if is_resource_reason(job.reason):
         return None
-    words = {
+    sentences = {
         "id": job.job_id, "array": job.array_job_id or job.job_id, "dependency": job.dependency or "another job",
         "reason": job.reason, "user": job.user, "account": job.account, "qos": job.qos,
         "partition": job.partitions[0], "reservation": job.reservation,
@@ -103,11 +103,11 @@ def told_by_slurm(job: Job) -> Told | None:
         if job.num_restarts else "its --begin time has not come",
     }  # fmt: skip
     # The next step is a line for a shell: whoever named the account must not have written a part of it.
-    quoted = {name: shlex.quote(str(word)) if word else "" for name, word in words.items()}
+    quoted = {name: shlex.quote(str(word)) if word else "" for name, word in sentences.items()}
     shown = [f"scontrol show reservation {shlex.quote(name)}" for name in job.reservations]  # it takes one name
     quoted["reservation"] = "; ".join(shown) or "scontrol show reservation"
     begin = job.reason.replace(" ", "_")
     for pattern, kind, text, step in _REASONS:
         if pattern.match(begin):
-            return Told(kind, text.format(**words), step.format(**quoted))
+            return Told(kind, text.format(**sentences), step.format(**quoted))
     return Told("slurm", f"Slurm says {job.reason}", _SHOW_JOB.format(**quoted))

@@ -105,7 +105,9 @@ class SharesAside:
         with self._changed:
             self._changed.wait_for(lambda: self._busy.isdisjoint(begun), self._patience_s)
             oldest_s = time.monotonic() - _KNOWN_FOR_S
-            self._known = {label: one for label, one in self._known.items() if label in labels and one[1] > oldest_s}
+            self._known = {
+                label: share for label, share in self._known.items() if label in labels and share[1] > oldest_s
+            }
             return {label: share for label, (share, _) in self._known.items()}
 
     def _run(self, mount: str, jobs: Sequence[Job]) -> None:

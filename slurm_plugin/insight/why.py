@@ -89,7 +89,7 @@ class Explainer:
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
         # In the order of their beginning: the jobs of others must have ended by then.
-        self._upcoming = [one for one in snapshot.reservations if not one.is_active]
+        self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
         self._first: dict[str, tuple[int, int]] = {}
         self._first_planned: dict[str, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class Explainer:
         """
         if not job.reason.startswith("PartitionConfig"):
             return None
-        return next((one for one in self._room(shape_of(job), job)[1] if one.kind == "size"), None)
+        return next((blocker for blocker in self._room(shape_of(job), job)[1] if blocker.kind == "size"), None)
 
     def _held_up_by_component(self, job: Job) -> Blocker | None:
         """The component that keeps one which has room from starting: all of them start together."""
@@ -208,7 +208,11 @@ class Explainer:
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
-        return tuple(one for one in self._upcoming[: self._num_before_end(job)] if one.name not in job.reservations)
+        return tuple(
+            reservation
+            for reservation in self._upcoming[: self._num_before_end(job)]
+            if reservation.name not in job.reservations
+        )
 
     def _num_before_end(self, job: Job) -> int:
         """How many reservations begin before that; with its own reservation they say which are in its way."""
@@ -222,7 +226,9 @@ class Explainer:
         """The nodes of the reservations in its way."""
         key = self._num_before_end(job), job.reservation
         if key not in self._kept_nodes:
-            self._kept_nodes[key] = self._table.named(name for one in self._in_the_way(job) for name in one.nodes)
+            self._kept_nodes[key] = self._table.named(
+                name for reservation in self._in_the_way(job) for name in reservation.nodes
+            )
         return self._kept_nodes[key]
 
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
@@ -264,10 +270,12 @@ class Explainer:
             job: any with these reservations in its way.
         """
         nodes = [node.name for node in self._table.chosen(room.fits)]
-        in_the_way = [one for one in self._in_the_way(job) if set(nodes).intersection(one.nodes)]
-        kept = compress(name for name in nodes if any(name in one.nodes for one in in_the_way))
+        in_the_way = [
+            reservation for reservation in self._in_the_way(job) if set(nodes).intersection(reservation.nodes)
+        ]
+        kept = compress(name for name in nodes if any(name in reservation.nodes for reservation in in_the_way))
         left = duration(in_the_way[0].start_s - self._snapshot.taken_s)
-        names = ", ".join(one.name for one in in_the_way)
+        names = ", ".join(reservation.name for reservation in in_the_way)
         return Blocker(
             "reservation",
             f"{kept} has room, but is reserved in {left} ({names}), before its time limit would end it",
@@ -307,7 +315,7 @@ class Explainer:
     def _ahead(self, job: Job) -> list[Job]:
         """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
         if self._queue is None:
-            waiting = (one for group in self._alike if group[0].waits_for_resources for one in group)
+            waiting = (job for group in self._alike if group[0].waits_for_resources for job in group)
             self._queue = sorted(waiting, key=self._place)
         places = bisect_left(self._queue, self._place(job), key=self._place)
         return [other for other in self._queue[:places] if not set(job.partitions).isdisjoint(other.partitions)]
@@ -422,8 +430,8 @@ def _has_task(tasks: str, number: int) -> bool:
 
 def _said_by_slurm(job: Job) -> Blocker | None:
     """What it waits for that is no resource."""
-    told = told_by_slurm(job)
-    return Blocker(told.kind, told.text, told.next_step) if told else None
+    reason = told_by_slurm(job)
+    return Blocker(reason.kind, reason.text, reason.next_step) if reason else None
 
 
 def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:

@@ -140,8 +140,8 @@ def _gres_conf(facts: Facts) -> Iterator[Finding]:
         return
     seen: Counter[tuple[str, str, str]] = Counter()
     for line in facts.gres_conf.splitlines():
-        words = dict(re.findall(r"(\w+)=(\S+)", line.split("#")[0]))
-        row = {key.lower(): value for key, value in words.items()}
+        fields = dict(re.findall(r"(\w+)=(\S+)", line.split("#")[0]))
+        row = {key.lower(): value for key, value in fields.items()}
         for node in _expanded(row.get("nodename", "")) or ("",):
             for file in _expanded(row.get("file", "")):
                 seen[node, row.get("name", ""), file] += 1

@@ -271,12 +271,12 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
 
 
 def _still_in_use(hooks: Iterable[Path]) -> str:
-    told = "; ".join(
+    users = "; ".join(
         f"{hook.parent / 'slurm.conf'} has {OPTIONS[hook.name]}=lua, and without {hook.name} {WITHOUT[hook.name]}"
         for hook in hooks
     )
     return (
-        f"nothing was removed: {told}. First take lua out of that line on all hosts that have it, then run: scontrol "
+        f"nothing was removed: {users}. First take lua out of that line on all hosts that have it, then run: scontrol "
         "reconfigure (for JobSubmitPlugins restart slurmctld), then this again. --force removes the files all the same"
     )
 

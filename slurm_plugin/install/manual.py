@@ -57,8 +57,8 @@ def bash_completion(parser: argparse.ArgumentParser, help_texts: Mapping[str, st
     for verb, sub in verbs_of(parser).items():
         nested = verbs_of(sub)
         texts = [help_texts.get(verb) or sub.format_help(), *(parser.format_help() for parser in nested.values())]
-        words = [*nested, *dict.fromkeys(option for text in texts for option in _OPTION.findall(text))]
-        cases.append(f"    {verb}) words={shlex.quote(' '.join(words))} ;;")
+        candidates = [*nested, *dict.fromkeys(option for text in texts for option in _OPTION.findall(text))]
+        cases.append(f"    {verb}) words={shlex.quote(' '.join(candidates))} ;;")
     verbs = shlex.quote(" ".join([*verbs_of(parser), *dict.fromkeys(_OPTION.findall(parser.format_help()))]))
     return "\n".join(
         [

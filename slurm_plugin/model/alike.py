@@ -28,42 +28,42 @@ _HEADROOM = 1.25
 _SUPERVISOR_MB = 256
 
 
-def likeness(one: Features, other: Features) -> float:
+def likeness(job: Features, other: Features) -> float:
     """From 0 to 1, over what is known of both; 0 for names that have little in common."""
-    name = _same_text(one.name.removesuffix(_SUFFIX), other.name.removesuffix(_SUFFIX))
+    name = _same_text(job.name.removesuffix(_SUFFIX), other.name.removesuffix(_SUFFIX))
     if name < _LEAST_OF_NAME:
         return 0.0
     parts = [(_NAME, name)]
-    if one.dataset and other.dataset:
-        parts.append((_DATASET, _same_text(one.dataset, other.dataset)))
-    if one.gpus and other.gpus:
-        parts.append((_GPUS, _near(one.gpus, other.gpus)))
-    if one.batch and other.batch:
-        parts.append((_BATCH, _near(one.batch, other.batch)))
-    if one.user and other.user:
-        parts.append((_USER, float(one.user == other.user)))
+    if job.dataset and other.dataset:
+        parts.append((_DATASET, _same_text(job.dataset, other.dataset)))
+    if job.gpus and other.gpus:
+        parts.append((_GPUS, _near(job.gpus, other.gpus)))
+    if job.batch and other.batch:
+        parts.append((_BATCH, _near(job.batch, other.batch)))
+    if job.user and other.user:
+        parts.append((_USER, float(job.user == other.user)))
     return sum(weight * like for weight, like in parts) / sum(weight for weight, _ in parts)
 
 
-def _same_text(one: str, other: str) -> float:
+def _same_text(text: str, other: str) -> float:
     """Equal texts are 1; of others the square of the share that they have in common: `resnet50` is like `resnet18`."""
-    return 1.0 if one == other else float(SequenceMatcher(None, one, other, autojunk=False).ratio()) ** 2
+    return 1.0 if text == other else float(SequenceMatcher(None, text, other, autojunk=False).ratio()) ** 2
 
 
-def _near(one: float, other: float) -> float:
+def _near(number: float, other: float) -> float:
     """Half for twice as much."""
-    return 1 / (1 + abs(math.log2(one / other)))
+    return 1 / (1 + abs(math.log2(number / other)))
 
 
 def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[PastJob]:
     """The past jobs that are alike, the most similar one last; of those that are about as similar the newest."""
     # Texts are compared once for each name: a history has few names and many jobs.
     known: dict[Features, float] = {}
-    for one in past:
-        if one.features not in known:
-            known[one.features] = likeness(new, one.features)
-    found = [one for one in past if known[one.features] >= LEAST_LIKENESS]
-    return sorted(found, key=lambda one: (round(known[one.features], 1), one.ended_s, one.job))[-top:]
+    for job in past:
+        if job.features not in known:
+            known[job.features] = likeness(new, job.features)
+    found = [job for job in past if known[job.features] >= LEAST_LIKENESS]
+    return sorted(found, key=lambda job: (round(known[job.features], 1), job.ended_s, job.job))[-top:]
 
 
 def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
@@ -123,8 +123,8 @@ class Proposal:
     @property
     def directive(self) -> str:
         """As one line of a script; empty likewise."""
-        words = " ".join(f"--{name}={value}" for name, value in self.options.items())
-        return f"#HETSTREAM {words}" if words else ""
+        options = " ".join(f"--{name}={value}" for name, value in self.options.items())
+        return f"#HETSTREAM {options}" if options else ""
 
 
 def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:
@@ -135,10 +135,10 @@ def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:
         alike: at least one past job, the most similar one last.
     """
     gpus = new.gpus or alike[-1].features.gpus or 1
-    if not any(one.data_workers for one in alike):
+    if not any(job.data_workers for job in alike):
         return 0.0
     # A job that had three in the end needed more than two: the half between counts, and is added again at the end.
-    needed = [max(0.0, one.data_workers - 0.5) * one.data_worker_cpus / max(1, one.features.gpus) for one in alike]
+    needed = [max(0.0, job.data_workers - 0.5) * job.data_worker_cpus / max(1, job.features.gpus) for job in alike]
     return smoothed(needed) * gpus / alike[-1].data_worker_cpus + 0.5
 
 
@@ -148,9 +148,9 @@ def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
     if not alike:
         return None
     cpus, usual = alike[-1].data_worker_cpus, usual_data_workers(new, alike)
-    needed = [one.trainer_cpus for one in alike if one.trainer_cpus is not None]
-    memory = [one.data_worker_mb * cpus / one.data_worker_cpus for one in alike if one.data_worker_mb is not None]
-    names = sorted({one.features.name for one in alike})
+    needed = [job.trainer_cpus for job in alike if job.trainer_cpus is not None]
+    memory = [job.data_worker_mb * cpus / job.data_worker_cpus for job in alike if job.data_worker_mb is not None]
+    names = sorted({job.features.name for job in alike})
     last = alike[-1]
     reason = (
         f"{len(alike)} past job(s) like it ({', '.join(names)}); the most similar, job {last.job}, had "

@@ -57,7 +57,10 @@ class Observations:
 
     def joined(self, other: Observations) -> Observations:
         """These, then the others."""
-        waits = [np.full(len(one), np.nan) if one.wait_share is None else one.wait_share for one in (self, other)]
+        waits = [
+            np.full(len(observed), np.nan) if observed.wait_share is None else observed.wait_share
+            for observed in (self, other)
+        ]
         return Observations(
             self.configurations.joined(other.configurations),
             np.concatenate([self.step_s, other.step_s]),

@@ -86,7 +86,7 @@ def propose_probes(
     found: list[Probe] = []
     for side, shows in sides:
         found += _of_side(model, side, seen, candidates, np.flatnonzero(shows), num)
-    return tuple(sorted(found, key=lambda one: (-one.gain, one.index))[:num])
+    return tuple(sorted(found, key=lambda probe: (-probe.gain, probe.index))[:num])
 
 
 def _of_side(

@@ -121,10 +121,10 @@ class JobHistory(HistoryFile):
         if self.is_read_only:
             return 0
         rows = []
-        for one in jobs:
-            features = msgspec.structs.replace(one.features, user=self.user(one.features.user))
-            kept = msgspec.structs.replace(one, features=features)
-            rows.append((one.job, one.ended_s, msgspec.json.encode(kept).decode()))
+        for job in jobs:
+            features = msgspec.structs.replace(job.features, user=self.user(job.features.user))
+            kept = msgspec.structs.replace(job, features=features)
+            rows.append((job.job, job.ended_s, msgspec.json.encode(kept).decode()))
         with self._named():
             before = self._count()
             with transaction(self._database):

@@ -56,14 +56,14 @@ def upgrades(jobs: Sequence[Candidates], capacity: float) -> Choice:
         jobs: the candidates of each; what they have in any case is taken to fit.
         capacity: cost that all may have together.
     """
-    hulls = [upper_hull(one.costs, one.values) for one in jobs]
+    hulls = [upper_hull(job.costs, job.values) for job in jobs]
     steps = [
-        (_slope(one, before, after), job, before, after)
-        for job, (one, hull) in enumerate(zip(jobs, hulls, strict=True))
+        (_slope(choices, before, after), job, before, after)
+        for job, (choices, hull) in enumerate(zip(jobs, hulls, strict=True))
         for before, after in pairwise(hull.tolist())
     ]
     plan = [int(hull[0]) if len(hull) else 0 for hull in hulls]
-    left = capacity - sum(float(one.costs[at]) for one, at in zip(jobs, plan, strict=True))
+    left = capacity - sum(float(job.costs[at]) for job, at in zip(jobs, plan, strict=True))
     for _, job, before, after in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         extra = float(jobs[job].costs[after] - jobs[job].costs[before])
         if plan[job] == before and extra <= left:
@@ -72,20 +72,22 @@ def upgrades(jobs: Sequence[Candidates], capacity: float) -> Choice:
     return _choice(jobs, plan)
 
 
-def _slope(one: Candidates, before: int, after: int) -> float:
+def _slope(choices: Candidates, before: int, after: int) -> float:
     """What an upgrade brings for its cost."""
-    return float((one.values[after] - one.values[before]) / max(one.costs[after] - one.costs[before], 1e-300))
+    return float(
+        (choices.values[after] - choices.values[before]) / max(choices.costs[after] - choices.costs[before], 1e-300)
+    )
 
 
 def _fill(jobs: Sequence[Candidates], plan: list[int], left: float) -> float:
     """Spend what is left on plans beside the hulls, the best single step first, until nothing fits."""
     while True:
         best: tuple[float, int, int] | None = None
-        for job, one in enumerate(jobs):
+        for job, choices in enumerate(jobs):
             at = plan[job]
-            more = np.flatnonzero(one.costs[at + 1 :] - one.costs[at] <= left) + at + 1
-            if len(more) and one.values[more[-1]] > one.values[at]:
-                step = (-float(one.values[more[-1]] - one.values[at]), job, int(more[-1]))
+            more = np.flatnonzero(choices.costs[at + 1 :] - choices.costs[at] <= left) + at + 1
+            if len(more) and choices.values[more[-1]] > choices.values[at]:
+                step = (-float(choices.values[more[-1]] - choices.values[at]), job, int(more[-1]))
                 best = step if best is None else min(best, step)
         if best is None:
             return left
@@ -97,13 +99,13 @@ def _fill(jobs: Sequence[Candidates], plan: list[int], left: float) -> float:
 def exact(jobs: Sequence[Candidates], capacity: float) -> Choice:
     """The best choice, by fronts of the first one, two, three jobs and so on: nothing that is beaten is kept."""
     costs, values, plan_of = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-    least_after = np.append(np.cumsum([one.costs.min() for one in jobs][::-1])[::-1][1:], 0.0)
-    for one, reserved in zip(jobs, least_after, strict=True):
-        all_costs = (costs[:, None] + one.costs[None, :]).ravel()
-        all_values = (values[:, None] + one.values[None, :]).ravel()
+    least_after = np.append(np.cumsum([job.costs.min() for job in jobs][::-1])[::-1][1:], 0.0)
+    for job, reserved in zip(jobs, least_after, strict=True):
+        all_costs = (costs[:, None] + job.costs[None, :]).ravel()
+        all_values = (values[:, None] + job.values[None, :]).ravel()
         fits = np.flatnonzero(all_costs <= capacity - reserved + 1e-9)
         kept = fits[front(all_costs[fits], all_values[fits])]
-        before, chosen = np.divmod(kept, len(one.costs))
+        before, chosen = np.divmod(kept, len(job.costs))
         costs, values = all_costs[kept], all_values[kept]
         plan_of = np.concatenate([plan_of[before], chosen[:, None]], axis=1)
     if not len(values):
@@ -114,9 +116,9 @@ def exact(jobs: Sequence[Candidates], capacity: float) -> Choice:
 def joint_front(jobs: Sequence[Candidates], capacity: float) -> tuple[Array, Array]:
     """Costs and values of everything that no other choice of all jobs together beats."""
     costs, values = np.zeros(1), np.zeros(1)
-    for one in jobs:
-        costs = (costs[:, None] + one.costs[None, :]).ravel()
-        values = (values[:, None] + one.values[None, :]).ravel()
+    for job in jobs:
+        costs = (costs[:, None] + job.costs[None, :]).ravel()
+        values = (values[:, None] + job.values[None, :]).ravel()
         fits = np.flatnonzero(costs <= capacity)
         kept = fits[front(costs[fits], values[fits])]
         costs, values = costs[kept], values[kept]
@@ -124,6 +126,6 @@ def joint_front(jobs: Sequence[Candidates], capacity: float) -> tuple[Array, Arr
 
 
 def _choice(jobs: Sequence[Candidates], plan: Sequence[int]) -> Choice:
-    cost = sum(float(one.costs[at]) for one, at in zip(jobs, plan, strict=True))
-    value = sum(float(one.values[at]) for one, at in zip(jobs, plan, strict=True))
+    cost = sum(float(job.costs[at]) for job, at in zip(jobs, plan, strict=True))
+    value = sum(float(job.values[at]) for job, at in zip(jobs, plan, strict=True))
     return Choice(tuple(plan), cost, value)

@@ -39,13 +39,13 @@ def joint_front(
 
     class Choices(Problem):  # type: ignore[misc]  # pymoo has no types
         def __init__(self) -> None:
-            most = np.array([len(one.costs) - 1 for one in jobs])
+            most = np.array([len(job.costs) - 1 for job in jobs])
             super().__init__(n_var=len(jobs), n_obj=2, n_ieq_constr=1, xl=np.zeros(len(jobs)), xu=most, vtype=int)
 
         def _evaluate(self, plans: Any, out: dict[str, Any], *_: Any, **__: Any) -> None:
             chosen = plans.astype(int)
-            cost = sum(one.costs[chosen[:, job]] for job, one in enumerate(jobs))
-            value = sum(one.values[chosen[:, job]] for job, one in enumerate(jobs))
+            cost = sum(choices.costs[chosen[:, job]] for job, choices in enumerate(jobs))
+            value = sum(choices.values[chosen[:, job]] for job, choices in enumerate(jobs))
             out["F"] = np.column_stack([cost, -value])
             out["G"] = (cost - capacity)[:, None]
 

@@ -67,15 +67,15 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
     try:
         elastic, loaders = summary.get("elastic") or {}, summary.get("loaders") or []
         data_workers, cpus = elastic.get("data_workers"), elastic.get("data_worker_cpus")
-        steps = sum(int(one["steps"]) for one in loaders)
+        steps = sum(int(loader["steps"]) for loader in loaders)
         if data_workers is None or cpus is None or steps < LEAST_STEPS:
             return None
-        largest = max(loaders, key=lambda one: int(one["steps"]))
+        largest = max(loaders, key=lambda loader: int(loader["steps"]))
         features = Features(
             name=_text(summary.get("job_name", "")),
-            gpus=len({int(one["rank"]) for one in loaders}),
+            gpus=len({int(loader["rank"]) for loader in loaders}),
             user=user,
-            dataset=", ".join(sorted({_text(one["title"]) for one in loaders if one.get("title")})),
+            dataset=", ".join(sorted({_text(loader["title"]) for loader in loaders if loader.get("title")})),
             batch=round(int(largest["samples"]) / max(1, int(largest["steps"]))),
         )
         needed, memory = elastic.get("trainer_cpus_recommended"), elastic.get("data_worker_mb")

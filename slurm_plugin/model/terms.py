@@ -51,7 +51,7 @@ class Configurations:
         if unknown:
             raise ValueError(f"no amounts: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
         given = [np.asarray(amounts.get(name, 1.0), dtype=np.float64) for name in names]
-        arrays = [np.atleast_1d(one) for one in np.broadcast_arrays(*given)]
+        arrays = [np.atleast_1d(array) for array in np.broadcast_arrays(*given)]
         for name, array in zip(names, arrays, strict=True):
             if not np.all(np.isfinite(array) & (array > 0)):
                 raise ValueError(f"{name} must be positive everywhere")

@@ -33,7 +33,7 @@ class TypicalShapes:
 
     def __init__(self, shapes: Iterable[Shape], covered: float = COVERED) -> None:
         # Memory is left out: it is seldom what a GPU's neighbour lacks, and would make every shape its own.
-        counted = Counter(Shape(one.cpus, 0, one.gpus, one.share, one.gpu_types) for one in shapes)
+        counted = Counter(Shape(shape.cpus, 0, shape.gpus, shape.share, shape.gpu_types) for shape in shapes)
         kept: list[tuple[Shape, int]] = []
         num = 0
         for shape, times in counted.most_common():

@@ -33,10 +33,10 @@ def place_gang(nodes: Nodes, per_gpu: Shape, num_gpus: int, placement: Placement
     enough = int(np.searchsorted(held, num_gpus))
     if enough >= len(order):
         return None
-    rest = num_gpus - (int(held[enough - 1]) if enough else 0)
-    fitting = order[enough:][room[order[enough:]] >= rest]
+    left = num_gpus - (int(held[enough - 1]) if enough else 0)
+    fitting = order[enough:][room[order[enough:]] >= left]
     last = int(fitting[np.argmin(room[fitting])])
-    parts = [(int(node), int(room[node])) for node in order[:enough]] + [(last, rest)]
+    parts = [(int(node), int(room[node])) for node in order[:enough]] + [(last, left)]
     found = []
     for node, num in parts:
         shape = _times(per_gpu, num)

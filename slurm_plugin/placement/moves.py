@@ -68,7 +68,7 @@ def moves(
     """
     free = [node for node, num in room for _ in range(max(0, num))]
     found: list[Move] = []
-    for worker in sorted(workers, key=lambda one: (-one.bytes_per_s, one.job)):
+    for worker in sorted(workers, key=lambda worker: (-worker.bytes_per_s, worker.job)):
         if not free:
             break
         gain = worker.steps_per_s * (near_speed - 1) * max(0.0, remaining_s - change_s)

@@ -113,7 +113,7 @@ class Nodes:
         able = np.flatnonzero(free >= shape.share)
         if shape.share < WHOLE:
             able = able[np.argsort(free[able], kind="stable")]
-        return tuple(int(one) for one in able[: shape.gpus])
+        return tuple(int(device) for device in able[: shape.gpus])
 
     def take(self, spot: Spot, shape: Shape) -> None:
         """Give a job what it asks for.

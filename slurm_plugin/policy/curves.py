@@ -106,7 +106,7 @@ def _bends_of(table: JobTable) -> _Bends:
     is_fixed = not any(column.flags.writeable for column in given)
     if is_fixed:
         for known, bends in tuple(_known):
-            if all(one is other for one, other in zip(known, given, strict=True)):
+            if all(bend is other for bend, other in zip(known, given, strict=True)):
                 return bends
     knots, speed = _whole_knots(table)
     cpus = np.diff(knots, axis=1) * table.cpus[:, None]

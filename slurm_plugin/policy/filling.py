@@ -27,20 +27,20 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
         budget: CPUs.
     """
     taken = np.zeros_like(counts)
-    rest = np.flatnonzero((counts > 0) & (sizes <= budget))
-    while len(rest):
-        total = np.cumsum(counts[rest] * sizes[rest])
+    fitting = np.flatnonzero((counts > 0) & (sizes <= budget))
+    while len(fitting):
+        total = np.cumsum(counts[fitting] * sizes[fitting])
         whole = int(np.searchsorted(total, budget, side="right"))
-        taken[rest[:whole]] = counts[rest[:whole]]
+        taken[fitting[:whole]] = counts[fitting[:whole]]
         budget -= int(total[whole - 1]) if whole else 0
-        if whole == len(rest):
+        if whole == len(fitting):
             break
-        cut = rest[whole]
+        cut = fitting[whole]
         taken[cut] = budget // sizes[cut]
         budget -= int(taken[cut] * sizes[cut])
         # What was cut does not fit any more, so each turn ends with one size less: there are few sizes.
-        rest = rest[whole + 1 :]
-        rest = rest[sizes[rest] <= budget]
+        fitting = fitting[whole + 1 :]
+        fitting = fitting[sizes[fitting] <= budget]
     return taken
 
 

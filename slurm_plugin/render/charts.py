@@ -66,25 +66,25 @@ class Axis:
 
 def line_chart(series: Sequence[Series], x: Axis, y: Axis, width: int, height: int, title: str) -> str:
     """Lines with their names at their ends."""
-    right = 12 + _CHAR * max((len(one.name) + 2 for one in series), default=0)
+    right = 12 + _CHAR * max((len(curve.name) + 2 for curve in series), default=0)
     plot = _Plot(x, y, width, height, right)
     parts = [*plot.axes()]
     ends = []
-    for one in series:
-        known = [(plot.x(at), plot.y(value)) for at, value in one.points if value is not None]
+    for curve in series:
+        known = [(plot.x(at), plot.y(value)) for at, value in curve.points if value is not None]
         if not known:
             continue
         parts.append(
-            f'<path class="line s{one.style}" d="{_path(one, plot)}" stroke-dasharray="{_DASHES[one.style]}"/>'
+            f'<path class="line s{curve.style}" d="{_path(curve, plot)}" stroke-dasharray="{_DASHES[curve.style]}"/>'
         )
         every = max(1, math.ceil(len(known) / 6))
-        parts += [_mark(one.style, *at) for at in known[-1::-every]]
-        ends.append((known[-1][1], one))
+        parts += [_mark(curve.style, *at) for at in known[-1::-every]]
+        ends.append((known[-1][1], curve))
     places = _spread([at for at, _ in ends], _TOP, height - _BOTTOM)
     edge = width - right + 6
-    for (_, one), label_y in zip(ends, places, strict=True):
-        parts.append(_mark(one.style, edge + 4, label_y))
-        parts.append(f'<text x="{edge + 12:.0f}" y="{label_y + 4:.1f}">{escape(one.name)}</text>')
+    for (_, curve), label_y in zip(ends, places, strict=True):
+        parts.append(_mark(curve.style, edge + 4, label_y))
+        parts.append(f'<text x="{edge + 12:.0f}" y="{label_y + 4:.1f}">{escape(curve.name)}</text>')
     return _svg(width, height, title, parts)
 
 
@@ -216,22 +216,22 @@ class _Plot:
         return parts
 
 
-def _path(one: Series, plot: _Plot) -> str:
-    words: list[str] = []
+def _path(curve: Series, plot: _Plot) -> str:
+    steps: list[str] = []
     pen_up, before = True, 0.0
-    for at, value in one.points:
+    for at, value in curve.points:
         if value is None:
             pen_up = True
             continue
         x, y = plot.x(at), plot.y(value)
         if pen_up:
-            words.append(f"M{x:.1f} {y:.1f}")
-        elif one.steps:
-            words.append(f"L{x:.1f} {before:.1f}L{x:.1f} {y:.1f}")
+            steps.append(f"M{x:.1f} {y:.1f}")
+        elif curve.steps:
+            steps.append(f"L{x:.1f} {before:.1f}L{x:.1f} {y:.1f}")
         else:
-            words.append(f"L{x:.1f} {y:.1f}")
+            steps.append(f"L{x:.1f} {y:.1f}")
         pen_up, before = False, y
-    return "".join(words)
+    return "".join(steps)
 
 
 def _mark(style: int, x: float, y: float) -> str:

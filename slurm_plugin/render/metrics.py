@@ -131,9 +131,9 @@ class ClusterCollector(Collector):
         if seen is None:
             return
         yield from families(_CLUSTER, [], [([], seen)])
-        yield from families(_WAITING, ["cause"], [([cause], one) for cause, one in seen.sample.waiting.items()])
+        yield from families(_WAITING, ["cause"], [([cause], waiting) for cause, waiting in seen.sample.waiting.items()])
         yield from families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
-        partitions = [([one.name], _nodes_of(one, seen)) for one in seen.snapshot.partitions]
+        partitions = [([partition.name], _nodes_of(partition, seen)) for partition in seen.snapshot.partitions]
         yield from families(_PARTITION, ["partition"], partitions)
 
     def text(self) -> str:

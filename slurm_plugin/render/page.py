@@ -105,7 +105,7 @@ def _header(seen: Observation, cluster: str) -> str:
 
 def _tiles(seen: Observation) -> str:
     now = seen.sample
-    groups = _grouped({cause: one.num_jobs for cause, one in now.waiting.items()})
+    groups = _grouped({cause: group.num_jobs for cause, group in now.waiting.items()})
     shown = [
         ("GPUs free", f"{now.gpus - now.gpus_allocated:,}", f"of {now.gpus:,}"),
         ("GPUs stranded", f"{now.stranded_gpus:,}", "free, of no use to any pending job"),
@@ -137,10 +137,12 @@ def _heat_map(seen: Observation) -> str:
     if not nodes and not out:
         return nothing("No node has GPUs.")
     large = len(nodes) + len(out) <= MAX_LARGE_CELLS
-    cells = [cell(one.node, _indicator(one), class_of(one.indicator or 0.0), _hint(one), large) for one in nodes]
-    cells += [cell(one.name, "out", OUT_OF_USE, f"{one.name}: {one.state} {one.reason}".strip(), large) for one in out]
-    rest = len(seen.fragmentation.nodes) - len(nodes)
-    without = f"<p>{rest:,} node(s) without GPUs are not shown.</p>" if rest else ""
+    cells = [cell(node.node, _indicator(node), class_of(node.indicator or 0.0), _hint(node), large) for node in nodes]
+    cells += [
+        cell(node.name, "out", OUT_OF_USE, f"{node.name}: {node.state} {node.reason}".strip(), large) for node in out
+    ]
+    num_hidden = len(seen.fragmentation.nodes) - len(nodes)
+    without = f"<p>{num_hidden:,} node(s) without GPUs are not shown.</p>" if num_hidden else ""
     return f'<div class="cells">{"".join(cells)}</div>{_legend(range(NUM_CLASSES + bool(out)))}{without}'
 
 
@@ -149,23 +151,26 @@ def _legend(kinds: Iterable[int]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _indicator(one: NodeFragmentation) -> str:
-    return signed(one.indicator or 0.0).replace("-", "−")
+def _indicator(node: NodeFragmentation) -> str:
+    return signed(node.indicator or 0.0).replace("-", "−")
 
 
-def _hint(one: NodeFragmentation) -> str:
+def _hint(node: NodeFragmentation) -> str:
     return (
-        f"{one.node}: {one.cpus_free} of {one.cpus} CPUs and {one.gpus_free} of {one.gpus} GPUs free, "
-        f"indicator {_indicator(one)}, {one.stranded_gpus} GPU(s) stranded"
-        + (f" for want of {one.lacking}" if one.lacking else "")
+        f"{node.node}: {node.cpus_free} of {node.cpus} CPUs and {node.gpus_free} of {node.gpus} GPUs free, "
+        f"indicator {_indicator(node)}, {node.stranded_gpus} GPU(s) stranded"
+        + (f" for want of {node.lacking}" if node.lacking else "")
     )
 
 
 def _class_history(samples: Sequence[Sample]) -> str:
-    bins = [some for some in binned(samples, MAX_BARS) if any(sum(one.classes) for one in some)]
+    bins = [some for some in binned(samples, MAX_BARS) if any(sum(sample.classes) for sample in some)]
     if len(bins) < 2:
         return _too_few(samples)
-    bars = [(_middle(some), [fmean(one.classes[kind] for one in some) for kind in range(NUM_CLASSES)]) for some in bins]
+    bars = [
+        (_middle(some), [fmean(sample.classes[kind] for sample in some) for kind in range(NUM_CLASSES)])
+        for some in bins
+    ]
     high = max(sum(sizes) for _, sizes in bars)
     legend = _legend(range(NUM_CLASSES))
     note = "<p>Nodes with GPUs in each class of the indicator.</p>"
@@ -182,10 +187,14 @@ def _class_history(samples: Sequence[Sample]) -> str:
 
 def _utilisation(samples: Sequence[Sample]) -> str:
     lines: list[tuple[str, int, Callable[[Sample], float | None]]] = [
-        ("GPUs held", 0, lambda one: _share(one.gpus_allocated, one.gpus)),
-        ("CPUs held", 1, lambda one: _share(one.cpus_allocated, one.cpus)),
-        ("CPU load", 3, lambda one: None if one.cpu_load is None else _share(min(one.cpu_load, one.cpus), one.cpus)),
-        ("stranded", 2, lambda one: _share(one.stranded_gpus, one.gpus)),
+        ("GPUs held", 0, lambda sample: _share(sample.gpus_allocated, sample.gpus)),
+        ("CPUs held", 1, lambda sample: _share(sample.cpus_allocated, sample.cpus)),
+        (
+            "CPU load",
+            3,
+            lambda sample: None if sample.cpu_load is None else _share(min(sample.cpu_load, sample.cpus), sample.cpus),
+        ),
+        ("stranded", 2, lambda sample: _share(sample.stranded_gpus, sample.gpus)),
     ]
     note = "<p>Shares of what is in use; <em>stranded</em>: of the GPUs, those that no pending job can use.</p>"
     return note + _over_time(samples, lines, lambda _: share_axis(), "utilisation over time")
@@ -193,7 +202,7 @@ def _utilisation(samples: Sequence[Sample]) -> str:
 
 def _queue_history(samples: Sequence[Sample]) -> str:
     def count(name: str) -> Callable[[Sample], float]:
-        return lambda one: sum(some.num_jobs for cause, some in one.waiting.items() if _group_of(cause) == name)
+        return lambda sample: sum(some.num_jobs for cause, some in sample.waiting.items() if _group_of(cause) == name)
 
     lines = [(name, style, count(name)) for style, name in enumerate(_GROUPS)]
     return _over_time(samples, lines, count_axis, "pending jobs by cause over time")
@@ -213,22 +222,22 @@ def _over_time(
         points = [(_middle(some), _mean(map(value, some))) for some in bins]
         if any(known for _, known in points):
             series.append(Series(name, style, with_gaps(points)))
-    high = max((known or 0.0 for one in series for _, known in one.points), default=0.0)
+    high = max((known or 0.0 for curve in series for _, known in curve.points), default=0.0)
     return both(lambda width: line_chart(series, _time_axis(samples, width), axis(high), width, HEIGHT, title))
 
 
 def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
     """How many of the jobs that wait for resources have waited at least so long, by cause."""
-    queued = [one for one in waiting if one.job.waits_for_resources]
+    queued = [pending_job for pending_job in waiting if pending_job.job.waits_for_resources]
     if not queued:
         return nothing("No job waits for resources.")
-    high = max(_log_age(one.waited_s) for one in queued) + 1 / DELAY_STEPS
+    high = max(_log_age(pending_job.waited_s) for pending_job in queued) + 1 / DELAY_STEPS
     series = []
     for style, name in enumerate(_GROUPS):
         counts: Counter[float] = Counter()
-        for one in queued:
-            if _group_of(one.cause) == name:
-                counts[round(_log_age(one.waited_s) * DELAY_STEPS) / DELAY_STEPS] += one.job.num_records
+        for pending_job in queued:
+            if _group_of(pending_job.cause) == name:
+                counts[round(_log_age(pending_job.waited_s) * DELAY_STEPS) / DELAY_STEPS] += pending_job.job.num_records
         left = counts.total()
         points = [(_LOG_SHORTEST, float(left))]
         for place, count in sorted(counts.items()):
@@ -236,7 +245,7 @@ def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
             points.append((place, float(left)))
         if counts:
             series.append(Series(name, style, points, steps=True))
-    most = max(one.points[0][1] or 0.0 for one in series)
+    most = max(curve.points[0][1] or 0.0 for curve in series)
     note = "<p>Jobs that have waited at least so long for resources, since they could have started.</p>"
     return note + both(
         lambda width: line_chart(
@@ -253,15 +262,15 @@ def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
 def _worst_nodes(seen: Observation) -> str:
     rows = [
         (
-            one.node,
-            _indicator(one),
-            f"{one.gpus_free} of {one.gpus}",
-            f"{one.cpus_free} of {one.cpus}",
-            one.stranded_gpus,
-            one.lacking or "–",
+            node.node,
+            _indicator(node),
+            f"{node.gpus_free} of {node.gpus}",
+            f"{node.cpus_free} of {node.cpus}",
+            node.stranded_gpus,
+            node.lacking or "–",
         )
-        for one in seen.fragmentation.gpu_nodes
-        if one.stranded_gpus or class_of(one.indicator or 0.0) != class_of(0.0)
+        for node in seen.fragmentation.gpu_nodes
+        if node.stranded_gpus or class_of(node.indicator or 0.0) != class_of(0.0)
     ][:NUM_WORST]
     head = ("Node", "Indicator", "GPUs free", "CPUs free", "Stranded GPUs", "Lacks")
     return html_table(head, rows, "No node has stranded GPUs, or CPUs and GPUs far out of step.")
@@ -270,16 +279,16 @@ def _worst_nodes(seen: Observation) -> str:
 def _longest_waits(seen: Observation) -> str:
     rows = [
         (
-            one.job.label,
-            one.job.user,
-            _short(one.job.name),
-            one.job.count("gpu"),
-            one.job.num_cpus,
-            one.cause,
-            duration(one.waited_s),
+            pending_job.job.label,
+            pending_job.job.user,
+            _short(pending_job.job.name),
+            pending_job.job.count("gpu"),
+            pending_job.job.num_cpus,
+            pending_job.cause,
+            duration(pending_job.waited_s),
         )
-        for one in seen.waiting
-        if one.job.waits_for_resources
+        for pending_job in seen.waiting
+        if pending_job.job.waits_for_resources
     ][:NUM_WORST]
     return html_table(
         ("Job", "User", "Name", "GPUs", "CPUs", "Waits for", "Since"), rows, "No job waits for resources."
@@ -287,24 +296,24 @@ def _longest_waits(seen: Observation) -> str:
 
 
 def _would_gain(seen: Observation) -> str:
-    rows = [_gain(one) for one in advise(seen.snapshot, seen.wait_shares)[:NUM_WORST]]
+    rows = [_gain(finding) for finding in advise(seen.snapshot, seen.wait_shares)[:NUM_WORST]]
     return html_table(("Job", "User", "State", "Basis", "GPU hours a day", "Why", "What to do"), rows, "None is known.")
 
 
-def _gain(one: Advice) -> tuple[object, ...]:
-    hours = "–" if one.gpu_hours_per_day is None else f"{one.gpu_hours_per_day:,.1f}"
-    return (one.job, one.user, one.state, one.basis, hours, one.text, one.step)
+def _gain(finding: Advice) -> tuple[object, ...]:
+    hours = "–" if finding.gpu_hours_per_day is None else f"{finding.gpu_hours_per_day:,.1f}"
+    return (finding.job, finding.user, finding.state, finding.basis, hours, finding.text, finding.step)
 
 
 def binned(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
     """The samples in at most so many spans of equal length; empty spans are left out."""
     if len(samples) <= most:
-        return [[one] for one in samples]
+        return [[sample] for sample in samples]
     start_s, end_s = samples[0].taken_s, samples[-1].taken_s
     bins: dict[int, list[Sample]] = {}
-    for one in samples:
-        place = int((one.taken_s - start_s) / (end_s - start_s) * most)
-        bins.setdefault(min(place, most - 1), []).append(one)
+    for sample in samples:
+        place = int((sample.taken_s - start_s) / (end_s - start_s) * most)
+        bins.setdefault(min(place, most - 1), []).append(sample)
     return [bins[place] for place in sorted(bins)]
 
 
@@ -347,7 +356,7 @@ def _delay_axis(high: float, width: int) -> Axis:
 
 
 def _middle(some: Sequence[Sample]) -> float:
-    return fmean(one.taken_s for one in some)
+    return fmean(sample.taken_s for sample in some)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -166,6 +166,6 @@ def signed(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """`2-03:04:05` as Slurm writes it."""
-    days, rest = divmod(int(seconds), 86400)
-    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    days, left = divmod(int(seconds), 86400)
+    clock = f"{left // 3600:02}:{left // 60 % 60:02}:{left % 60:02}"
     return f"{days}-{clock}" if days else clock

@@ -47,14 +47,14 @@ def simulation_page(title: str, compared: Sequence[Compared], lines: Sequence[st
         lines: what was simulated, assumed and left out.
     """
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    disciplines = list(dict.fromkeys(one.discipline for one in compared))
+    disciplines = list(dict.fromkeys(comparison.discipline for comparison in compared))
     body = [
         f"<header><h1>{escape(title)}</h1>{said}</header>",
         _tiles(compared),
         card("Figures", _table(compared), True),
     ]
     for discipline in disciplines:
-        own = [one for one in compared if one.discipline == discipline]
+        own = [comparison for comparison in compared if comparison.discipline == discipline]
         body += [
             card(f"Completion time, {discipline}", _bars(own)),
             card(f"How long jobs wait, {discipline}", _waits(own)),
@@ -70,9 +70,9 @@ def hours(seconds: float) -> str:
 
 
 def _tiles(compared: Sequence[Compared]) -> str:
-    best = min(compared, key=lambda one: one.mean("mean_jct_s") or 0.0)
-    own = [one for one in compared if one.discipline == best.discipline]
-    worst = max(own, key=lambda one: one.mean("mean_jct_s") or 0.0)
+    best = min(compared, key=lambda comparison: comparison.mean("mean_jct_s") or 0.0)
+    own = [comparison for comparison in compared if comparison.discipline == best.discipline]
+    worst = max(own, key=lambda comparison: comparison.mean("mean_jct_s") or 0.0)
     jct_s, worst_s = best.mean("mean_jct_s") or 0.0, worst.mean("mean_jct_s") or 0.0
     return tiles(
         [
@@ -92,23 +92,23 @@ def _table(compared: Sequence[Compared]) -> str:
         "GPUs allocated", "effective", "CPUs allocated", "productive", "Cost",
     )  # fmt: skip
     rows = []
-    for one in compared:
-        low, high = one.interval("mean_jct_s") or (0.0, 0.0)
-        cost = one.mean("cost")
+    for comparison in compared:
+        low, high = comparison.interval("mean_jct_s") or (0.0, 0.0)
+        cost = comparison.mean("cost")
         rows.append(
             (
-                one.policy,
-                one.discipline,
-                hours(one.mean("mean_jct_s") or 0.0),
+                comparison.policy,
+                comparison.discipline,
+                hours(comparison.mean("mean_jct_s") or 0.0),
                 f"{hours(low)} to {hours(high)}" if high > low else "–",
-                hours(one.mean("mean_wait_s") or 0.0),
-                hours(one.mean("p95_wait_s") or 0.0),
-                f"{one.mean('p99_slowdown') or 0.0:.1f}",
-                duration(one.mean("makespan_s") or 0.0),
-                percent(one.mean("gpu_allocated") or 0.0),
-                percent(one.mean("gpu_effective") or 0.0),
-                percent(one.mean("cpu_allocated") or 0.0),
-                percent(one.mean("cpu_productive") or 0.0),
+                hours(comparison.mean("mean_wait_s") or 0.0),
+                hours(comparison.mean("p95_wait_s") or 0.0),
+                f"{comparison.mean('p99_slowdown') or 0.0:.1f}",
+                duration(comparison.mean("makespan_s") or 0.0),
+                percent(comparison.mean("gpu_allocated") or 0.0),
+                percent(comparison.mean("gpu_effective") or 0.0),
+                percent(comparison.mean("cpu_allocated") or 0.0),
+                percent(comparison.mean("cpu_productive") or 0.0),
                 "–" if cost is None else f"{cost:,.0f}",
             )
         )
@@ -118,14 +118,14 @@ def _table(compared: Sequence[Compared]) -> str:
 def completion_bars(own: Sequence[Compared], width: int, height: int, title: str) -> str:
     """Mean completion time in hours, in parts: running, and what jobs wait for."""
     bars = []
-    for place, one in enumerate(own):
-        waited = one.waiting_s()
+    for place, comparison in enumerate(own):
+        waited = comparison.waiting_s()
         backfill = waited["reservation"] + waited["cycle"]
         parts = [waited["gpus"], waited["cpus"], waited["memory"], waited["queue"], backfill]
-        running = max(0.0, (one.mean("mean_jct_s") or 0.0) - sum(parts))
+        running = max(0.0, (comparison.mean("mean_jct_s") or 0.0) - sum(parts))
         bars.append((float(place), [part / 3600 for part in (running, *parts)]))
     high = max(sum(sizes) for _, sizes in bars)
-    names = [(float(place), one.policy) for place, one in enumerate(own)]
+    names = [(float(place), comparison.policy) for place, comparison in enumerate(own)]
     step = max(1, len(names) * 70 // width + (1 if width < WIDE else 0))
     shown = [name if at % step == 0 else (name[0], "") for at, name in enumerate(names)]
     # Names stand in the middle below their bars; the first and the last text of an axis do not.
@@ -145,7 +145,7 @@ def _bars(own: Sequence[Compared]) -> str:
 
 
 def _waits(own: Sequence[Compared]) -> str:
-    curves = [(one.policy, waits(one.first)) for one in own[:MOST_LINES]]
+    curves = [(comparison.policy, waits(comparison.first)) for comparison in own[:MOST_LINES]]
     longest_s = max((curve[-1][0] for _, curve in curves if curve), default=0.0)
     if longest_s <= _SHORTEST_S:
         return nothing("No job waits longer than a minute.")
@@ -165,7 +165,9 @@ def _waits(own: Sequence[Compared]) -> str:
 
 
 def _over_time(own: Sequence[Compared], points: Sequence[Series], title: str) -> str:
-    end_s = max((float(one.first.use.at_s[-1]) for one in own if len(one.first.use.at_s)), default=0.0)
+    end_s = max(
+        (float(comparison.first.use.at_s[-1]) for comparison in own if len(comparison.first.use.at_s)), default=0.0
+    )
     if end_s <= 0:
         return nothing("No job ran.")
     # Logs of a day or two are read in hours, longer ones in days.
@@ -184,7 +186,8 @@ def _over_time(own: Sequence[Compared], points: Sequence[Series], title: str) ->
 
 def _effective(own: Sequence[Compared]) -> str:
     series = [
-        Series(one.policy, style, effective_points(one.first), steps=True) for style, one in enumerate(own[:MOST_LINES])
+        Series(comparison.policy, style, effective_points(comparison.first), steps=True)
+        for style, comparison in enumerate(own[:MOST_LINES])
     ]
     return _over_time(own, series, "effective GPUs as a share of all")
 
@@ -202,12 +205,12 @@ def effective_points(outcome: Outcome) -> list[tuple[float, float | None]]:
 
 def _fragmentation(own: Sequence[Compared]) -> str:
     series = []
-    for style, one in enumerate(own[:MOST_LINES]):
-        seen = one.first.fragmentation
+    for style, comparison in enumerate(own[:MOST_LINES]):
+        seen = comparison.first.fragmentation
         if seen is not None:
             every = max(1, len(seen.at_s) // _POINTS)
             points = zip(seen.at_s[::every].tolist(), seen.indicator[::every].tolist(), strict=True)
-            series.append(Series(one.policy, style, list(points)))
+            series.append(Series(comparison.policy, style, list(points)))
     if not series:
         return nothing("It was not sampled.")
     return _over_time(own, series, "mean of |freeCPU/CPU - freeGPU/GPU| over the nodes with GPUs")

@@ -52,7 +52,8 @@ def _elastic_lines(status: Status) -> list[str]:
     """What the elastic controller says, and its last changes."""
     lines = [f"elastic: {status.elastic}"] if status.elastic else []
     lines += [
-        f"  {duration_words(one.ago_s)} ago: {one.action} {one.count}, because {one.reason}" for one in status.decisions
+        f"  {duration_words(decision.ago_s)} ago: {decision.action} {decision.count}, because {decision.reason}"
+        for decision in status.decisions
     ]
     return [printable(line) for line in lines]
 

@@ -125,8 +125,8 @@ def compare(
     for scenario in scenarios:
         runs, first = [], None
         for place, workload in enumerate(workloads):
-            told = _told(progress, scenario, place, len(workloads))
-            outcome = simulate(workload, cluster, replace(scenario, seed=base.seed + place), told)
+            report = _told(progress, scenario, place, len(workloads))
+            outcome = simulate(workload, cluster, replace(scenario, seed=base.seed + place), report)
             runs.append(measure(outcome, window_s, prices))
             first = first or outcome
         if first is not None:

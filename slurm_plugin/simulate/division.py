@@ -163,7 +163,7 @@ class Division:
         """Where the trainers of these rows are."""
         running = self._running
         held = [running.placements[row] for row in rows.tolist()]
-        placed = [placement for _, placement in (one for one in held if one is not None)]
+        placed = [placement for _, placement in (home for home in held if home is not None)]
         counts = [len(placement.nodes) for placement in placed]
         row = np.repeat(np.arange(len(rows)), counts)
         units = np.concatenate([placement.units for placement in placed]) if placed else np.zeros(0)

@@ -445,7 +445,7 @@ class _Engine:
         columns = (load.units, load.gpus, self._unit_cpus, load.memory_gib, self._scenario.extra_cpus(load))
         table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
         unique, inverse = np.unique(table, axis=0, return_inverse=True)
-        shapes = [Shape(int(units), *rest) for units, *rest in unique.tolist()]
+        shapes = [Shape(int(units), *shape) for units, *shape in unique.tolist()]
         return shapes, inverse.reshape(-1).tolist()
 
     def _too_large(self) -> dict[int, str]:

@@ -68,8 +68,8 @@ class Lines:
             raise SimulationInputError(self.source, [f"line {line}: {text}" for line, text in sorted(self.problems)])
         kept = [(line, record) for line, record in self.records if line not in self.bad]
         if not kept:
-            told = [f"line {line}: {text}" for line, text in sorted(self.problems)]
-            raise SimulationInputError(self.source, [*told, "there is no job in it"])
+            problems = [f"line {line}: {text}" for line, text in sorted(self.problems)]
+            raise SimulationInputError(self.source, [*problems, "there is no job in it"])
         return kept
 
 

@@ -93,9 +93,9 @@ def _same_order(simulated: Floats, real: Floats) -> float:
         return 1.0
     draw = np.random.default_rng(0)
     if size * (size - 1) // 2 <= _PAIRS:
-        one, other = np.triu_indices(size, 1)
+        first, other = np.triu_indices(size, 1)
     else:
-        one, other = draw.integers(0, size, (2, _PAIRS))
-        one, other = one[one != other], other[one != other]
-    product = (simulated[one] - simulated[other]) * (real[one] - real[other])
+        first, other = draw.integers(0, size, (2, _PAIRS))
+        first, other = first[first != other], other[first != other]
+    product = (simulated[first] - simulated[other]) * (real[first] - real[other])
     return float((product >= 0).mean())

@@ -20,7 +20,7 @@ class Reservation:
         self._now_s = now_s
         ends_s = running.planned_ends_s(now_s, limit_factor)
         rows = [row for row in np.argsort(ends_s, kind="stable").tolist() if running.placements[row] is not None]
-        held = [one for one in (running.placements[row] for row in rows) if one is not None]
+        held = [placement for placement in (running.placements[row] for row in rows) if placement is not None]
         # The fewest ends with which it fits: that it fits never becomes untrue with one end more.
         low, high = 1, len(rows)
         self.start_s = np.inf

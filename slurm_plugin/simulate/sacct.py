@@ -121,7 +121,7 @@ def _job(
     limit = text_or_empty(record.get("TimelimitRaw", "").replace("Partition_Limit", ""))
     limit_min = lines.number(line, {"TimelimitRaw": limit}, "TimelimitRaw", 0.0)
     filled = {name: record.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": job}
-    stepped = [{name: one.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": f"{job}.0"} for one in steps]
+    stepped = [{name: step.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": f"{job}.0"} for step in steps]
     try:
         usage = usages_of([filled, *stepped])[0]
         memory_gib = megabytes(tres(record["AllocTRES"]).get("mem", "")) / _MB_PER_GIB

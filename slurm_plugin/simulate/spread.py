@@ -58,9 +58,9 @@ def used_cpus(homes: Homes, target: Floats, free: Floats) -> Floats:
     """CPUs that data workers hold of each node: local ones, and the others where most is free."""
     local_of_job, used = local_cpus(homes, target, free)
     remote = float((target - local_of_job).sum())
-    rest = free - used
-    order = np.argsort(-rest, kind="stable")
-    used[order] += np.diff(np.minimum(np.cumsum(rest[order]), remote), prepend=0.0)
+    left = free - used
+    order = np.argsort(-left, kind="stable")
+    used[order] += np.diff(np.minimum(np.cumsum(left[order]), remote), prepend=0.0)
     return used
 
 

@@ -171,10 +171,10 @@ def build(
     return whole.only(order)
 
 
-def _numbered(words: Sequence[str], size: int) -> tuple[tuple[str, ...], Ints]:
+def _numbered(names: Sequence[str], size: int) -> tuple[tuple[str, ...], Ints]:
     """The different words in their order, and the number of each."""
-    if not words:
+    if not names:
         return ("",), np.zeros(size, dtype=np.int64)
     numbers: dict[str, int] = {}
-    places = [numbers.setdefault(word, len(numbers)) for word in words]
+    places = [numbers.setdefault(word, len(numbers)) for word in names]
     return tuple(numbers), np.array(places, dtype=np.int64)

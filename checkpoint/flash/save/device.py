@@ -76,7 +76,7 @@ class Copier:
             if not tensor.is_cpu:
                 destination.copy_(tensor.cpu())
         in_memory = [pair for pair in pairs if pair[1].is_cpu]
-        copy_in_memory([one for one, _ in in_memory], [one for _, one in in_memory], moves)
+        copy_in_memory([source for source, _ in in_memory], [target for _, target in in_memory], moves)
 
 
 def pin(memory: torch.Tensor) -> Callable[[], object] | None:

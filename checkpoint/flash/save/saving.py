@@ -217,9 +217,9 @@ class Saving:
         if not self._check_async:
             return []
         with torch.no_grad():
-            plain = (one.detach().cpu().resolve_conj().resolve_neg() for one in taken.tensors)
-            rows = (one.clone(memory_format=torch.contiguous_format).reshape(-1) for one in plain)
-            return [checksum(one.view(torch.uint8).numpy().tobytes()) for one in rows]
+            plain = (tensor.detach().cpu().resolve_conj().resolve_neg() for tensor in taken.tensors)
+            rows = (tensor.clone(memory_format=torch.contiguous_format).reshape(-1) for tensor in plain)
+            return [checksum(row.view(torch.uint8).numpy().tobytes()) for row in rows]
 
     def _check_unchanged(self, pending: _Pending, entries: Sequence[int]) -> None:
         if not pending.checksums:

@@ -8,6 +8,7 @@ script is wrong; `hetstream sbatch` and `hetstream run` pass on the exit code of
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import logging
@@ -53,6 +54,8 @@ VERBS = {
     "uninstall": "take away what install placed",
     "devcluster": "boot a throw-away Slurm cluster on this machine",
 }
+# What a write says that finds no room; it names no file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _verb_of(argv: Sequence[str]) -> str | None:
@@ -96,10 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hetstream {verb}: {type(error).__name__}: {text}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe (`| head`) has enough.
+        _drop_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if error.errno in _FULL and error.filename is None and not args.verbose:
+            _flush_or_drop()
+            told = f"{error.strerror}: what it writes, to stdout or a file, is cut off"
+            print(f"hetstream {verb}: {told}", file=sys.stderr)
+            return 1
         # A path that the user gave cannot be read or written; an error without a path is a fault of ours.
         if error.filename is None or args.verbose:
             raise
@@ -112,3 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _flush_or_drop() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
+
+
+def _drop_stdout() -> None:
+    """Let nothing more be written, not even by Python at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,7 +17,6 @@ from hetstream.slurm_plugin.client.users import is_own
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
 from hetstream.slurm_plugin.insight.proposals import (
-    NO_HISTORY,
     NextSubmission,
     Remembered,
     next_submissions,
@@ -96,8 +95,7 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot, history: Remembered
         )
     sections = [Section("advice", _COLUMNS, rows)]
     if history is not None:
-        if history.problem or not history.jobs:
-            notes.append(history.problem or NO_HISTORY)
+        notes += history.notes
         proposals = [_row(submission) for submission in next_submissions(history, snapshot.taken_s)]
         sections.append(Section("next_submissions", _NEXT_COLUMNS, proposals, title="next submissions, from history:"))
     return Report(meta_of("advise", snapshot), summary, lines, tuple(sections), notes)

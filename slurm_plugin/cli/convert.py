@@ -20,7 +20,7 @@ from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_w
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
-from hetstream.slurm_plugin.insight.proposals import NO_HISTORY, as_directives, for_script, remember
+from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
 from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
@@ -91,21 +91,23 @@ def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tu
     places = [Path.cwd() / IN_SUBMIT_DIR]
     pattern = setting(JOBS_DIR, os.environ)
     history = remember([*places, *([for_user(pattern)] if pattern else [])], os.environ, time.time())
-    if history.problem:
-        return [], [f"--auto: {history.problem}"]
-    if not history.jobs:
-        return [], [f"--auto: {NO_HISTORY}"]
+    told = [f"--auto: {note}" for note in history.notes]
+    if history.problem or not history.jobs:
+        return [], told
     asked = SbatchOptions((*script_options(text, name), *(option for option in options if not is_own(option.name))))
     proposal = for_script(history, name, asked)
     if proposal is None:
-        return [], [f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history"]
+        return [], [
+            *told,
+            f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history",
+        ]
     if not proposal.options:
-        return [], [f"--auto: no data workers are proposed: {proposal.reason}"]
+        return [], [*told, f"--auto: no data workers are proposed: {proposal.reason}"]
     found = as_directives(proposal, [*read_directives(text, name), *from_command_line(options)])
     options_text = (
         " ".join(f"--{option.name}={option.value}" for option in found) or "nothing that the script does not say itself"
     )
-    return found, [f"--auto: {options_text}", f"    because of {proposal.reason}"]
+    return found, [*told, f"--auto: {options_text}", f"    because of {proposal.reason}"]
 
 
 def _explanation(conversion: Conversion, name: str) -> list[str]:

@@ -50,6 +50,9 @@ exit codes:
   2  the command line is wrong
 """
 _HOUR_S = 3600.0
+# Nodes that fail more often are taken out of any cluster, and make more events than a simulation comes to an end with.
+_LEAST_NODE_MTBF_HOURS = 1.0
+_MOST_SEEDS = 10_000
 _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
@@ -203,8 +206,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse numbers that mean nothing; what a scenario asks of its own, it checks itself."""
-    if args.seeds < 1:
-        raise UsageError(f"--seeds={args.seeds}: must be at least 1")
+    if not 1 <= args.seeds <= _MOST_SEEDS:
+        raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")
     for name in ("seed", "list"):
         if (value := getattr(args, name)) < 0:
             raise UsageError(f"--{name}={value}: must be 0 or more")
@@ -212,6 +215,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number of hours above 0")
+    if args.node_mtbf is not None and args.node_mtbf < _LEAST_NODE_MTBF_HOURS:
+        raise UsageError(f"--node-mtbf={args.node_mtbf:g}: must be at least {_LEAST_NODE_MTBF_HOURS:g} hour")
     for name in ("gpu_hour", "cpu_hour"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:

@@ -32,11 +32,21 @@ class Remembered:
         jobs: the oldest first.
         user: what stands in it for this user; "" if that is not known.
         problem: why it could not be used; empty if it could.
+        num_unreadable: records in it that are damaged, and left out.
     """
 
     jobs: tuple[PastJob, ...] = ()
     user: str = ""
     problem: str = ""
+    num_unreadable: int = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of it."""
+        if self.problem:
+            return [self.problem]
+        found = [f"{self.num_unreadable} damaged record(s) of the job history are left out"]
+        return (found if self.num_unreadable else []) + ([] if self.jobs else [NO_HISTORY])
 
 
 def remember(places: Iterable[Path], environ: Mapping[str, str], now_s: float) -> Remembered:
@@ -48,7 +58,8 @@ def remember(places: Iterable[Path], environ: Mapping[str, str], now_s: float) -
             return Remembered()
         with JobHistory(directory, plain_names=keeps_plain_names(environ)) as history:
             history.add(new, now_s)
-            return Remembered(tuple(history.jobs()), history.user(own_name()))
+            jobs = tuple(history.jobs())
+            return Remembered(jobs, history.user(own_name()), num_unreadable=history.num_unreadable)
     except HistoryError as error:
         return Remembered(problem=str(error))
     except OSError as error:

@@ -12,7 +12,6 @@ network file systems. A transaction takes milliseconds; others wait for it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base import typed_json
+from hetstream.base.files import Directory
 from hetstream.hetjob.jobs_dir import for_user, setting, site_value
 from hetstream.slurm_plugin.database import HistoryFile, create_private, transaction
 from hetstream.slurm_plugin.model.past_job import PastJob
@@ -64,6 +64,7 @@ class JobHistory(HistoryFile):
 
     Attributes:
         is_read_only: nothing can be added: the file is somebody else's.
+        num_unreadable: records that `jobs` last left out.
 
     Raises:
         HistoryError: it cannot be used, or is another program's.
@@ -77,6 +78,7 @@ class JobHistory(HistoryFile):
         self._key: bytes | None = None
         self._plain_names = plain_names
         self.is_read_only = False
+        self.num_unreadable = 0
         self._open(self._connect, self._prepare)
 
     def _connect(self) -> sqlite3.Connection:
@@ -100,7 +102,7 @@ class JobHistory(HistoryFile):
             tables = "jobs (job text not null, ended_s real not null, record text not null, primary key (job, ended_s))"
             self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
         if not self._plain_names:
-            self._key = _key(self.path.parent / KEY_FILE, may_make=not self.is_read_only)
+            self._key = self._key_of_place()
 
     def user(self, name: str) -> str:
         """What is kept for a user's name; "" where the key cannot be read, so that nobody is taken for another."""
@@ -130,7 +132,10 @@ class JobHistory(HistoryFile):
             with transaction(self._database):
                 self._database.executemany("insert or ignore into jobs values (?, ?, ?)", rows)
                 added = self._count() - before
-                self._database.execute("delete from jobs where ended_s < ?", (now_s - self._keep_s,))
+                # By a clock that is a year ahead, all that is kept would be too old.
+                (newest_s,) = self._database.execute("select coalesce(max(ended_s), 0) from jobs").fetchone()
+                oldest_s = min(now_s, newest_s) - self._keep_s
+                self._database.execute("delete from jobs where ended_s < ?", (oldest_s,))
                 self._database.execute(
                     "delete from jobs where rowid not in (select rowid from jobs order by ended_s desc, job limit ?)",
                     (self._keep_jobs,),
@@ -138,38 +143,62 @@ class JobHistory(HistoryFile):
         return added
 
     def jobs(self) -> list[PastJob]:
-        """All that are kept, the oldest first.
+        """All that are kept, the oldest first. A record that is damaged costs itself, and not the others.
 
         Raises:
             HistoryError: it cannot be read.
         """
         with self._named():
-            rows = self._database.execute("select record from jobs order by ended_s, job").fetchall()
-            return [typed_json.decode(text, PastJob) for (text,) in rows]
+            rows = self._database.execute("select cast(record as blob) from jobs order by ended_s, job").fetchall()
+        found = [job for (text,) in rows if (job := _decoded(text)) is not None]
+        self.num_unreadable = len(rows) - len(found)
+        return found
+
+    def _key_of_place(self) -> bytes | None:
+        """The key for names, made where there is none: by one process, and whole or not at all.
+
+        A part of one, which a crash has left, has named nobody yet: it is replaced.
+        """
+        path = self.path.parent / KEY_FILE
+        found = _read_key(path)
+        if found or found is None or self.is_read_only:
+            return found
+        with transaction(self._database):
+            found = _read_key(path)
+            if found == b"":
+                found = secrets.token_bytes(_KEY_BYTES)
+                with Directory.open(path.parent) as directory:
+                    directory.write_whole(path.name, found)
+        return found
 
     def _count(self) -> int:
         (num,) = self._database.execute("select count(*) from jobs").fetchone()
         return int(num)
 
 
-def _key(path: Path, *, may_make: bool) -> bytes | None:
-    """The key for names; None if this user may not read it.
+def _decoded(text: bytes) -> PastJob | None:
+    """A record; None if it is damaged."""
+    try:
+        return typed_json.decode(text, PastJob)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _read_key(path: Path) -> bytes | None:
+    """The key for names; empty if there is none that is whole, None if this user may not read it.
 
     Raises:
-        OSError: it cannot be made, or others could have written it.
+        OSError: others could have written it.
     """
-    if may_make:
-        with contextlib.suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (PermissionError, FileNotFoundError):
+    except PermissionError:
         return None
+    except FileNotFoundError:
+        return b""
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if stat.S_IMODE(status.st_mode) & 0o022 or status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(1, f"others can write to {path}, which holds the key for names", str(path))
         found = file.read(_KEY_BYTES)
-    return found if len(found) == _KEY_BYTES else None
+    return found if len(found) == _KEY_BYTES else b""

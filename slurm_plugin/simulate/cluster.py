@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,9 @@ def parse(text: str) -> Cluster:
     """
     if text.lstrip().startswith("{"):
         try:
-            document = json.loads(text)
+            document = json.loads(text, object_pairs_hook=_without_doubles)
         except ValueError as exc:
-            raise SimulationInputError("cluster", [f"it is no JSON: {exc}"]) from exc
+            raise SimulationInputError("cluster", [f"it cannot be read as JSON: {exc}"]) from exc
         groups = document.get("nodes") if isinstance(document, dict) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise SimulationInputError("cluster", ['it has no list "nodes" of objects'])
@@ -114,7 +114,8 @@ def parse(text: str) -> Cluster:
             continue
         try:
             pairs = [item.split("=") for item in match[2].split(",")]
-            groups.append({"count": float(match[1] or 1), **{name: float(value) for name, value in pairs}})
+            own = _without_doubles([(name, float(value)) for name, value in pairs])
+            groups.append({"count": float(match[1] or 1), **own})
         except ValueError as exc:
             problems.append(f"{part!r}: {exc}")
     if problems:
@@ -133,6 +134,20 @@ def of_nodes(nodes: Iterable[Node]) -> Cluster:
         for node in nodes
         if node.is_usable
     )
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary; of a key that stands twice nobody can know which one is meant.
+
+    Raises:
+        ValueError: there is one.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"{', '.join(double)} stands there twice")
+    return found
 
 
 def _is_amount(value: object) -> bool:

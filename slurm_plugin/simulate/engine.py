@@ -252,7 +252,9 @@ class _Engine:
             return
         if self._has_backfill and self._is_due and self._cycle_s == math.inf:
             step_s = self._scenario.queue.interval_s
-            self._cycle_s = self._now_s if step_s == 0 else step_s * math.ceil(self._now_s / step_s)
+            # Rounding must not put a cycle into the past.
+            next_s = step_s * math.ceil(self._now_s / step_s) if step_s else self._now_s
+            self._cycle_s = max(self._now_s, next_s)
         if self._cycle_s <= self._now_s:
             self._cycle_s = math.inf
             self._backfill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetstream.base.text import printable
@@ -12,6 +12,7 @@ from hetstream.slurm_plugin.errors import SimulationInputError
 
 Convert = Callable[[str], float]
 _MOST_SHOWN = 60
+_NUL = "a byte of it is 0, which no text has"
 # Beyond it, seconds are no longer told apart well enough for the books to balance. Epochs in seconds are below.
 MOST = 1e10
 
@@ -88,14 +89,16 @@ def read(
     Raises:
         SimulationInputError: the head line lacks columns or has unknown ones; there is none.
     """
-    plain = (line.replace("\0", "") for line in text)
+    lines = _Lines(text)
     # Slurm quotes nothing. Elsewhere a quote that is not closed must not swallow the rest of the file.
     quoted = delimiter == ","
-    rows = csv.reader(plain, strict=True) if quoted else csv.reader(plain, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    rows = csv.reader(lines, strict=True) if quoted else csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
     try:
         head: Sequence[str] = next(rows, [])
     except csv.Error as error:
         raise SimulationInputError(source, [f"line 1: {error}"]) from error
+    if lines.has_nul():
+        raise SimulationInputError(source, [f"line 1: {_NUL}. Is it UTF-16? Write it as UTF-8"])
     names = [name.strip().lstrip("\ufeff") for name in head]
     missing = [name for name in required if name not in names]
     unknown = [] if known is None else [name for name in names if name not in known]
@@ -107,15 +110,37 @@ def read(
     found = Lines(source, [])
     try:
         for row in rows:
-            if not row:
+            if not row and not lines.num_nul:
                 continue
-            if len(row) != len(names):
+            if lines.has_nul():
+                found.complain(rows.line_num, _NUL)
+            elif len(row) != len(names):
                 found.complain(rows.line_num, f"{len(row)} values and not {len(names)}")
             else:
                 found.records.append((rows.line_num, dict(zip(names, row, strict=True))))
     except csv.Error as error:
         raise SimulationInputError(source, [f"line {rows.line_num}: {error}"]) from error
     return found
+
+
+class _Lines:
+    """Lines without NUL bytes, which no csv reader takes, and how many of them had some since that was last asked."""
+
+    def __init__(self, text: Iterable[str]) -> None:
+        self._text = iter(text)
+        self.num_nul = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.num_nul += "\0" in line
+        return line.replace("\0", "")
+
+    def has_nul(self) -> bool:
+        num, self.num_nul = self.num_nul, 0
+        return num > 0
 
 
 def _shown(text: str) -> str:

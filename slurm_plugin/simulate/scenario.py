@@ -15,6 +15,8 @@ from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]
+# Beyond it, seconds are no longer told apart well enough for the books to balance; an error of e^10 says all there is.
+_MOST, _MOST_SIGMA = 1e10, 10.0
 
 
 class Discipline(Enum):
@@ -128,8 +130,8 @@ class Scenario:
         problems = []
         if (self.policy is not None) != (self.request is Request.ELASTIC):
             problems.append(f"request {self.request.value}: a policy belongs to an elastic request, and to no other")
-        if self.workers.cpus < 1:
-            problems.append(f"cpus of a data worker is {self.workers.cpus}: must be at least 1")
+        if not 1 <= self.workers.cpus <= _MOST:
+            problems.append(f"cpus of a data worker is {self.workers.cpus}: must be at least 1, and at most {_MOST:g}")
         amounts = {
             "interval_s": self.queue.interval_s, "limit_factor": self.queue.limit_factor, "aging": self.queue.aging,
             "max_job_test": self.queue.max_job_test, "round_s": self.workers.round_s, "start_s": self.workers.start_s,
@@ -137,7 +139,13 @@ class Scenario:
             "estimate_sigma": self.workers.estimate_sigma, "repair_s": self.failures.repair_s,
             "sample_s": self.sample_s,
         }  # fmt: skip
-        problems += [f"{name} is {value}: must be 0 or more" for name, value in amounts.items() if not value >= 0]
+        problems += [
+            f"{name} is {value:g}: must be from 0 to {_MOST:g}"
+            for name, value in amounts.items()
+            if not 0 <= value <= _MOST
+        ]
+        if self.workers.estimate_sigma > _MOST_SIGMA:
+            problems.append(f"estimate_sigma is {self.workers.estimate_sigma:g}: must be at most {_MOST_SIGMA:g}")
         if not self.failures.node_mtbf_s > 0 or not self.failures.checkpoint_s > 0:
             problems.append("node_mtbf_s and checkpoint_s must be above 0")
         if problems:

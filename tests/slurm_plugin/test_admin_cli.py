@@ -147,6 +147,22 @@ def test_a_page_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_on_a_full_device_is_one_line(tmp_path: Path, unbuffered: str) -> None:
+    trace = tmp_path / "jobs.csv"
+    trace.write_text("submit_s,run_s,num_gpus\n0,10,1\n")
+    words = ["simulate", str(trace), "--cluster", "gpus=1,cpus=1", "--policies", "tuned"]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, timeout=120)
+    assert done.returncode == 1
+    told = "hetstream simulate: No space left on device: what it writes, to stdout or a file, is cut off"
+    assert done.stderr.splitlines()[-1] == told
+    assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr
+
+
 def test_a_cluster_without_gpus_jobs_and_usable_nodes(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
     cluster.write("queue", "")

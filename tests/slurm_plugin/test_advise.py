@@ -127,7 +127,11 @@ def test_what_past_jobs_propose_is_a_table_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("history", "said"),
-    [(Remembered(), "nothing is proposed from history"), (Remembered(problem="job history /x is damaged"), "damaged")],
+    [
+        (Remembered(), "nothing is proposed from history"),
+        (Remembered(problem="job history /x is damaged"), "damaged"),
+        (Remembered(num_unreadable=3), "3 damaged record(s) of the job history are left out"),
+    ],
 )
 def test_without_a_history_advise_says_so(history: Remembered, said: str) -> None:
     assert any(said in note for note in report_of((), cluster(nodes=()), history).notes)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,17 +13,14 @@ from typing import Any
 
 import pytest
 from recorded import Recorded
-from running_daemon import RunningDaemon, WaitUntil
+from running_daemon import RunningDaemon, WaitUntil, answer_to_stranger
 
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.messages import (
-    LENGTH,
     AskReading,
     RefuseReading,
     ShowReading,
     answer_text,
-    encode_request,
-    new_request,
 )
 from hetstream.slurm_plugin.cli.reading import DaemonFirst
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -149,37 +143,18 @@ def test_commands_show_what_the_daemon_read(local: RunningDaemon, wait_until: Wa
 
 
 # Asks as another user, and prints the answer behind its HMAC.
-ASK = """
-import os, socket, sys
-os.setgroups([]); os.setgid(54322); os.setuid(54322)
-one = socket.socket(socket.AF_UNIX)
-one.settimeout(30)
-one.connect(sys.argv[1])
-one.sendall(bytes.fromhex(sys.argv[2]))
-data = b""
-while part := one.recv(65536):
-    data += part
-sys.stdout.buffer.write(data[36:])
-"""
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_stranger_sees_what_slurm_shows_him(local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded) -> None:
-    def answer_to_stranger(place: str) -> bytes:
-        text = encode_request(new_request(AskReading(), time.time_ns()))
-        argv = [sys.executable, "-c", ASK, f"{place}/socket", (LENGTH.pack(len(text)) + text).hex()]
-        return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
-
     with tempfile.TemporaryDirectory(prefix="hetstream-reading-") as place:
         Path(place).chmod(0o755)
         local.address = f"unix:{place}/socket"
         local.start(wait_until)
         local.wait_for_reading(wait_until)
-        assert answer_to_stranger(place).startswith(b'{"type":"show_reading"')
+        assert answer_to_stranger(Path(place, "socket"), AskReading()).startswith(b'{"type":"show_reading"')
         config = (slurm.directory / "config").read_text()
         slurm.write("config", config.replace("PrivateData             = none", "PrivateData             = jobs"))
         local.wait_for_reading(wait_until, after=local.status().num_readings)
-        assert answer_to_stranger(place) == answer_text(
+        assert answer_to_stranger(Path(place, "socket"), AskReading()) == answer_text(
             RefuseReading("PrivateData=jobs shows each user another part of the cluster")
         )
         assert isinstance(local.ask(AskReading()), ShowReading), "root sees all"

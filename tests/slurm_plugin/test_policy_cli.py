@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from recorded import Recorded
-from running_daemon import RunningDaemon
+from running_daemon import RunningDaemon, answer_to_stranger
 
 from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import (
-    LENGTH,
     AskPolicy,
     DecisionTaken,
     GrantLimit,
@@ -27,8 +24,6 @@ from hetstream.hetjob.site.messages import (
     ReportDemand,
     SetPolicy,
     ShowPolicy,
-    encode_request,
-    new_request,
 )
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
@@ -127,20 +122,6 @@ def test_a_daemon_that_observes_says_what_it_would_have_done(
 
 
 # Asks as another user, and prints the answer behind its HMAC.
-ASK = """
-import os, socket, sys
-os.setgroups([]); os.setgid(54322); os.setuid(54322)
-one = socket.socket(socket.AF_UNIX)
-one.settimeout(30)
-one.connect(sys.argv[1])
-one.sendall(bytes.fromhex(sys.argv[2]))
-data = b""
-while part := one.recv(65536):
-    data += part
-sys.stdout.buffer.write(data[36:])
-"""
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_stranger_sets_nothing_and_sees_his_own_jobs(local: RunningDaemon, wait_until: WaitUntil) -> None:
     with tempfile.TemporaryDirectory(prefix="hetstream-policy-") as place:
@@ -151,9 +132,7 @@ def test_a_stranger_sets_nothing_and_sees_his_own_jobs(local: RunningDaemon, wai
         assert limit(local, report(1, 20)) == 11
 
         def as_stranger(question: AskPolicy | SetPolicy) -> bytes:
-            text = encode_request(new_request(question, time.time_ns()))
-            argv = [sys.executable, "-c", ASK, f"{place}/socket", (LENGTH.pack(len(text)) + text).hex()]
-            return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
+            return answer_to_stranger(Path(place, "socket"), question)
 
         said = as_stranger(SetPolicy('{"policy":"srtf"}'))
         assert b"only root and the daemon's own user" in said

@@ -53,6 +53,50 @@ def test_what_is_old_or_too_much_goes(tmp_path: Path) -> None:
         assert [one.job for one in history.jobs()] == ["9"]
 
 
+def test_a_clock_that_is_a_year_ahead_takes_nothing(tmp_path: Path) -> None:
+    with JobHistory(tmp_path, keep_s=100.0) as history:
+        history.add([past("1")], 1000.0)
+        assert history.add([past("2", 1050.0)], 1e9) == 1
+        assert [one.job for one in history.jobs()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("left", [b"", b"short"])
+def test_a_key_that_a_crash_cut_off_is_made_again(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / KEY_FILE).write_bytes(left)
+    (tmp_path / KEY_FILE).chmod(0o600)
+    with JobHistory(tmp_path) as history:
+        name = history.user("alice")
+        assert name
+    with JobHistory(tmp_path) as again:
+        assert again.user("alice") == name
+    assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
+
+
+def test_a_key_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(HistoryError, match="No space left"):
+            JobHistory(tmp_path)
+    assert not (tmp_path / KEY_FILE).exists()
+    with JobHistory(tmp_path) as history:
+        assert history.user("alice")
+
+
+def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
+    with JobHistory(tmp_path) as history:
+        history.add([past("1"), past("2"), past("3"), past("4")], 1000.0)
+    with sqlite3.connect(tmp_path / HISTORY_FILE) as database:
+        database.execute("update jobs set record = '{' where job = '1'")
+        database.execute("update jobs set record = cast(x'ff22' as text) where job = '2'")
+    database.close()
+    with JobHistory(tmp_path) as history:
+        assert [one.job for one in history.jobs()] == ["3", "4"]
+        assert history.num_unreadable == 2
+
+
 def test_it_is_in_wal_mode_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     with JobHistory(tmp_path) as history:
         history.add([past("1")], 1000.0)

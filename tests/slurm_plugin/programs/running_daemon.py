@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,32 @@ from recorded import Recorded, job
 
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
 from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.messages import Answer, AskStatus, JobStatus, Question, ShowStatus
+from hetstream.hetjob.site.messages import (
+    LENGTH,
+    Answer,
+    AskStatus,
+    JobStatus,
+    Question,
+    ShowStatus,
+    encode_request,
+    new_request,
+)
 from hetstream.slurm_plugin.daemon.store import remembered_jobs
 
 AS_USER = Path(__file__).with_name("as_user.py")
+# Who asks is told by the socket, so the question of another user needs a process that has become him.
+_ASK_AS_STRANGER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(54322); os.setuid(54322)
+one = socket.socket(socket.AF_UNIX)
+one.settimeout(30)
+one.connect(sys.argv[1])
+one.sendall(bytes.fromhex(sys.argv[2]))
+data = b""
+while part := one.recv(65536):
+    data += part
+sys.stdout.buffer.write(data[int(sys.argv[3]):])
+"""
 WaitUntil = Callable[..., None]
 
 
@@ -105,6 +129,14 @@ class RunningDaemon:
         assert self.process
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def answer_to_stranger(path: Path, question: Question) -> bytes:
+    """The text of the answer that a user gets who has no rights; only root can ask for him."""
+    text = encode_request(new_request(question, time.time_ns()))
+    argv = [sys.executable, "-c", _ASK_AS_STRANGER, str(path), (LENGTH.pack(len(text)) + text).hex()]
+    argv.append(str(LENGTH.size + hashlib.sha256().digest_size))
+    return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
 
 
 @pytest.fixture

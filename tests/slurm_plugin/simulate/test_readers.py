@@ -85,6 +85,16 @@ def test_openb_leaves_out_pods_that_never_ran() -> None:
     assert nodes.describe() == "2 nodes, 8 GPUs, 160 CPUs"
 
 
+def test_a_line_with_a_zero_byte_is_a_problem() -> None:
+    text = "submit_s,run_s,num_gpus\n0,1\0000,1\n\0\n0,10,1\n"
+    with pytest.raises(SimulationInputError, match="line 2: a byte of it is 0") as raised:
+        read_trace("t", text)
+    assert [one.split(":")[0] for one in raised.value.problems] == ["line 2", "line 3"]
+    assert len(read_trace("t", text, options=ReadOptions(skip_bad=True)).workload) == 1
+    with pytest.raises(SimulationInputError, match=r"line 1: a byte of it is 0.* UTF-16"):
+        read_trace("t", text.encode("utf-16-le").decode(), form="csv")
+
+
 def test_our_own_table() -> None:
     load = read_trace("t", OWN).workload
     assert load.names == ("2", "1")
@@ -207,8 +217,10 @@ def test_clusters_of_text_json_and_a_sites_nodes() -> None:
         ("", "no node"),
         ("8 gpus", "must look like"),
         ("gpus=8,cores=4", "no key cores"),
+        ("cpus=8,cpus=9", "cpus stands there twice"),
+        ('{"nodes": [{"cpus": 8, "cpus": 9}]}', "cpus stands there twice"),
         ("gpus=1.5,cpus=4", "gpus is 1.5: must be whole"),
-        ("{", "no JSON"),
+        ("{", "cannot be read as JSON"),
         ('{"nodes": 3}', 'no list "nodes"'),
         ("99999999999*gpus=8,cpus=8", "count is 1e\\+11: must be at most 1e\\+09"),
         ("999999*gpus=8,cpus=8;2*cpus=8", "group 2: with it there are more than 1,000,000 nodes"),

@@ -12,11 +12,14 @@ from tempfile import NamedTemporaryFile
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.insight.spending import hourly, spent
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.page import page
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration
 
@@ -48,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
     )
+    add_prices_argument(parser)
     add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
     if args.html and Path(args.html).is_dir():
         raise UsageError(f"--html={args.html}: is a directory. Name a file, such as {Path(args.html, 'cluster.html')}")
+    prices = prices_of(args)
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         snapshot = read_cluster(args)
@@ -69,16 +74,18 @@ def run(args: argparse.Namespace) -> int:
             history.append(seen.sample)
             samples = history.since(start_s) or samples
     if args.html:
-        write_whole(Path(args.html), page(seen, samples))
-    emit(args, report_of(seen, samples if args.json else ()))
+        write_whole(Path(args.html), page(seen, samples, prices))
+    emit(args, report_of(seen, samples if args.json else (), prices))
     return 0
 
 
-def report_of(seen: Observation, samples: Sequence[Sample]) -> Report:
+def report_of(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None) -> Report:
     """The same figures as tables and JSON.
 
     Args:
+        seen: the cluster now.
         samples: the history, which is for programs alone.
+        prices: None if there are none.
     """
     now = seen.sample
     summary = {name: value for name, value in asdict(now).items() if name not in ("taken_s", "waiting")}
@@ -87,6 +94,16 @@ def report_of(seen: Observation, samples: Sequence[Sample]) -> Report:
         f"CPUs are free; {now.stranded_gpus:,} GPUs are of no use to any pending job",
         f"{now.num_running:,} job(s) run, {sum(group.num_jobs for group in now.waiting.values()):,} wait",
     ]
+    summary["cost"] = None
+    if prices:
+        now_cost = hourly(now, prices)
+        summary["cost"] = {
+            "prices": asdict(prices), "an_hour_now": asdict(now_cost), "history": asdict(spent(samples, prices)),
+        }  # fmt: skip
+        lines.append(
+            f"an hour costs {prices.shown(now_cost.held)} for what jobs hold, of that {prices.shown(now_cost.waited)} "
+            f"for GPUs whose trainers wait for data, and {prices.shown(now_cost.free)} for what is free"
+        )
     waiting = [
         {
             "cause": cause,

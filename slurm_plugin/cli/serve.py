@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from hetstream.base.web import Document
+from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.report import DEFAULT_START, report_of
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
@@ -19,6 +20,7 @@ from hetstream.slurm_plugin.insight.history import KEEP_S, History
 from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.insight.observation import Sample
 from hetstream.slurm_plugin.insight.wait_shares import SharesAside
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.page import page, unavailable
 from hetstream.slurm_plugin.render.report import as_json
 from hetstream.slurm_plugin.render.web import serve_documents
@@ -54,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
     )
+    add_prices_argument(parser)
     parser.set_defaults(run=run)
 
 
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     (host, port), interval_s = address_of(args), interval_of(args)
     start_s = parse_time("--start", args.start, time.time())
+    prices = prices_of(args)
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         samples: deque[Sample] = deque(history.since(start_s) if history else ())
@@ -77,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
                 start_s = max(now_s - KEEP_S, parse_time("--start", args.start, now_s))
                 while samples[0].taken_s < start_s and len(samples) > 1:
                     samples.popleft()
-            shown = documents(reading, list(samples), round(interval_s))
+            shown = documents(reading, list(samples), round(interval_s), prices)
     return 0
 
 
-def documents(reading: Reading, samples: list[Sample], refresh_s: int) -> Mapping[str, Document]:
+def documents(
+    reading: Reading, samples: list[Sample], refresh_s: int, prices: Prices | None = None
+) -> Mapping[str, Document]:
     """What is served after a reading."""
     seen = reading.observation
     if seen is None:
@@ -90,6 +96,6 @@ def documents(reading: Reading, samples: list[Sample], refresh_s: int) -> Mappin
         )
         return {"/": error, "/data.json": Document("text/plain", f"{reading.error}\n", HTTPStatus.SERVICE_UNAVAILABLE)}
     return {
-        "/": Document("text/html; charset=utf-8", page(seen, samples, refresh_s)),
-        "/data.json": Document("application/json", as_json(report_of(seen, ()))),
+        "/": Document("text/html; charset=utf-8", page(seen, samples, prices, refresh_s)),
+        "/data.json": Document("application/json", as_json(report_of(seen, (), prices))),
     }

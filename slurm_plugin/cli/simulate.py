@@ -13,6 +13,7 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
+from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.report import write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.policy.choices import POLICIES
@@ -20,7 +21,6 @@ from hetstream.slurm_plugin.render.report import Column, Report, Section, percen
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
 from hetstream.slurm_plugin.simulate.comparison import BASELINES, RULES, Compared, as_plain, compare
-from hetstream.slurm_plugin.simulate.metrics import Prices
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
 from hetstream.slurm_plugin.simulate.scenario import (
@@ -152,8 +152,7 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
         metavar="HOURS",
         help="between two (%(default)g)",
     )
-    group.add_argument("--gpu-hour", type=float, metavar="PRICE", help="of one GPU")
-    group.add_argument("--cpu-hour", type=float, metavar="PRICE", help="of one CPU")
+    add_prices_argument(group)
     group.add_argument(
         "--gpu-busy",
         type=float,
@@ -169,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html and not Path(args.html).parent.is_dir():
         raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
     _check_numbers(args)
+    prices = prices_of(args)
     traces = _traces(args)
     cluster = _cluster(args)
     disciplines = _disciplines(args.disciplines)
@@ -188,7 +188,6 @@ def run(args: argparse.Namespace) -> int:
         lines += _error_lines(error)
     workloads = [trace.workload for trace in traces]
     window_s = args.window * _HOUR_S if args.window else None
-    prices = _prices(args)
     compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
     bar.clear()
     notes = [*traces[0].notes, *_odd_jobs(compared)]
@@ -217,10 +216,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number of hours above 0")
     if args.node_mtbf is not None and args.node_mtbf < _LEAST_NODE_MTBF_HOURS:
         raise UsageError(f"--node-mtbf={args.node_mtbf:g}: must be at least {_LEAST_NODE_MTBF_HOURS:g} hour")
-    for name in ("gpu_hour", "cpu_hour"):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite price of 0 or more")
 
 
 def _traces(args: argparse.Namespace) -> list[Trace]:
@@ -271,12 +266,6 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         seed=args.seed,
         sample_s=max(60.0, last_s / _SAMPLES),
     )  # fmt: skip
-
-
-def _prices(args: argparse.Namespace) -> Prices | None:
-    if args.gpu_hour is None and args.cpu_hour is None:
-        return None
-    return Prices(args.gpu_hour or 0.0, args.cpu_hour or 0.0)
 
 
 def _error_lines(error: ReplayError) -> list[str]:

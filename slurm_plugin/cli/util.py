@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -17,6 +18,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
 
 EPILOG = f"""\
@@ -52,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument("-E", "--end", metavar="TIME", default="now", help="end of the window (default %(default)s)")
     parser.add_argument("--by", choices=tuple(BY), default="partition", help="one line for each (default %(default)s)")
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
+    add_prices_argument(parser)
     add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
@@ -59,6 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster and print."""
+    prices = prices_of(args)
     slurm = CommandSlurm()
     snapshot = read_cluster(args)
     if snapshot.source == SOURCE and not has_accounting(snapshot):
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     partitions = chosen_partitions(args, snapshot)
     usages = with_wait_shares(slurm.usages(snapshot, window.start_s, window.end_s), wait_shares(snapshot.jobs))
     chosen = [usage for usage in usages if partitions is None or usage.partition in partitions]
-    emit(args, report_of(chosen, window, args.by, snapshot, sorted(partitions) if partitions else None))
+    emit(args, report_of(chosen, window, args.by, snapshot, sorted(partitions) if partitions else None, prices))
     return 0
 
 
@@ -105,14 +109,21 @@ def with_wait_shares(usages: tuple[Usage, ...], shares: dict[str, float]) -> lis
     return [replace(usage, wait_share=shares.get(usage.job)) for usage in usages]
 
 
-def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, partitions: list[str] | None) -> Report:
+def report_of(
+    usages: list[Usage],
+    window: Window,
+    by: str,
+    snapshot: Snapshot,
+    partitions: list[str] | None,
+    prices: Prices | None = None,
+) -> Report:
     """Put the sums into words and a table."""
     nodes = [node for node in snapshot.nodes if partitions is None or set(partitions) & set(node.partitions)]
     rows = []
     for name, group in utilisation(usages, window, by).items():
         cpus, gpus = capacity(nodes, name if by == "partition" else None)
-        rows.append({by: name, **_row(group, window, cpus, gpus)})
-    whole = _row(together(usages, window), window, *capacity(nodes))
+        rows.append({by: name, **_row(group, window, cpus, gpus, prices)})
+    whole = _row(together(usages, window), window, *capacity(nodes), prices)
     lines = [
         f"{_time(window.start_s)} to {_time(window.end_s)} ({duration(window.length_s)}), {whole['num_jobs']:,} job(s)",
         f"allocated: {_percent(whole['gpu_allocated_share'])} of the GPUs, {_percent(whole['cpu_allocated_share'])} of "
@@ -121,17 +132,22 @@ def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, 
         f"{_percent(whole['gpu_measured_share'])} of them), {_percent(whole['cpu_effective_share'])} of the allocated "
         f"CPUs (measured: {_percent(whole['cpu_measured_share'])})",
     ]
+    if prices:
+        waited = whole["cost_waited"]
+        of_that = "" if waited is None else f", of that {prices.shown(waited)} for GPUs whose trainers waited for data"
+        lines.append(f"cost:      {prices.shown(whole['cost'])} for what jobs held{of_that}")
     loads = [node.cpu_load for node in nodes if node.is_usable and node.cpu_load is not None]
     if loads:
         cpus = sum(node.cpus for node in nodes if node.is_usable and node.cpu_load is not None)
         lines.append(f"load now:  {sum(loads):,.1f} threads want one of {cpus:,} CPUs, whoever started them")
-    columns = (Column(by, by.upper(), left=True), *_COLUMNS)
+    columns = (Column(by, by.upper(), left=True), *_COLUMNS, *(_COST_COLUMNS if prices else ()))
     section = Section("groups", columns, rows, empty="no job ran in this window, as far as this user can see")
     summary = {
         "start_s": round(window.start_s),
         "end_s": round(window.end_s),
         "by": by,
         "cpu_load_now": round(sum(loads), 2) if loads else None,
+        "prices": asdict(prices) if prices else None,
         **whole,
     }
     return Report(
@@ -139,7 +155,7 @@ def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, 
     )
 
 
-def _row(usage: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, Any]:
+def _row(usage: Utilisation, window: Window, cpus: int, gpus: int, prices: Prices | None) -> dict[str, Any]:
     hours = window.length_s / 3600
     row = {
         "num_jobs": usage.num_jobs,
@@ -153,6 +169,8 @@ def _row(usage: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, 
         "cpu_allocated_share": share(usage.cpu_hours, cpus * hours),
         "cpu_effective_share": share(usage.cpu_hours_used, usage.cpu_hours_measured),
         "cpu_measured_share": share(usage.cpu_hours_measured, usage.cpu_hours),
+        "cost": prices.of(usage.gpu_hours, usage.cpu_hours) if prices else None,
+        "cost_waited": prices.of(usage.wait_gpu_hours, 0.0) if prices and usage.waits_known else None,
     }
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
@@ -199,4 +217,8 @@ _COLUMNS = (
     Column("cpu_allocated_share", "OF CPUS", percent),
     Column("cpu_effective_share", "EFFECTIVE", percent),
     Column("cpu_measured_share", "MEASURED", percent),
+)
+_COST_COLUMNS = (
+    Column("cost", "COST", lambda cost: f"{cost:,.2f}"),
+    Column("cost_waited", "WAITED", lambda cost: f"{cost:,.2f}"),
 )

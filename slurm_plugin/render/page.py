@@ -19,6 +19,8 @@ from typing import Any
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
+from hetstream.slurm_plugin.insight.spending import hourly, spent
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.cards import HEIGHT, WIDE, both, card, document, html_table, nothing, tiles
 from hetstream.slurm_plugin.render.charts import (
     Axis,
@@ -63,12 +65,13 @@ or CPUs, <em>turn</em> a place in the queue, <em>other</em> no resource. The ind
 freeCPU/CPU − freeGPU/GPU; stranded is what is free and no pending job can use."""
 
 
-def page(seen: Observation, samples: Sequence[Sample], refresh_s: int = 0) -> str:
+def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = None, refresh_s: int = 0) -> str:
     """The document.
 
     Args:
         seen: the cluster now.
         samples: its history, the oldest first, with the sample of `seen` at the end.
+        prices: None if there are none: the page then says nothing of cost.
         refresh_s: the browser loads it again after so many seconds; 0 for never.
     """
     cluster = seen.snapshot.config.get("ClusterName", "") or "cluster"
@@ -81,6 +84,7 @@ def page(seen: Observation, samples: Sequence[Sample], refresh_s: int = 0) -> st
             card("Utilisation over time", _utilisation(samples)),
             card("Jobs that wait, by cause", _queue_history(samples)),
             card("How long they have waited", _delay_curve(seen.waiting)),
+            *([card("Cost", _cost(seen.sample, samples, prices))] if prices else []),
             card("Worst nodes", _worst_nodes(seen)),
             card("Jobs that wait longest", _longest_waits(seen)),
             card("Jobs that would gain from data workers", _would_gain(seen), wide=True),
@@ -257,6 +261,20 @@ def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
             "queueing delay by cause",
         )
     )
+
+
+def _cost(latest: Sample, samples: Sequence[Sample], prices: Prices) -> str:
+    now, whole = hourly(latest, prices), spent(samples, prices)
+    rows = [
+        (name, prices.shown(cost_now), prices.shown(cost_of_all) if whole.hours else "–")
+        for name, cost_now, cost_of_all in (
+            ("Held by jobs", now.held, whole.held),
+            ("of that, GPUs whose trainers wait for data", now.waited, whole.waited),
+            ("Free", now.free, whole.free),
+        )
+    ]
+    note = f"<p>At {prices.gpu_hour:g} for an hour of a GPU, and {prices.cpu_hour:g} of a CPU.</p>"
+    return note + html_table(("", "An hour, as it is now", f"The last {whole.hours:,.1f} hours"), rows, "")
 
 
 def _worst_nodes(seen: Observation) -> str:

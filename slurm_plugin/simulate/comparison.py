@@ -8,9 +8,10 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.engine import Progress, simulate
-from hetstream.slurm_plugin.simulate.metrics import Metrics, Prices, interval, measure
+from hetstream.slurm_plugin.simulate.metrics import Metrics, interval, measure
 from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
 from hetstream.slurm_plugin.simulate.workload import Workload

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.waiting import Cause
 
@@ -19,18 +20,6 @@ _HOUR_S = 3600.0
 _BOOTSTRAPS = 2000
 # Steps of a distribution that a page draws.
 _STEPS = 60
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What an hour costs.
-
-    Attributes:
-        gpu_hour, cpu_hour: of one GPU, and of one CPU.
-    """
-
-    gpu_hour: float
-    cpu_hour: float
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | No
     gpu_hours = use.total(use.gpus, 0.0, all_s) / _HOUR_S
     cpu_hours = use.total(use.cpus, 0.0, all_s) / _HOUR_S
     work_hours = use.total(use.effective_gpus, 0.0, all_s) / _HOUR_S
-    cost = gpu_hours * prices.gpu_hour + cpu_hours * prices.cpu_hour if prices else None
+    cost = prices.of(gpu_hours, cpu_hours) if prices else None
     seen = outcome.fragmentation
     within = seen.at_s < window if seen else None
     slowdown = jct_s / work_s

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.errors import SimulationInputError
+from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.simulate.cluster import parse
 from hetstream.slurm_plugin.simulate.comparison import compare
 from hetstream.slurm_plugin.simulate.engine import simulate
-from hetstream.slurm_plugin.simulate.metrics import Metrics, Prices, interval, measure, waits
+from hetstream.slurm_plugin.simulate.metrics import Metrics, interval, measure, waits
 from hetstream.slurm_plugin.simulate.replay import replay
 from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build

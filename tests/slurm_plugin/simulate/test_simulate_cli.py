@@ -52,7 +52,7 @@ def test_all_disciplines_stand_beside_each_other(jobs: str, capsys: pytest.Captu
 
 def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--gpu-hour", "2", "--cpu-hour", "0.1"]
+    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--prices", "gpu_hour=2, cpu_hour=0.1"]
     assert main(["simulate", *words, "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "24 jobs on 2 nodes, 8 GPUs, 48 CPUs" in printed
@@ -139,9 +139,9 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
         (["--estimate-sigma", "1e5"], "estimate_sigma is 100000: must be at most 10"),
         (["--data-worker-cpus", f"{10**30}"], "must be at least 1, and at most 1e+10"),
         (["--seeds", f"{10**9}"], "at most 10,000"),
-        (["--gpu-hour", "inf"], "must be a finite price of 0 or more"),
+        (["--prices", "gpu_hour=inf"], "gpu_hour is 'inf': must be a number from 0 to 1e+09"),
         (["--gpu-busy", "2"], "must be above 0 and at most 1"),
-        (["--cpu-hour", "-1"], "must be a finite price of 0 or more"),
+        (["--prices", "cpu_hour=-1"], "cpu_hour is '-1': must be a number from 0"),
         (["--data-worker-cpus", "0"], "must be at least 1"),
         (["--html", "/nowhere/page.html"], "there is no directory"),
     ],

@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hetstream.base import training_progress
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
@@ -85,10 +86,12 @@ class FlashCheckpointCallback(TrainerCallback):
         """
         self._check_replicated(args, given["model"])
         self._checkpointer.prepare(_state(state, given))
+        _tell_progress(args, state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Save when it is time to, after the last step, and when the job is asked to end."""
         self._remove_folder()
+        _tell_progress(args, state)
         checkpointer = self._checkpointer
         is_due = checkpointer.should_save(state.global_step)
         is_stopping = checkpointer.stopping  # the same on all ranks
@@ -99,6 +102,7 @@ class FlashCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Bring the newest generation to disk."""
+        training_progress.forget()
         self._remove_folder()
         self._checkpointer.close()
 
@@ -111,6 +115,12 @@ class FlashCheckpointCallback(TrainerCallback):
                 "training, or FlashCheckpointer in a loop of your own with FSDP2, or the Trainer's own checkpoints "
                 "(save_strategy='steps')"
             )
+
+
+def _tell_progress(args: TrainingArguments, state: TrainerState) -> None:
+    """Say how far the training is: `TrainerState` counts updates, and each takes as many batches as are accumulated."""
+    batches = args.gradient_accumulation_steps
+    training_progress.tell(state.global_step * batches, state.max_steps * batches)
 
 
 def _sharded_by(args: TrainingArguments, model: torch.nn.Module | None) -> str:

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import _pytree
 
+from hetstream.base import training_progress
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
@@ -85,6 +86,7 @@ class FlashCheckpointCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to signals, and say where the place in the data is not part of what is saved."""
         self._listen()
+        _tell_progress(trainer)
         loaders = _pytree.tree_leaves(trainer.train_dataloader)
         if not all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders):
             _log.warning(
@@ -104,6 +106,7 @@ class FlashCheckpointCallback(Callback):
         step = trainer.global_step
         if step == self._saved_step:
             return  # gradients are accumulated: no step was made
+        _tell_progress(trainer)
         is_due = checkpointer.should_save(step)
         is_stopping = checkpointer.stopping  # the same on all ranks
         if is_due or is_stopping:
@@ -141,9 +144,20 @@ class FlashCheckpointCallback(Callback):
         self._saved_step = step
 
     def _close(self, *, keep_memory: bool) -> None:
+        training_progress.forget()
         if self._checkpointer:
             self._checkpointer.close(keep_memory=keep_memory)
             self._checkpointer = None
+
+
+def _tell_progress(trainer: Trainer) -> None:
+    """Say how far the training is: Lightning counts steps of the optimizer, each of as many batches as it accumulates.
+
+    Where neither `max_steps` nor `max_epochs` bounds the training, or an epoch's length is not known, the total is
+    infinite or -1: then nobody knows.
+    """
+    batches = trainer.accumulate_grad_batches
+    training_progress.tell(trainer.global_step * batches, trainer.estimated_stepping_batches * batches)
 
 
 def _taken(trainer: Trainer) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a job has measured of itself, for the site daemon: (moments of the job) -> `Measured`. Pure.
 
-Called by `hetstream.hetjob.master.elastic` once a second. How much work is left is taken from the best that says so:
-the directive `--total-steps`; `--total-epochs` x the length that the loader knows; the time limit of the job.
+Called by `hetstream.hetjob.master.elastic` once a second. How much work is left: `remaining_work.py`.
 """
 
 from __future__ import annotations
@@ -9,35 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from hetstream.hetjob.elastic.remaining_work import Work, remaining
 from hetstream.hetjob.elastic.snapshot import CompanionState, Snapshot
-from hetstream.hetjob.site.measured import MAX_NODES, MAX_POINTS, Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.site.measured import MAX_NODES, MAX_POINTS, Measured, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
 
 # A trainer that only waits says nothing of how fast it could be.
 _MOST_WAIT_SHARE = 0.99
-# Of the logarithm: the number of a user is exact; an epoch may be cut short, and the loader of another phase may come.
-_EPOCHS_SIGMA = 0.1
-# Of a time limit nobody knows how much is used: half of it, give or take a factor of four.
-_LIMIT_SHARE, _LIMIT_SIGMA = 0.5, 1.4
 _SIZE = re.compile(r"--mem(-per-cpu)?=(\d+)([KMGT]?)", re.ASCII)
 _MB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is known of the work before it begins.
-
-    Attributes:
-        total_steps: of the training loop, by the directive; None where not given.
-        total_epochs: the same in epochs.
-        end_s: when Slurm ends the job, in seconds since the epoch; None where not known.
-    """
-
-    total_steps: int | None = None
-    total_epochs: int | None = None
-    end_s: float | None = None
 
 
 class Measuring:
@@ -103,32 +83,6 @@ class Measuring:
         self._points[size] = speed
         while len(self._points) > MAX_POINTS:
             del self._points[next(iter(self._points))]  # the oldest
-
-
-def remaining(work: Work, loaders: Sequence[LoaderStatus], ideal: float, time_s: float) -> RemainingWork | None:
-    """How many steps of all ranks together are left, by the best that says so; None where nothing does.
-
-    Args:
-        work: what is known of it.
-        loaders: as the dispatcher knows them; the first of the program is the one that counts.
-        ideal: steps a second of a trainer that never waits.
-        time_s: seconds since the epoch.
-    """
-    first = min((row.ordinal for row in loaders if row.epoch >= 0), default=None)
-    rows = [row for row in loaders if row.ordinal == first and row.epoch >= 0]
-    lengths = [row.num_steps for row in rows]
-    knows_length = bool(rows) and min(lengths) > 0
-    if work.total_steps is not None and rows:
-        done = [row.epoch * row.num_steps + row.step if knows_length else row.totals.steps for row in rows]
-        total = work.total_steps * len(rows)
-        return RemainingWork(float(max(0, total - sum(done))), 0.0, "directive", float(max(total, 1)))
-    if work.total_epochs is not None and knows_length:
-        total = work.total_epochs * sum(lengths)
-        done_steps = sum(row.epoch * row.num_steps + row.step for row in rows)
-        return RemainingWork(float(max(0, total - done_steps)), _EPOCHS_SIGMA, "loader", float(max(total, 1)))
-    if work.end_s is not None:
-        return RemainingWork(max(0.0, work.end_s - time_s) * _LIMIT_SHARE * ideal, _LIMIT_SIGMA, "time_limit")
-    return None
 
 
 def worker_memory_mb(options: Sequence[str], cpus: int) -> int | None:

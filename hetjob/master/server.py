@@ -9,6 +9,7 @@ step the master has the time to end the data workers, keep the summary and remov
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -25,7 +26,8 @@ from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.measuring import Measuring, Work
+from hetstream.hetjob.elastic.measuring import Measuring
+from hetstream.hetjob.elastic.remaining_work import UsualLength, Work, nothing_usual
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import MasterError
@@ -174,7 +176,13 @@ def start(
     return variables | export_variables(environ, variables)
 
 
-def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str], site: SiteLimit | None = None) -> int:
+def serve(
+    config: MasterConfig,
+    client: SlurmClient,
+    environ: Mapping[str, str],
+    site: SiteLimit | None = None,
+    usual_length: Callable[[], UsualLength | None] = nothing_usual,
+) -> int:
     """Run the service of this job until SIGTERM.
 
     Args:
@@ -182,12 +190,14 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
         client: Slurm.
         environ: of this step.
         site: what the site lets this job have; None without a site daemon.
+        usual_length: says how long similar jobs ran; asked at most once.
 
     Returns:
         0: how the service ended is in the log, and no reason to fail a job.
     """
     job = config.job(environ)
     job = replace(job, job_name=config.job_name or job.job_name)
+    work = _work(config, environ, usual_length)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
     elastic = None
     if config.companions:
@@ -200,7 +210,7 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
             lambda: StatusClient(running_service(job.address_file)),
             controller_state_file,
             site,
-            measuring=Measuring(_work(config, environ), config.companion_options),
+            measuring=Measuring(work, config.companion_options),
         )
         launcher.elastic = elastic
     service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
@@ -216,17 +226,18 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
                 service.finish("the job master fails")
             if elastic is not None:
                 elastic.join()
-            _tidy(config, job, elastic)
+            _tidy(config, job, elastic, work)
     return 0
 
 
-def _work(config: MasterConfig, environ: Mapping[str, str]) -> Work:
-    # SLURM_JOB_END_TIME: seconds since the epoch, from Slurm 22.05 on (https://slurm.schedmd.com/sbatch.html).
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    return Work(config.total_steps, config.total_epochs, float(end) if end.isascii() and end.isdigit() else None)
+def _work(config: MasterConfig, environ: Mapping[str, str], usual_length: Callable[[], UsualLength | None]) -> Work:
+    # In seconds since the epoch, from Slurm 22.05 on (https://slurm.schedmd.com/sbatch.html).
+    start, end = (environ.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    start_s, end_s = (float(text) if text.isascii() and text.isdigit() else None for text in (start, end))
+    return Work(config.total_steps, config.total_epochs, end_s, start_s, functools.cache(usual_length))
 
 
-def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) -> None:
+def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None, work: Work) -> None:
     """Keep the summary, the events and the logs; remove the rest: the address file and the journal hold keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
@@ -234,6 +245,9 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
         summary["elastic"] = {**elastic.summary(), "trainer_cpus": config.trainer_cpus}
     if summary:
         summary["job_name"] = job.job_name
+        if work.start_s is not None and work.end_s is not None:
+            summary["elapsed_s"] = round(time.time() - work.start_s, 3)
+            summary["time_limit_s"] = round(work.end_s - work.start_s, 3)
         with Directory.open(job.directory) as directory:
             directory.write_whole(SUMMARY_FILE, json.dumps(summary, indent=1).encode() + b"\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))

@@ -12,8 +12,9 @@ import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 # No step takes 30 years. Ratios of what is far below are no numbers any more.
-_Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e15)]
-_NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+MOST = 1e15
+_Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=MOST)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 MAX_POINTS = 16

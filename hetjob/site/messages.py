@@ -246,7 +246,13 @@ class DecisionTaken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a policy is told of a job now; see `JobTable` of the daemon."""
+    """What a policy is told of a job now; see `JobTable` of the daemon.
+
+    Attributes:
+        remaining_s: what it is believed to have left, which is not always what it claims.
+        remaining_source: who says how much is left; empty where nobody does.
+        claimed_s, claimed_sigma: what that one says, and how sure it is.
+    """
 
     job: str
     user: str
@@ -261,6 +267,8 @@ class JobNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remaining_s: float | None
     remaining_source: str
     reason: str
+    claimed_s: float | None = None
+    claimed_sigma: float | None = None
 
 
 class ShowPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="show_policy"):

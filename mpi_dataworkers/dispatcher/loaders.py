@@ -183,7 +183,7 @@ class LoaderMessages:
 
     def _report_progress(self, peer: str, message: ReportProgress, _: float) -> list[Instruction]:
         tables = self._tables
-        tables.loaders[peer].stats = message.stats
+        tables.loaders[peer].stats, tables.loaders[peer].training = message.stats, message.training
         session = tables.sessions.get(message.session_id)
         if session is None:
             return [Send(peer, UnknownPeer())]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.dispatcher.standing import Standing
 from hetstream.mpi_dataworkers.failures import StepFailures
 from hetstream.mpi_dataworkers.rates import RecentRates
@@ -174,6 +175,7 @@ class LoaderRecord:
         announced_workers: the number of data workers it was last told of.
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
+        training: how far the program's training loop is, as it said last.
     """
 
     registration: RegisterLoader
@@ -186,6 +188,7 @@ class LoaderRecord:
     warned_unfit: bool = False
     announced_workers: int = -1
     steady_since: float = 0.0
+    training: TrainingProgress | None = None
 
     def go_on_from(self, known: LoaderRecord) -> None:
         """It was there before, as `known`: what it was told then it is not told again."""

@@ -124,6 +124,7 @@ def _loader_status(tables: Tables, peer: str, loader: LoaderRecord, now: float) 
         totals=stats,
         step_s=step_time_s(steps_per_s, waiting),
         title=who.title,
+        training=loader.training,
     )
 
 

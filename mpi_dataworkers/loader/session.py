@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hetstream.base.training_progress import told
 from hetstream.mpi_dataworkers.loader.connection import REPORT_S
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep, Step
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
@@ -276,7 +277,7 @@ class LoaderSession:
     def report(self, stats: LoaderStats) -> ReportProgress:
         """How far the session is, as a message."""
         buffer = self.buffer
-        return ReportProgress(self.session_id, buffer.position, buffer.received(), self.window, stats)
+        return ReportProgress(self.session_id, buffer.position, buffer.received(), self.window, stats, told())
 
     def has_reported(self, progress: Progress, now: float) -> None:
         """The dispatcher was told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.wire.work import (
     Failure,
     Interpreter,
@@ -102,13 +103,18 @@ class ExtendSession(Message, frozen=True):
 
 
 class ReportProgress(Message, frozen=True):
-    """How far a session is: steps below `consumed` reached the training loop, `received` wait in its buffer."""
+    """How far a session is: steps below `consumed` reached the training loop, `received` wait in its buffer.
+
+    Attributes:
+        training: of the program's training loop; None where no framework told it.
+    """
 
     session_id: str
     consumed: int
     received: Ranges
     window: int
     stats: LoaderStats
+    training: TrainingProgress | None = None
 
 
 class LoaderHeartbeat(Message, frozen=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.wire.work import LoaderStats, Message
 
 
@@ -77,6 +78,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_s: time of the training loop for a step without its waits for data, over the last seconds; 0 without steps.
         step_time_spread: of `step_s` over the ranks of this loader that took steps: (largest - smallest) / mean.
         title: what a person knows it by, such as `ImageFolder train.py:38`.
+        training: how far the training loop of its process is; None where no framework told it.
     """
 
     job: str
@@ -98,6 +100,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float = 0.0
     step_time_spread: float = 0.0
     title: str = ""
+    training: TrainingProgress | None = None
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
 from hetstream.hetjob.job_environment import export_lines, plain_variables
 from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
@@ -99,5 +100,12 @@ def _keep(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     config = MasterConfig.read(args.spec)
-    with linked(os.environ, int(config.job(os.environ).job_id)) as site:
-        return serve(config, CommandSlurm(), os.environ, site)
+    job = config.job(os.environ)
+
+    def usual_length() -> UsualLength | None:
+        from hetstream.slurm_plugin.insight.proposals import usual_length_of
+
+        return usual_length_of(config.job_name or job.job_name, [job.directory.parent], os.environ)
+
+    with linked(os.environ, int(job.job_id)) as site:
+        return serve(config, CommandSlurm(), os.environ, site, usual_length)

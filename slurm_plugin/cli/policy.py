@@ -25,6 +25,7 @@ from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.render.remaining import remaining_words
 from hetstream.slurm_plugin.render.report import Column, Report, Section
 from hetstream.slurm_plugin.render.table import duration_words
 
@@ -191,6 +192,8 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
         "was measured",
         f"caps: {'; '.join(caps) or 'none'}",
     ]
+    if verb == "policy explain":
+        lines += [remaining_words(one) for one in answer.jobs]
     notes = [f"the last limits are kept: {answer.problem}"] if answer.problem else []
     summary = {
         "mode": answer.mode,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hetstream.slurm_plugin.daemon.claimed_work import Promises
 from hetstream.slurm_plugin.daemon.known import Held, claim_of
 from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings
 from hetstream.slurm_plugin.daemon.speed_curve import POINTS, Curve, assumed_curve, curve_of
 from hetstream.slurm_plugin.policy.curves import speed_at
-from hetstream.slurm_plugin.policy.table import NO_CAP, Ints, JobTable, Pool, job_table
+from hetstream.slurm_plugin.policy.table import NO_CAP, Floats, Ints, JobTable, Pool, job_table
 
 if TYPE_CHECKING:
     from hetstream.slurm_plugin.daemon.registry import Registered
@@ -30,15 +31,18 @@ class Since:
     Attributes:
         changed: its limit is what it is.
         starved: it is below the floor of speed.
+        promises: what it has claimed of its remaining work until now.
     """
 
     changed: dict[str, float] = field(default_factory=dict)
     starved: dict[str, float] = field(default_factory=dict)
+    promises: Promises = field(default_factory=Promises)
 
     def forget(self, job: str) -> None:
         """It has ended."""
         self.changed.pop(job, None)
         self.starved.pop(job, None)
+        self.promises.forget(job)
 
 
 def table_of(
@@ -54,7 +58,7 @@ def table_of(
     Args:
         jobs: in ascending order of their ids.
         held: what Slurm says that each has.
-        since: times that the table has ages of; those of starving are brought up to date.
+        since: times that the table has ages of; those of starving, and what jobs have promised, are brought up to date.
         settings: of the policy.
         now_s: seconds since the epoch.
         silent_after_s: a job without a report for so long wants what it has.
@@ -91,8 +95,11 @@ def table_of(
         user=[users[job.user] for job in jobs],
         tenant=[tenants[job.account] for job in jobs],
     )
-    _note_starving(jobs, table, since, settings.floor, now_s)
-    return table
+    speed = speed_at(table, (table.current * table.cpus).astype(np.float64))
+    _note_starving(jobs, speed, since, settings.floor, now_s)
+    # One that runs beyond its time limit, which a site may allow, has none that says anything.
+    left_s = np.array([job.end_s - now_s if job.end_s > now_s else np.inf for job in jobs], np.float64)
+    return since.promises.believed(table, [job.job for job in jobs], speed, left_s, now_s)
 
 
 def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> Pool:
@@ -132,8 +139,7 @@ def _caps(codes: Mapping[str, int], caps: Mapping[str, int]) -> Ints | None:
     return np.array([caps.get(name, caps.get(EVERYBODY, NO_CAP)) for name in codes], np.int64)
 
 
-def _note_starving(jobs: Sequence[Registered], table: JobTable, since: Since, floor: float, now_s: float) -> None:
-    speed = speed_at(table, (table.current * table.cpus).astype(np.float64))
+def _note_starving(jobs: Sequence[Registered], speed: Floats, since: Since, floor: float, now_s: float) -> None:
     for job, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
         if is_starved:
             since.starved.setdefault(job.job, now_s)

@@ -8,6 +8,7 @@ Slurm does not answer, nobody is forgotten and nobody new is let in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ import msgspec
 
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.daemon.claimed_work import claim_s
 from hetstream.slurm_plugin.daemon.jobs_table import Since, pool_of, table_of, with_room
 from hetstream.slurm_plugin.daemon.known import (
     Held,
@@ -57,6 +59,7 @@ class Registered:
         reason: why.
         account: whom Slurm charges: the job's tenant.
         submit_s: when it was submitted; 0 where Slurm does not say.
+        end_s: when its time limit ends it; infinite where Slurm does not say.
         code: `Reason` of the last round, in which `reason` was written.
     """
 
@@ -70,6 +73,7 @@ class Registered:
     # Not in the store: the next reading and the next round say them again.
     account: str = field(default="", compare=False)
     submit_s: float = field(default=0.0, compare=False)
+    end_s: float = field(default=math.inf, compare=False)
     code: int = field(default=-1, compare=False)
 
     @property
@@ -263,6 +267,8 @@ class Registry:
                     int(table.current[row]), int(table.cpus[row]), member.weight, member.limit,
                     speeds[row] if measured else None, left[row] if remaining else None,
                     remaining.source if remaining else "", member.reason,
+                    claim_s(measured.ideal_steps_per_s, remaining) if measured and remaining else None,
+                    remaining.sigma if remaining else None,
                 )
             )  # fmt: skip
         return tuple(found)
@@ -314,7 +320,9 @@ class Registry:
         weight = self._weights.get(job.job, job.weight)
         if leader is None:
             return replace(job, weight=weight)
-        return replace(job, weight=weight, account=leader.account, submit_s=leader.submit_s or 0.0)
+        return replace(
+            job, weight=weight, account=leader.account, submit_s=leader.submit_s or 0.0, end_s=leader.end_s or math.inf
+        )
 
     def wait_shares(self) -> Mapping[str, float]:
         """Job id -> share of time that its trainers waited for data, of the jobs that said so."""

@@ -1,16 +1,20 @@
 """What past jobs say of new submissions: reads the job history, and asks `model/alike.py`.
 
-Called by `hetstream advise` and `hetstream convert --auto`. First the records of this user's ended jobs come into the
-history; without a single past job no file is made. A history that cannot be used costs the proposals, not the command.
+Called by `hetstream advise`, `hetstream convert --auto` and job masters. First the records of this user's ended jobs
+come into the history; without a single past job no file is made. A history that cannot be used costs the proposals, not
+the command.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.hetjob.directives import Directive
+from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.request import gpus_per_task, tasks_per_node
 from hetstream.hetjob.sbatch_options import SbatchOptions
 from hetstream.slurm_plugin.errors import HistoryError
@@ -18,6 +22,9 @@ from hetstream.slurm_plugin.insight.past_jobs import own_name, past_jobs
 from hetstream.slurm_plugin.model.alike import Proposal, propose
 from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, JobHistory, history_directory, keeps_plain_names
 from hetstream.slurm_plugin.model.past_job import Features, PastJob
+from hetstream.slurm_plugin.model.usual_length import usual_length
+
+log = logging.getLogger(__name__)
 
 # Scripts of which no job has ended for so long are not listed.
 LISTED_S = 30 * 86400.0
@@ -95,6 +102,20 @@ def for_script(history: Remembered, name: str, options: SbatchOptions) -> Propos
     gpus = gpus_per_task(options) * _num_tasks(options)
     job_name = options.value("job-name") or name
     return propose(Features(job_name, round(gpus), history.user), history.jobs)
+
+
+def usual_length_of(job_name: str, places: Iterable[Path], environ: Mapping[str, str]) -> UsualLength | None:
+    """How long jobs like this one run; None where no past job says so.
+
+    Args:
+        job_name: as Slurm has it.
+        places: that hold directories of jobs.
+        environ: names the job history.
+    """
+    history = remember(places, environ, time.time())
+    if history.problem:
+        log.warning("how long similar jobs ran is not known: %s", history.problem)
+    return usual_length(Features(job_name, user=history.user), history.jobs)
 
 
 def _num_tasks(options: SbatchOptions) -> int:

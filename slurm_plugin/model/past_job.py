@@ -44,6 +44,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps_per_s: of all ranks together, then.
         wait_share: of the time in which trainers waited for data, then.
         data_worker_mb: the most memory that one data worker had, in MB; None if that was not measured.
+        limit_share: of its time limit that it ran; None if that is not known.
     """
 
     job: str
@@ -55,6 +56,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_per_s: float
     wait_share: float
     data_worker_mb: int | None = None
+    limit_share: float | None = None
 
 
 def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> PastJob | None:
@@ -89,9 +91,18 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             steps_per_s=max(0.0, float(elastic.get("steps_per_s") or 0.0)),
             wait_share=min(1.0, max(0.0, float(elastic.get("wait_share") or 0.0))),
             data_worker_mb=None if memory is None else max(1, int(memory)),
+            limit_share=_limit_share(summary.get("elapsed_s"), summary.get("time_limit_s")),
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
         return None  # no record of ours
+
+
+def _limit_share(elapsed_s: Any, limit_s: Any) -> float | None:
+    """Slurm gives a job that is told to end a little more time than its limit."""
+    if elapsed_s is None or limit_s is None:
+        return None
+    share = float(elapsed_s) / float(limit_s)
+    return min(share, 1.0) if share > 0 else None
 
 
 def _text(value: object) -> str:

@@ -11,6 +11,7 @@ RED, YELLOW = "\x1b[31m", "\x1b[33m"
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
 Cell = tuple[str, str]  # text and colour, "" for none
+_LONGEST_S = 1e12  # more than timedelta takes has no meaning
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[str], color: bool) -> list[str]:
@@ -50,5 +51,5 @@ def size_words(num_bytes: float) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """Days, hours, minutes and seconds."""
-    return str(timedelta(seconds=int(seconds)))
+    """Days, hours, minutes and seconds; what is longer than 30,000 years is not told apart."""
+    return str(timedelta(seconds=int(min(seconds, _LONGEST_S))))

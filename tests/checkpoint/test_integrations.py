@@ -90,6 +90,25 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framewo
     assert resumed[2:] == whole[2 + 16 :], "the batches that the killed runs had not had"
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+def test_how_much_is_planned_is_told_in_batches_also_after_a_restart(framework: Framework, tmp_path: Path) -> None:
+    """Three epochs of ten batches, of which two make an update."""
+
+    def planned() -> list[str]:
+        lines = framework.said.read_text().splitlines()
+        return next(line for line in lines if line.startswith("PLANNED")).split()[1:]
+
+    framework.train(tmp_path / "killed", "--accumulate", "2", "--die-after", "7", code=-signal.SIGKILL)
+    framework.train(tmp_path / "killed", "--accumulate", "2")
+    told = planned()
+    assert told[-1] == "None", "it is over"
+    assert told[-2] == "30/30"
+    assert {one.rpartition("/")[2] for one in told[:-1]} == {"30"}
+    done = [int(one.partition("/")[0]) for one in told[:-1]]
+    assert done == sorted(done)
+    assert done[0] >= 14, "what was done before counts"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
 def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp_path: Path) -> None:

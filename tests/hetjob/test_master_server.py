@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,7 +79,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil) -> None:
+def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = int(time.time()) - 60
+    job.environ |= {"SLURM_JOB_START_TIME": str(began_s), "SLURM_JOB_END_TIME": str(began_s + 3600)}
+    for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.setenv(name, job.environ[name])
     variables = job.start(2)
     assert variables == {"SERVICE": f"file:{job.directory}/address"}
     assert stat.S_IMODE(job.directory.stat().st_mode) == 0o700
@@ -91,7 +96,10 @@ def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil) -> None:
     assert sorted(path.name for path in job.directory.iterdir()) == [
         "data-worker-0.log", "data-worker-1.log", "dispatcher.log", "master.log", "summary.json",
     ]  # fmt: skip
-    assert json.loads((job.directory / "summary.json").read_text())["data_workers_seen"] == 2
+    summary = json.loads((job.directory / "summary.json").read_text())
+    assert summary["data_workers_seen"] == 2
+    assert summary["time_limit_s"] == 3600.0
+    assert summary["elapsed_s"] == pytest.approx(60.0, abs=30.0)
     assert "summary: 1 loader(s), 7 steps" in (job.directory / "master.log").read_text()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.elastic.measuring import Measuring, Work, remaining, worker_memory_mb
+from hetstream.hetjob.elastic.measuring import Measuring, worker_memory_mb
+from hetstream.hetjob.elastic.remaining_work import Work, remaining
 from hetstream.hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
 from hetstream.hetjob.site.measured import MAX_POINTS, RemainingWork, SpeedPoint
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus

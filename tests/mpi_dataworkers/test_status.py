@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
+from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
 from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
@@ -85,6 +86,16 @@ def test_the_status_tells_who_is_there_and_how_fast() -> None:
     assert loader.step_time_spread == 0.0, "of one rank"
     assert status.leases_granted == 4 + first.leases + status.leases_revoked
     assert msgspec.convert(msgspec.to_builtins(status), Status) == status
+
+
+def test_what_a_framework_plans_comes_with_the_loaders_progress() -> None:
+    state = busy_state()
+    assert state.status(2.0).loaders[0].training is None
+    told = TrainingProgress(5, 30)
+    state.handle("loader", ReportProgress("s", 5, [], 8, LoaderStats(steps=5), told), 2.5)
+    assert state.status(2.5).loaders[0].training == told
+    state.handle("loader", ReportProgress("s", 6, [], 8, LoaderStats(steps=6)), 3.0)
+    assert state.status(3.0).loaders[0].training is None, "it trains no more"
 
 
 def test_the_spread_of_step_times_is_that_of_the_ranks_of_one_loader() -> None:

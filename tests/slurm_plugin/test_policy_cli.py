@@ -20,6 +20,7 @@ from hetstream.hetjob.site.messages import (
     AskPolicy,
     DecisionTaken,
     GrantLimit,
+    JobNow,
     RefusePolicy,
     ReportDemand,
     SetPolicy,
@@ -29,6 +30,7 @@ from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, Store, remembered_settings
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
+from hetstream.slurm_plugin.render.remaining import remaining_words
 
 WaitUntil = Callable[..., None]
 
@@ -83,6 +85,7 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     assert story["decisions"][0]["policy"] == "srtf"
     assert [(row["before"], row["after"]) for row in story["decisions"]] == [(2, 11), (None, 2)]
     text = policy(slurm, local, "explain 2").stdout
+    assert "remaining work: 0:00:10 at full speed by --total-steps of the script" in text
     assert "all that it wants: 11" in text
     assert "2 of 11: 88 CPUs are shared by 2 job(s), its weight is 1" in text
 
@@ -104,6 +107,27 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
         assert said in done.stderr
     assert local.end() == 0
     assert policy(slurm, local, "show").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"claimed_s": 7200.0, "claimed_sigma": 0.2, "remaining_s": 7200.0, "remaining_source": "integration"},
+         "remaining work: 2:00:00 at full speed by the callback for its framework, right within a factor of 1.2 two "
+         "times of three"),
+        ({"claimed_s": 60.0, "claimed_sigma": 0.0, "remaining_s": 7200.0, "remaining_source": "directive"},
+         "remaining work: 0:01:00 at full speed by --total-steps of the script; believed: 2:00:00, as it is still "
+         "there after what it claimed before"),
+        ({"claimed_s": 1e30, "claimed_sigma": 0.0, "remaining_s": 3600.0, "remaining_source": "directive"},
+         "remaining work: 11574074 days, 1:46:40 at full speed by --total-steps of the script; believed: 1:00:00, when "
+         "its time limit ends it"),
+        ({}, "remaining work: nobody says how much, so it counts as the median of the others"),
+    ],
+)  # fmt: skip
+def test_what_is_left_is_told_with_who_says_so(job: dict[str, float | str], said: str) -> None:
+    empty = {"remaining_s": None, "remaining_source": "", "speed": None, "limit": None}
+    values = {"job": "1", "user": "u", "tenant": "", "minimum": 0, "wanted": 1, "current": 0, "cpus": 4, "gpus": 1.0}
+    assert remaining_words(msgspec.convert({**values, **empty, "reason": "", **job}, JobNow)) == said
 
 
 def test_a_daemon_that_observes_says_what_it_would_have_done(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hetstream.base.training_progress import told
 from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 
 
@@ -37,6 +38,7 @@ class Model(torch.nn.Module):
 
 class Die(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
+        planned.append(told())
         if state.global_step == die_after and int(os.environ.get("RANK", "0")) in given.die_ranks:
             os.kill(os.getpid(), number)
 
@@ -49,7 +51,9 @@ parser.add_argument("--die-ranks", type=int, nargs="*", default=[0, 1])
 parser.add_argument("--interval", type=int, default=1)
 parser.add_argument("--sharded", choices=["FSDP", "DEEPSPEED", "tensor parallelism"], default="")
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--accumulate", type=int, default=1)
 given = parser.parse_args()
+planned = []
 die_after, number = given.die_after, given.number
 if given.sharded == "FSDP":  # the Trainer wants several ranks for it, or a launcher
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -60,6 +64,7 @@ arguments = TrainingArguments(
     output_dir=given.directory + ".out",
     per_device_train_batch_size=4,
     num_train_epochs=given.epochs,
+    gradient_accumulation_steps=given.accumulate,
     learning_rate=0.01,
     save_strategy="no",
     report_to="none",
@@ -80,5 +85,6 @@ if given.sharded == "tensor parallelism":
     distribute_module(model, init_device_mesh("cpu", (1,)))
 trainer.train(resume_from_checkpoint=flash.resume_folder())
 weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+print("PLANNED", *(f"{one.done}/{one.total}" for one in planned), told())
 print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.state.global_step, *model.seen)
 sys.stdout.flush()

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from hetstream import DataLoader
+from hetstream.base.training_progress import told
 from hetstream.checkpoint.integrations.lightning import FlashCheckpointCallback
 
 
@@ -92,6 +93,7 @@ class Die(pl.Callback):
         self.step, self.number, self.ranks = step, number, ranks
 
     def on_train_batch_end(self, trainer, *_):
+        planned.append(told())
         if trainer.global_step == self.step and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), self.number)
 
@@ -103,12 +105,14 @@ parser.add_argument("--number", type=int, default=signal.SIGKILL)
 parser.add_argument("--die-ranks", type=int, nargs="*", default=[0, 1])
 parser.add_argument("--interval", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--plain", action="store_true", help="torch's own loader")
 parser.add_argument("--width", type=int, default=8)
 parser.add_argument("--parts", action="store_true")
 parser.add_argument("--sharded", action="store_true", help="by the strategy")
 args = parser.parse_args()
+planned = []
 pl.seed_everything(3)
 module = ModuleWithHooks(args.width) if args.parts else Module(args.width)
 loader = DataLoader(Numbers(), batch_size=4, shuffle=True, seed=1)
@@ -120,6 +124,7 @@ if args.parts:
     plugins.append(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)))
 trainer = pl.Trainer(
     max_epochs=args.epochs,
+    accumulate_grad_batches=args.accumulate,
     callbacks=[
         FlashCheckpointCallback(args.directory, interval=args.interval),
         Die(args.die_after, args.number, args.die_ranks),
@@ -142,5 +147,6 @@ else:
 if not args.plain:
     loader.close()
 weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
+print("PLANNED", *(f"{one.done}/{one.total}" for one in planned), told())
 print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.global_step, *module.seen)
 sys.stdout.flush()

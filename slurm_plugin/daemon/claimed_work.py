@@ -1,0 +1,84 @@
+"""How much work a job is believed to have left: (what it claims, what the daemon has seen) -> seconds. Pure.
+
+A job says itself how much is left, and some policies let those come first that end soon. So a claim counts as far as
+the daemon's own observation bears it out:
+
+* nobody has more left than the time limit lets him do;
+* a claim is a promise: with what the job can have done since its first claim, it says when the job will be over. The
+  earliest such end counts, so claiming again puts nothing off. A job that is still there when it has done all that
+  and a quarter more has at least as much left as it is late: the guess doubles as long as the job stays, and its
+  uncertainty is that of a guess.
+
+All in seconds of work at full speed, so a job that was given few data workers is not late for it. The daemon's next
+life begins with the claims of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hetstream.hetjob.site.measured import RemainingWork
+from hetstream.slurm_plugin.policy.table import Floats, JobTable
+
+# Speeds are measured early, and estimates are wrong by so much without anybody's lying.
+SLACK = 1.25
+# Of the logarithm of what a late job has left: a job of which only its age is known goes on for as long again.
+LATE_SIGMA = 1.0
+# A job says itself how fast it is. Slower than this it cannot seem, or its promise would never be due.
+LEAST_SPEED = 0.1
+# Between two looks; the clock may jump, and the machine may have slept.
+_LONGEST_S = 600.0
+
+
+class Promises:
+    """What jobs have claimed until now.
+
+    Of each job two numbers are kept: the work that it can have done since its first claim, and the least sum of that
+    and a claim.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, float]] = {}
+        self._seen_s = np.inf
+
+    def believed(self, table: JobTable, jobs: Sequence[str], speed: Floats, left_s: Floats, now_s: float) -> JobTable:
+        """The table with what is believed instead of what is claimed; the promises are brought up to date.
+
+        Args:
+            table: with what jobs claim.
+            jobs: their names, by row.
+            speed: of each with what it has, as a share of its greatest.
+            left_s: until its time limit, infinite without one.
+            now_s: seconds since the epoch.
+        """
+        passed_s = min(max(now_s - self._seen_s, 0.0), _LONGEST_S)
+        self._seen_s = now_s
+        kept = [self._kept.get(job) for job in jobs]
+        is_new = np.array([one is None for one in kept], np.bool_)
+        done_s, due_s = np.array([one or (0.0, np.inf) for one in kept], np.float64).reshape(len(jobs), 2).T
+        done_s = np.where(is_new, 0.0, done_s + passed_s * np.maximum(speed, LEAST_SPEED))
+        due_s = np.fmin(due_s, done_s + table.remaining_s)
+        has_claimed = np.isfinite(due_s)
+        self._kept.update(
+            (job, (done, due))
+            for job, done, due, counts in zip(jobs, done_s.tolist(), due_s.tolist(), has_claimed.tolist(), strict=True)
+            if counts
+        )
+        late_s = np.where(has_claimed, np.maximum(done_s - SLACK * due_s, 0.0), 0.0)
+        is_late = late_s > np.nan_to_num(table.remaining_s)
+        remaining_s = np.minimum(np.where(is_late, late_s, table.remaining_s), left_s)
+        sigma = np.where(is_late, np.maximum(table.remaining_sigma, LATE_SIGMA), table.remaining_sigma)
+        total_s = np.where(has_claimed, np.fmax(table.total_s, done_s + remaining_s), table.total_s)
+        return replace(table, remaining_s=remaining_s, remaining_sigma=sigma, total_s=total_s)
+
+    def forget(self, job: str) -> None:
+        """It has ended."""
+        self._kept.pop(job, None)
+
+
+def claim_s(ideal_steps_per_s: float, remaining: RemainingWork) -> float:
+    """What a job claims to have left, in seconds at full speed."""
+    return remaining.steps / ideal_steps_per_s

@@ -37,6 +37,7 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     torch_options,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
+from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, padding_waste, step_spread
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
@@ -117,7 +118,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
         boundaries = tuple(options.bucket_boundaries or ())
         in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
-        return make_connection(self, service_options, self._buckets or in_rounds)
+        return make_connection(self, service_options, self._buckets or in_rounds, options.batch_stage)
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
         if self._buckets is not None:
@@ -193,7 +194,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             PipelineError: the dataset has another length, and a pass that begins here must have the one that it had.
         """
         before = self._connection.pipeline
-        pipeline = pipeline_of(self, before.buckets or before.stream_buckets)
+        pipeline = pipeline_of(self, before.buckets or before.stream_buckets, before.batch_stage)
         if pipeline.num_samples != before.num_samples and (reason := self._why_same_length(at)):
             raise PipelineError(
                 f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now: {reason}. "
@@ -243,6 +244,18 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
         self._position.set_epoch(int(epoch))
+
+    def set_batch_stage(self, batch_stage: BatchStage | None) -> None:
+        """Use another batch stage, or none, from the next step on, also in the midst of an iteration.
+
+        No batch is lost or comes twice: what was made ahead with the stage before is dropped and made again. With
+        `device=`, one batch is on its way there already, and comes as it is.
+
+        Raises:
+            OptionsError: it is no function, or cannot be pickled; the stage before stays.
+            PipelineError: the pipeline cannot be handed to data workers now; the stage before stays.
+        """
+        self._connection.use_batch_stage(batch_stage)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.

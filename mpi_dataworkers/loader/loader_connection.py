@@ -8,10 +8,13 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.config import (
     TrainerIdentity,
     buffer_bytes_from_environment,
@@ -20,6 +23,7 @@ from hetstream.mpi_dataworkers.config import (
 )
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
+from hetstream.mpi_dataworkers.loader import batch_stages
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
@@ -33,10 +37,12 @@ from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.staged import BatchStage, StagedBatch
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
+OnExtra = Callable[[int, Sequence[torch.Tensor]], None]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
 
@@ -79,6 +85,8 @@ class LoaderConnection:
         pipeline: the program's own objects; steps that the fallback makes are made with a copy.
         sent_pipelines: what data workers were given; None without a service.
         local_workers: with persistent_workers, what is kept from pass to pass in process.
+        on_extra: told each step's number in its pass and the `extra` of its `StagedBatch`, just before the program gets
+            the batch.
         closed: it has left the service, or the interpreter ends.
     """
 
@@ -98,6 +106,7 @@ class LoaderConnection:
         self._service = parse_service(service) if service is not None else None
         self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
+        self.on_extra: OnExtra | None = None
         self.closed = False
         if self._service is not None:
             announce(self._service)
@@ -131,6 +140,33 @@ class LoaderConnection:
         client, statistics = self._client, self.statistics
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
+
+    def use_batch_stage(self, batch_stage: BatchStage | None, on_extra: OnExtra | None = None) -> None:
+        """Use another batch stage, or none; each pass that is open goes on with it at its next step.
+
+        Args:
+            batch_stage: the stage.
+            on_extra: see the class.
+
+        Raises:
+            OptionsError: it is no function, or cannot be pickled.
+            PipelineError: the pipeline cannot be handed to data workers.
+        """
+        if problems := [*batch_stages.batch_stage("batch_stage", batch_stage)]:
+            raise OptionsError("DataLoader: " + "; ".join(problems))
+        pipeline = replace(self.pipeline, batch_stage=batch_stage)
+        if self.sent_pipelines is not None and self.sent_pipelines.last is not None:
+            self.sent_pipelines.with_batch_stage(self.sent_pipelines.last, pipeline)
+        self.pipeline, self.on_extra = pipeline, on_extra
+        self.local_workers = None  # the processes that it kept have the stage before
+
+    def delivered(self, step: int, batch: Any) -> Any:
+        """What the program gets of a batch; the rest of a `StagedBatch` goes to `on_extra`."""
+        if type(batch) is not StagedBatch:
+            return batch
+        if self.on_extra is not None:
+            self.on_extra(step, batch.extra)
+        return batch.batch
 
     def sent_pipeline(self) -> SentPipeline:
         """The pipeline as it is now, for data workers; see `SentPipelines.now`.

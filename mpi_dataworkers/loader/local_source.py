@@ -47,6 +47,11 @@ class LocalSource:
         steps = _steps_to_make(connection, shards.order, shards.seed, shards.epoch, shards.position)
         self._steps = self._workers.begin(self, steps)
 
+    def begin_again(self) -> None:
+        """Have torch's processes begin anew, with the batch stage that the pipeline has now."""
+        self._steps, self._workers = iter(()), None  # ends those before
+        self.begin()
+
     def prepare(self) -> None:
         """Nothing: torch's own loader draws the sampler when it makes a step."""
 
@@ -66,7 +71,7 @@ class LocalSource:
             next_step = shards.slots[number].step + 1
             if isinstance(step, FailedStep):
                 shards.took(number, next_step)
-                step.reraise()
+                step.reraise(next_step - 1)
             made, snapshot = step
             shards.took(number, next_step, snapshot)
             return Delivered(

@@ -20,6 +20,7 @@ from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.user_errors import made_at
 from hetstream.mpi_dataworkers.ops.entered import enter_worker
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
@@ -47,11 +48,15 @@ class FailedStep:
         where = "in a process of the loader"
         self._error: Any = error if in_trainer else _ExceptionWrapper((kind, error, error.__traceback__), where)
 
-    def reraise(self) -> None:
-        """Raise the exception, with its own type."""
-        if isinstance(self._error, BaseException):
-            raise self._error
-        self._error.reraise()
+    def reraise(self, step: int) -> None:
+        """Raise the exception, with its own type; it is of this step."""
+        try:
+            if isinstance(self._error, BaseException):
+                raise self._error
+            self._error.reraise()
+        except Exception as error:
+            made_at(error, step)
+            raise
 
 
 class ShardEnd:
@@ -218,8 +223,7 @@ def read_shards(
         torch_options: keywords of torch's DataLoader.
     """
     indexed = pipeline.num_samples >= 0
-    if indexed:
-        pipeline = pipeline.with_own_generators()
+    pipeline = pipeline.with_own_generators()
     loader = PlainLoader(
         _ShardDataset(pipeline, copy.deepcopy(shards), policy),
         batch_size=None,

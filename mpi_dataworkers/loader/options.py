@@ -21,6 +21,7 @@ import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.config import TrainerIdentity, identity_from_environment, quarantine_dir_from_environment
+from hetstream.mpi_dataworkers.loader.batch_stages import batch_stage
 from hetstream.mpi_dataworkers.loader.device import check_device
 from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.keyword import (
@@ -115,6 +116,9 @@ class LoaderOptions:
             counts.
         quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
             HETSTREAM_QUARANTINE_DIR, else no file is written.
+        batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
+            workers or here; what it returns is the batch. Random generators are seeded before it from (seed, epoch,
+            step). `set_batch_stage` changes it between two steps.
         device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
     """
 
@@ -171,6 +175,7 @@ class LoaderOptions:
     sample_timeout_s: float = field(default=300.0, metadata=must_be(limit_s))
     quarantine_dir: str | os.PathLike[str] | None = field(default=None, metadata=must_be(folder))
 
+    batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(batch_stage))
     device: torch.device | str | int | None = field(default=None, metadata=must_be(_device))
 
     @property

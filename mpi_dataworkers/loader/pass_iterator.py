@@ -27,6 +27,13 @@ class StepSource(Protocol):
     def begin(self) -> None:
         """Begin to make steps. If it raises, `abandon` ends what has begun."""
 
+    def begin_again(self) -> None:
+        """Go on from here with the connection's batch stage; what was made ahead with another one is dropped.
+
+        Raises:
+            HetstreamError: it cannot, and nothing has changed.
+        """
+
     def prepare(self) -> None:
         """Draw what the next step needs from the program's own sampler, which is no wait for data."""
 
@@ -73,11 +80,15 @@ class PassIterator(Iterator[Any]):
         self.shards = source.shards
         self._started = time.monotonic()
         self._is_open = True
+        self._stage = connection.pipeline.batch_stage
         source.begin()
 
     def __next__(self) -> Any:
         waited_s = 0.0  # with that for steps of which all samples were left out
         while self._is_open:
+            if self._stage is not self._connection.pipeline.batch_stage:
+                self._source.begin_again()
+                self._stage = self._connection.pipeline.batch_stage
             self._source.prepare()
             started = time.monotonic()
             step = self._source.take()
@@ -91,7 +102,7 @@ class PassIterator(Iterator[Any]):
                 self._connection.leave_out(epoch, number, step.num_skipped, step.left_out)
             if step.num_samples > 0:
                 self._count(step, waited_s)
-                return step.payload
+                return self._connection.delivered(self.shards.position - 1, step.payload)
         raise StopIteration
 
     def _count(self, step: Delivered, wait_s: float) -> None:

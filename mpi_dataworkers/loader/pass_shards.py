@@ -87,8 +87,7 @@ class PassShards:
         if state:
             shards.position = int(state["step"])
             shards.snapshots = dict(snapshots_of(state))
-            ranges = state["taken_out_of_order"]
-            shards._taken_out_of_order = {step for first, stop in ranges for step in range(first, stop)}
+            shards.note_taken_out_of_order(state["taken_out_of_order"])
         return shards
 
     @property
@@ -132,6 +131,10 @@ class PassShards:
         """Steps of a single shard, beyond its position, that were taken before the pass was continued."""
         first = self.slots[0].step if self.slots else 0
         return as_ranges(sorted(step for step in self._taken_out_of_order if step >= first))
+
+    def note_taken_out_of_order(self, steps: Ranges) -> None:
+        """Remember steps of a single shard, beyond its position, that were taken: the pass is about to be continued."""
+        self._taken_out_of_order = {step for first, stop in steps for step in range(first, stop)}
 
     def skip_taken(self) -> None:
         """Move past steps that were taken before the pass was continued."""

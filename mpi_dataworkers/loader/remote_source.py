@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
-from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error, summary_of
+from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error, summary_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
@@ -91,7 +91,28 @@ class RemoteSource:
         self, shared: SharedStream, order: PlannedOrder | ListedOrder | ShardOrder, num_steps: int
     ) -> Sharing:
         assert not isinstance(order, ShardOrder)  # `options.py` refuses it
-        return shared.with_others(self._sent.message.pipeline_id, self.shards.seed, order, num_steps)
+        sent = self._sent
+        return shared.with_others(sent.message.pipeline_id, sent.batch_stage, self.shards.seed, order, num_steps)
+
+    def begin_again(self) -> None:
+        """Close the sessions, and open them where they were with the batch stage that the pipeline has now."""
+        connection = self._connection
+        assert connection.sent_pipelines is not None
+        self._sent = connection.sent_pipelines.with_batch_stage(self._sent, connection.pipeline)
+        self._readers.clear()
+        if not self._client.is_inherited:  # else `prepare` opens new ones
+            for session in self._sessions:
+                self._client.close_session(session)
+            self._open_again()
+
+    def _open_again(self) -> None:
+        """Open new sessions in the middle of the pass, and send them what was drawn for those before."""
+        shards, before = self.shards, self._sessions
+        if before and not shards.in_order:
+            shards.note_taken_out_of_order(before[0].buffer.taken_out_of_order())
+        self._sessions = [self._open_session(slot) for slot in shards.slots]
+        if self._sampler is not None and self._sessions:
+            self._sampler.send_again(self._client, self._sessions[0])
 
     def prepare(self) -> None:
         """Draw the program's sampler; in a process that was forked since, connect first."""
@@ -111,9 +132,7 @@ class RemoteSource:
                 f"process {os.getpid()} was forked in the middle of an epoch and reaches no dispatcher to go on with it"
             )
         self._client = client
-        self._sessions = [self._open_session(slot) for slot in self.shards.slots]
-        if self._sampler is not None:  # what the parent drew is there
-            self._sampler.send_again(client, self._sessions[0])
+        self._open_again()
 
     def take(self) -> Delivered | None:
         """Wait for the next step; see `StepSource`."""
@@ -128,7 +147,7 @@ class RemoteSource:
                 shards.took(number, next_step, step.snapshot)
                 return step
             shards.took(number, next_step)
-            raise rebuild_error(step) if isinstance(step, BatchFailed) else step.error
+            raise rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, next_step - 1)
         return None
 
     def _next_step(self) -> tuple[int, Step | Ended]:
@@ -182,10 +201,11 @@ class RemoteSource:
         connection, shards, policy = self._connection, self.shards, self._connection.skipped.policy
         if steps.shard not in self._readers:
             self._readers[steps.shard] = open_shard(
-                Shard(connection.pipeline, steps, shards.seed, shards.epoch), skips=policy.on_error != "raise"
+                Shard(connection.pipeline.with_own_generators(), steps, shards.seed, shards.epoch),
+                skips=policy.on_error != "raise",
             )
         reader = self._readers[steps.shard]
-        with generators_kept():
+        with generators_kept(reader.pipeline.own_generators):
             made = read_step(reader, step, shards.snapshots.get(steps.shard, b""), policy)
         if made is None:
             return None

@@ -23,6 +23,7 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
 )
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
@@ -38,11 +39,13 @@ class SentPipeline:
         message: what they are sent.
         pickled: the same here. Its buffers are the dataset's own memory: the program may have written to them since.
         shared_digest: of those that lie in shared memory, as they were sent.
+        batch_stage: the program's own object.
     """
 
     message: ProvidePipeline
     pickled: PickledPipeline
     shared_digest: str
+    batch_stage: BatchStage | None
 
 
 class SentPipelines:
@@ -61,6 +64,8 @@ class SentPipelines:
         self.last: SentPipeline | None = None
         self._said_kept = False
         self._copied: tuple[str, EnteredPipeline, WriteWatch] | None = None
+        # What was sent with another batch stage, and what it was made of.
+        self._restaged: tuple[SentPipeline, SentPipeline] | None = None
 
     def now(self, pipeline: Pipeline) -> SentPipeline:
         """A pipeline as it is now.
@@ -76,13 +81,14 @@ class SentPipelines:
         except PipelineError as error:
             if self.last is None:
                 raise
+            self.last = self.with_batch_stage(self.last, pipeline)
             if changed := _change_since(self.last.pickled, pipeline):
                 raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
             if not self._said_kept:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
             self._said_kept = True
             return self.last
-        self.last = self._sent(pickled, pickled.buffers, self.last)
+        self.last = self._sent(pickled, pickled.buffers, self.last, pipeline.batch_stage)
         return self.last
 
     def with_shared_memory(self, sent: SentPipeline) -> SentPipeline:
@@ -102,7 +108,34 @@ class SentPipelines:
                 raise PipelineError(f"its shared memory changed, and the rest cannot be sent again: {error}") from error
             for number in pickled.shared:
                 buffers[number] = pickled.buffers[number]
-        return self._sent(pickled.with_buffers(buffers), pickled.buffers, sent)
+        return self._sent(pickled.with_buffers(buffers), pickled.buffers, sent, sent.batch_stage)
+
+    def with_batch_stage(self, sent: SentPipeline, pipeline: Pipeline) -> SentPipeline:
+        """A pipeline as it was sent, but with the batch stage that it has now: other changes are for the next pass.
+
+        Raises:
+            PipelineError: it cannot be pickled, or not be handed over.
+        """
+        stage = pipeline.batch_stage
+        if sent.batch_stage is stage:
+            return sent
+        if self._restaged is not None and self._restaged[0] is sent and self._restaged[1].batch_stage is stage:
+            return self._restaged[1]
+        try:
+            is_as_sent = pickle_pipeline(replace(pipeline, batch_stage=sent.batch_stage)).pipeline_id
+        except PipelineError:
+            is_as_sent = ""  # it holds an open file by now, say
+        if is_as_sent != sent.pickled.pipeline_id:
+            if sent.pickled.shared:
+                raise PipelineError(
+                    "the batch stage cannot be changed now: the dataset has changed since data workers got it, and "
+                    "holds shared memory, of which they would get a copy. Change the stage between two iterations"
+                )
+            pipeline = replace(copy_of(self._private(sent))[0], batch_stage=stage)
+        pickled = pickle_pipeline(pipeline)
+        self.last = self._sent(pickled, pickled.buffers, sent, stage)
+        self._restaged = sent, self.last
+        return self.last
 
     @contextlib.contextmanager
     def entered(self, sent: SentPipeline) -> Iterator[EnteredPipeline]:
@@ -111,21 +144,31 @@ class SentPipelines:
         Raises:
             PipelineError: the step has written into shared memory.
         """
-        pickled = sent.pickled
-        if self._copied is None or self._copied[0] != pickled.pipeline_id:
-            if has_changed(pickled):
-                try:
-                    pickled = replace(pickled, buffers=self._as_sent(sent))
-                except HandoverFailed as error:
-                    _log.warning("hetstream: steps made here have arrays that the program has written to: %s", error)
-            private = pickled.in_private()
+        if self._copied is None or self._copied[0] != sent.pickled.pipeline_id:
+            private = self._private(sent)
             pipeline = EnteredPipeline(copy_of(private)[0], 0)
-            self._copied = pickled.pipeline_id, pipeline, WriteWatch(private.digest_of_shared)
+            self._copied = sent.pickled.pipeline_id, pipeline, WriteWatch(private.digest_of_shared)
         _, pipeline, watch = self._copied
         yield pipeline
         watch.check()
 
-    def _sent(self, pickled: PickledPipeline, own: Sequence[Buffer], before: SentPipeline | None) -> SentPipeline:
+    def _private(self, sent: SentPipeline) -> PickledPipeline:
+        """A pipeline as it was sent, in memory of its own."""
+        pickled = sent.pickled
+        if has_changed(pickled):
+            try:
+                pickled = replace(pickled, buffers=self._as_sent(sent))
+            except HandoverFailed as error:
+                _log.warning("hetstream: steps made here have arrays that the program has written to: %s", error)
+        return pickled.in_private()
+
+    def _sent(
+        self,
+        pickled: PickledPipeline,
+        own: Sequence[Buffer],
+        before: SentPipeline | None,
+        batch_stage: BatchStage | None,
+    ) -> SentPipeline:
         """Hand a pipeline over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
         if before is not None and before.pickled.pipeline_id == pickled.pipeline_id:
             message = before.message
@@ -133,7 +176,7 @@ class SentPipelines:
             blob, contents = pack(pickled.blob, pickled.buffers, self._directory)
             names = pickled.pipeline_id, pickled.program, pickled.settings
             message = ProvidePipeline(*names, blob, contents, pickled.written)
-        return SentPipeline(message, replace(pickled, buffers=own), pickled.digest_of_shared())
+        return SentPipeline(message, replace(pickled, buffers=own), pickled.digest_of_shared(), batch_stage)
 
     @property
     def _directory(self) -> Path:

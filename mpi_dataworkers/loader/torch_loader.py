@@ -14,6 +14,7 @@ from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.order import LookAhead
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 
@@ -89,8 +90,10 @@ def torch_options(loader: Any) -> dict[str, Any]:
     return options
 
 
-def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = None) -> Pipeline:
-    """What makes a loader's batches, as the loader is now."""
+def pipeline_of(
+    loader: Any, buckets: LengthBuckets | StreamBuckets | None = None, batch_stage: BatchStage | None = None
+) -> Pipeline:
+    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and batch stages."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     try:
         num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
@@ -106,6 +109,7 @@ def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = Non
         buckets=buckets if isinstance(buckets, LengthBuckets) else None,
         stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
         num_workers=max(1, loader.num_workers),
+        batch_stage=batch_stage,
     )
 
 
@@ -120,9 +124,12 @@ def _min_window(loader: Any) -> int:
 
 
 def make_connection(
-    loader: Any, options: ServiceOptions, buckets: LengthBuckets | StreamBuckets | None = None
+    loader: Any,
+    options: ServiceOptions,
+    buckets: LengthBuckets | StreamBuckets | None = None,
+    batch_stage: BatchStage | None = None,
 ) -> LoaderConnection:
     """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
-    pipeline = pipeline_of(loader, buckets)
+    pipeline = pipeline_of(loader, buckets, batch_stage)
     described = replace(options, description=pipeline.description() | options.description)
     return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))

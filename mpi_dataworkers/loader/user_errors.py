@@ -16,6 +16,14 @@ def summary_of(failure: Failure) -> str:
     return f"{first} (on {failure.host}, {failure.interpreter})" if failure.host else first
 
 
+def made_at(error: Exception, step: int) -> Exception:
+    """An exception of user code that raised in this process: its traceback says at which step (Python 3.11)."""
+    note = f"hetstream: step {step}"
+    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
 def rebuild_error(failed: BatchFailed) -> Exception:
     """The exception of a data worker as its own type, with the sample and the remote traceback in its text."""
     failure = failed.failure

@@ -47,7 +47,7 @@ class EnteredPipeline:
         self._worker_id = number % pipeline.num_workers
         self._is_iterable = isinstance(pipeline.dataset, torch.utils.data.IterableDataset)
         self._loaded = pipeline
-        self._pipeline = private if self._is_iterable else private.with_own_generators()
+        self._pipeline = private.with_own_generators()
         self._entered: set[int] = set()
         # What user code was shown last: to make it anew for each step would cost more than a small sample.
         self._shown_for: int | None = None

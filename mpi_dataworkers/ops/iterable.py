@@ -107,6 +107,7 @@ class ShardSteps(abc.ABC):
         skips: leave out elements that raise.
 
     Attributes:
+        pipeline: the shard's.
         num_steps: how many steps the shard has, -1 until its end was reached.
         position: the step that comes next.
         num_elements: how many the iterator has given.
@@ -126,7 +127,7 @@ class ShardSteps(abc.ABC):
         self.failures: list[Failure] = []
         self._skips = skips
         self._at_sample = at_sample
-        self._pipeline = shard.pipeline
+        self.pipeline = shard.pipeline
         self._order = shard.order
         self._iterator: Any = None
         self._dataset: Any = None
@@ -186,10 +187,10 @@ class ShardSteps(abc.ABC):
             PipelineError: the dataset cannot be copied, or not go back.
         """
         try:
-            self._dataset = copy.deepcopy(self._pipeline.dataset)
+            self._dataset = copy.deepcopy(self.pipeline.dataset)
         except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
             raise PipelineError(
-                f"{type(self._pipeline.dataset).__name__} cannot be copied, and each shard reads a copy of its own: "
+                f"{type(self.pipeline.dataset).__name__} cannot be copied, and each shard reads a copy of its own: "
                 f"{type(error).__name__}: {error}. Open files and connections in __iter__."
             ) from error
         divides_itself = self._order.cut in _DIVIDE_THEMSELVES
@@ -207,10 +208,10 @@ class ShardSteps(abc.ABC):
         seed_generators(self.seed)
         with self.as_worker(), making_sample(self.seed):
             try:
-                if self._pipeline.worker_init_fn is not None and self._info is not None:
-                    self._has_asked = may_use_its_number(self._pipeline.worker_init_fn)
+                if self.pipeline.worker_init_fn is not None and self._info is not None:
+                    self._has_asked = may_use_its_number(self.pipeline.worker_init_fn)
                     # Not `self._info.id`, which would count as asked by the dataset.
-                    self._pipeline.worker_init_fn(self._order.shard if divides_itself else 0)
+                    self.pipeline.worker_init_fn(self._order.shard if divides_itself else 0)
                 if saved is not None and not saved["iterators"]:
                     self._dataset.load_state_dict(saved["state"])
                 self._iterator = iter(self._dataset)

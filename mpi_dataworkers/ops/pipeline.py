@@ -2,7 +2,8 @@
 
 A batch depends on the pipeline, the indices and the seeds, and on nothing else: before each sample the generators of
 Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`), and those that the dataset holds (see
-`own_generators`), or, for a thread-safe dataset, those of `sample_generator`.
+`own_generators`), or, for a thread-safe dataset, those of `sample_generator`. Before the batch stage they are seeded
+once more, from the seed of the step.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
+from hetstream.mpi_dataworkers.ops.staged import BatchStage, run_stage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
-from hetstream.mpi_dataworkers.order.sharding import Indices
+from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
 from hetstream.mpi_dataworkers.sources.together import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
@@ -63,6 +65,9 @@ LARGEST_BASE_SEED = 2**63 - 1
 
 # Of an exception's text and of its traceback; more says no more, and goes through the dispatcher.
 _MOST_TEXT = 64 << 10
+
+# So that the numbers that a batch stage draws are none of those of samples and of collate functions.
+_STAGE_SEED = 0x7374616765
 
 
 class SampleError(Exception):
@@ -97,6 +102,7 @@ class Pipeline:
         batched: whether a step is a list of samples.
         buckets: the samples by length, when they are read in rounds of like lengths.
         stream_buckets: the same for the elements of an IterableDataset, whose lengths nobody knows before they come.
+        batch_stage: what each batch goes through after `collate_fn`, if there is one.
         num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
     """
@@ -108,6 +114,7 @@ class Pipeline:
     batched: bool = True
     buckets: LengthBuckets | None = None
     stream_buckets: StreamBuckets | None = None
+    batch_stage: BatchStage | None = None
     num_workers: int = 1
     own_generators: OwnGenerators | None = field(default=None, compare=False)
 
@@ -117,8 +124,14 @@ class Pipeline:
         return is_its_own(self.dataset, "thread_safe") and self.dataset.thread_safe is True
 
     def with_own_generators(self) -> Pipeline:
-        """The same, for the process that makes its samples: what it holds of generators is seeded before each."""
-        return replace(self, own_generators=OwnGenerators(self.dataset, self.collate_fn))
+        """The same, for the process that makes its samples: what it holds of generators is seeded before each.
+
+        Of an IterableDataset those of the batch stage alone: each shard has a copy of the dataset, and no seed for each
+        element.
+        """
+        is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
+        roots = () if is_stream else (self.dataset, self.collate_fn)
+        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage))
 
     @property
     def threads_help(self) -> bool:
@@ -137,7 +150,7 @@ class Pipeline:
         team: ThreadTeam | None = None,
         form: IndexForm = INTS,
     ) -> Any:
-        """Read, transform and collate the samples of one step.
+        """Read, transform and collate the samples of one step, and run the batch stage.
 
         A dataset that `reads_apart` (hetstream's sources) is read once for the batch and transformed with a seed for
         each sample; another one with `__getitems__` has one seed for the batch. For a thread-safe
@@ -175,7 +188,7 @@ class Pipeline:
         watched.at_sample(-1)
         if not seeds_all:
             self._seed(seeds[0])
-        return self._collate(samples)
+        return self.collated(samples, seeds[0])
 
     def _each(
         self,
@@ -222,9 +235,23 @@ class Pipeline:
         if self.own_generators is not None:
             self.own_generators.seed(seed)
 
-    def _collate(self, samples: Any) -> Any:
+    def collated(self, samples: Any, step_seed: int) -> Any:
+        """Make a batch of a step's samples: collate them, and run the batch stage.
+
+        Args:
+            samples: of the step.
+            step_seed: 64 bits that no other step of the epoch has; with indexed data that of its first sample.
+
+        Raises:
+            SampleError: user code raised.
+        """
         try:
-            return self.collate_fn(samples)
+            batch = self.collate_fn(samples)
+            if self.batch_stage is None:
+                return batch
+            seed = derive_seed(step_seed, _STAGE_SEED)
+            self._seed(seed)
+            return run_stage(self.batch_stage, batch, seed)
         except Exception as error:
             raise SampleError(-1) from error
 

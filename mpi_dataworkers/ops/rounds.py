@@ -133,6 +133,7 @@ class RankReader:
     """What one rank reads of a shard; stands in for a `ShardReader`.
 
     Attributes:
+        pipeline: the shard's.
         num_steps: how many steps the shard has, -1 until its end was reached.
         snapshot, snapshot_step: none, as rounds have none.
     """
@@ -140,7 +141,8 @@ class RankReader:
     def __init__(self, readers: _Readers, shard: Shard) -> None:
         self.num_steps = -1
         self.snapshot, self.snapshot_step = b"", 0
-        self._readers, self._pipeline, self._rank = readers, shard.pipeline, shard.order.rank
+        self.pipeline = shard.pipeline
+        self._readers, self._rank = readers, shard.order.rank
         self._seed = derive_seed(shard.seed, shard.epoch, shard.order.seed_shard, _COLLATE_SEED)
 
     def read(self, step: int, _: bytes = b"", __: Collection[Failure] = ()) -> MadeStep | None:
@@ -148,11 +150,9 @@ class RankReader:
         samples, self.num_steps = self._readers.slice_of(self._rank, step)
         if samples is None:
             return None
-        seed_generators(derive_seed(self._seed, step, self._rank))
-        try:
-            return MadeStep(self._pipeline.collate_fn(samples), len(samples), 0, [])
-        except Exception as error:
-            raise SampleError(-1) from error
+        seed = derive_seed(self._seed, step, self._rank)
+        seed_generators(seed)
+        return MadeStep(self.pipeline.collated(samples, seed), len(samples), 0, [])
 
 
 class SharedRounds:

@@ -49,10 +49,8 @@ class ShardReader(ShardSteps):
         failures = self.failures
         if without or not samples:
             return MadeStep(None, 0, len(samples) + len(failures), [*failures, *without])
-        try:
-            batch = self.shard.pipeline.collate_fn(samples if self.shard.order.batch_size else samples[0])
-        except Exception as error:
-            raise SampleError(-1) from error
+        together = samples if self.shard.order.batch_size else samples[0]
+        batch = self.pipeline.collated(together, derive_seed(self.seed, step))
         return MadeStep(batch, len(samples), len(failures), failures)
 
     def next_samples(self) -> list[Any] | None:

@@ -24,6 +24,7 @@ from hetstream.base.text import is_unicode
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
 from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
 from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Leaf
 
 _encoder = msgspec.msgpack.Encoder()
@@ -302,6 +303,8 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         return ["l", _describe_all(value, tensors, arrays)]
     if kind is tuple:
         return ["u", _describe_all(value, tensors, arrays)]
+    if kind is StagedBatch:
+        return ["x", _describe_all([value.batch, *value.extra], tensors, arrays)]
     if kind is dict:
         are_names = all(type(key) is str and is_unicode(key) for key in value)
         keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
@@ -342,6 +345,9 @@ def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], 
         return _build_all(node[1], next_tensor, next_buffer)
     if kind == "u":
         return tuple(_build_all(node[1], next_tensor, next_buffer))
+    if kind == "x":
+        batch, *extra = _build_all(node[1], next_tensor, next_buffer)
+        return StagedBatch(batch, extra)
     if kind == "d":
         keys = _build_all(node[1], next_tensor, next_buffer)
         return dict(zip(keys, _build_all(node[2], next_tensor, next_buffer), strict=True))

@@ -3,6 +3,7 @@
 HetstreamError
 ├── PipelineError            the user's dataset or functions cannot be streamed
 │   ├── SourceError          a file of a dataset is missing, damaged or of another form
+│   ├── FeatureError         a feature graph that cannot work, or a batch that does not fit it
 │   └── StateError           a state_dict that belongs to another dataset, or is damaged
 ├── JobNameConflict          one job name, two different pipelines
 ├── ServiceError             the dispatcher or its address file
@@ -27,6 +28,10 @@ class PipelineError(HetstreamError):
 
 class SourceError(PipelineError):
     """A file that a dataset reads is missing, damaged or of another form."""
+
+
+class FeatureError(PipelineError):
+    """A feature graph cannot work, or a batch does not fit it; the message names the features."""
 
 
 class StateError(PipelineError):

@@ -1,0 +1,278 @@
+"""A feature graph: named inputs, operators, named outputs. Immutable, and checked when it is made. Pure, without torch.
+
+    graph = FeatureGraph.of({
+        "dense": [dense("age", is_nullable=True) >> FillNull(0.0) >> Clamp(0.0, 100.0), dense("price") >> BoxCox(0.5)],
+        "sparse": [jagged("clicked") >> FirstX(20) >> SigridHash(max_value=100_000)],
+        "label": dense("label"),
+    })
+
+Users write chains like these; programs that make graphs or change them (a partitioner, a plan for GPUs) use the flat
+form that `FeatureGraph` itself has, or its JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import msgspec
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.operators import OPERATORS, Operator
+from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+
+
+@dataclass(frozen=True)
+class Input:
+    """A feature of the batch that a graph is given, by its key there."""
+
+    name: str
+    type: FeatureType
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator at work: `name` is the feature that it makes of the feature `of`."""
+
+    name: str
+    of: str
+    operator: Operator
+
+
+@dataclass(frozen=True)
+class Output:
+    """A key of the batch that a graph gives.
+
+    Attributes:
+        name: the key.
+        of: the features in it, in order.
+        keys: empty where the output is one feature as it is. Else there are as many as features, and those are put
+            together: dense ones as the columns of a matrix, jagged ones as a `JaggedBatch` with these keys.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A chain: an input and the operators that are applied to it. `feature >> operator` is the longer chain."""
+
+    input: Input
+    operators: tuple[Operator, ...] = ()
+    key: str = ""
+
+    def __rshift__(self, operator: Operator) -> Feature:
+        return replace(self, operators=(*self.operators, operator))
+
+    def named(self, key: str) -> Feature:
+        """The same with another key than its input's, for a JaggedBatch in which two chains of one input stand."""
+        return replace(self, key=key)
+
+
+def dense(name: str, dtype: str = "float32", *, width: int = 1, is_nullable: bool = False) -> Feature:
+    """A feature with `width` values in each row: a tensor of shape (rows,), or (rows, width) where that is not 1.
+
+    Args:
+        name: Its key in the batch.
+        dtype: `float32`, `float64`, `int32` or `int64`.
+        width: Values in a row.
+        is_nullable: Whether values may be missing; it is a `Nullable` in the batch then, or a tensor where none is.
+    """
+    return Feature(Input(name, FeatureType(dtype, False, width, is_nullable)))
+
+
+def jagged(name: str, dtype: str = "int64") -> Feature:
+    """A feature with a list of its own length in each row, `Jagged` in the batch.
+
+    Args:
+        name: Its key in the batch.
+        dtype: As for `dense`.
+    """
+    return Feature(Input(name, FeatureType(dtype, is_jagged=True)))
+
+
+@dataclass(frozen=True)
+class FeatureGraph:
+    """Inputs, steps in any order, outputs.
+
+    Attributes:
+        types: the type of every feature, inputs and steps, by name.
+        order: the steps so that each comes after the one it needs; those that no output needs are in it, too.
+
+    Raises:
+        FeatureError: The graph cannot work; the message has every problem.
+    """
+
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Output, ...]
+    types: Mapping[str, FeatureType] = field(init=False, repr=False, compare=False)
+    order: tuple[Step, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check = _Check(self)
+        if check.problems:
+            raise FeatureError("this feature graph cannot work: " + "; ".join(check.problems))
+        object.__setattr__(self, "types", check.types)
+        object.__setattr__(self, "order", tuple(check.order))
+
+    @classmethod
+    def of(cls, outputs: Mapping[str, Feature | Sequence[Feature]]) -> FeatureGraph:
+        """The graph of some chains. What several chains begin with alike is computed once.
+
+        Args:
+            outputs: A chain, or a list of chains that are put together as `Output` says, by the key in the batch.
+
+        Raises:
+            FeatureError: As the class.
+        """
+        inputs: dict[Input, None] = {}
+        steps: dict[tuple[str, Operator], str] = {}
+        names: Counter[str] = Counter()
+
+        def place(chain: Feature) -> str:
+            inputs.setdefault(chain.input)
+            at = chain.input.name
+            for operator in chain.operators:
+                if (at, operator) not in steps:
+                    name = f"{at}.{operator.name}"
+                    names[name] += 1
+                    steps[at, operator] = f"{name}#{names[name]}" if names[name] > 1 else name
+                at = steps[at, operator]
+            return at
+
+        made = [
+            Output(name, (place(chains),))
+            if isinstance(chains, Feature)
+            else Output(name, tuple(map(place, chains)), tuple(chain.key or chain.input.name for chain in chains))
+            for name, chains in outputs.items()
+        ]
+        flat = tuple(Step(name, of, operator) for (of, operator), name in steps.items())
+        return cls(tuple(inputs), flat, tuple(made))
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal digits that two graphs share if they are the same, on every machine."""
+        from_json = repr((self.inputs, self.steps, self.outputs))
+        return hashlib.blake2b(from_json.encode(), digest_size=32).hexdigest()
+
+    def output_type(self, output: Output) -> FeatureType:
+        """The type of an output: of a matrix with its width, of a JaggedBatch as of its features."""
+        types = [self.types[name] for name in output.of]
+        is_jagged = any(one.is_jagged for one in types)
+        if not output.keys:
+            return types[0]
+        return FeatureType(types[0].dtype, is_jagged, 1 if is_jagged else sum(one.width for one in types))
+
+    def __str__(self) -> str:
+        count = Counter(step.operator.name for step in self.steps)
+        used = ", ".join(f"{name} {count[name]}" for name in sorted(count)) or "no operator"
+        return f"FeatureGraph({len(self.inputs)} inputs, {used}, outputs {', '.join(one.name for one in self.outputs)})"
+
+
+class _Check:
+    """Everything that is wrong with a graph, and its types and order if nothing is."""
+
+    def __init__(self, graph: FeatureGraph) -> None:
+        self.types: dict[str, FeatureType] = {}
+        self.order: list[Step] = []
+        self._graph = graph
+        self._names = Counter([*(one.name for one in graph.inputs), *(one.name for one in graph.steps)])
+        self.problems = [*self._inputs(), *self._names_twice(), *self._steps(), *self._outputs()]
+
+    def _inputs(self) -> Iterator[str]:
+        for one in self._graph.inputs:
+            if one.type.dtype not in DTYPES:
+                yield f"input {one.name}: dtype {one.type.dtype!r} is none of {', '.join(DTYPES)}"
+            if one.type.width < 1 or (one.type.is_jagged and one.type.width != 1):
+                yield f"input {one.name}: width {one.type.width}: at least 1, and 1 for a jagged feature"
+            if one.type.is_jagged and one.type.is_nullable:
+                yield f"input {one.name}: a jagged feature is not nullable; a list that is missing is an empty one"
+            self.types[one.name] = one.type
+
+    def _names_twice(self) -> Iterator[str]:
+        outputs = Counter(one.name for one in self._graph.outputs)
+        for what, counted in (("feature", self._names), ("output", outputs)):
+            yield from (f"{what} {name!r} stands there {times} times" for name, times in counted.items() if times > 1)
+            if "" in counted:
+                yield f"{what} '' has no name"
+
+    def _steps(self) -> Iterator[str]:
+        followers: dict[str, list[Step]] = {}
+        for step in self._graph.steps:
+            wrong = [*_problems(step.operator)]
+            if step.of not in self._names:
+                wrong.append(f"there is no feature {step.of!r}")
+            yield from (f"step {step.name}: {problem}" for problem in wrong)
+            if not wrong:
+                followers.setdefault(step.of, []).append(step)
+        reached = list(self.types)
+        for name in reached:  # it grows meanwhile
+            for step in followers.get(name, ()):
+                given = self.types[name]
+                refusal = step.operator.refusal(given) if given.dtype in DTYPES else ""
+                if refusal:
+                    yield f"step {step.name}: {step.operator.name} of {name} ({given}): {refusal}"
+                elif step.name not in self.types and given.dtype in DTYPES:
+                    self.types[step.name] = step.operator.result(given)
+                    self.order.append(step)
+                    reached.append(step.name)
+        yield from self._cycles()
+
+    def _cycles(self) -> Iterator[str]:
+        before = {step.name: step.of for step in self._graph.steps}
+        told: set[str] = set()
+        for start in before:
+            path: list[str] = []
+            at = start
+            while at in before and at not in path and at not in told:
+                path.append(at)
+                at = before[at]
+            if at in path:
+                circle = path[path.index(at) :]
+                yield f"steps {' <- '.join([*circle, at])}: each needs the next one, in a circle"
+            told.update(path)
+
+    def _outputs(self) -> Iterator[str]:
+        if not self._graph.outputs:
+            yield "it has no output"
+        for output in self._graph.outputs:
+            missing = [name for name in output.of if name not in self._names]
+            yield from (f"output {output.name}: there is no feature {name!r}" for name in missing)
+            if not output.of or (len(output.of) > 1 and not output.keys):
+                yield f"output {output.name}: one feature, or a list of features with a key for each"
+            elif not missing and all(name in self.types for name in output.of):
+                yield from self._output(output, [self.types[name] for name in output.of])
+
+    def _output(self, output: Output, types: list[FeatureType]) -> Iterator[str]:
+        for name, one in zip(output.of, types, strict=True):
+            if one.is_nullable:
+                yield f"output {output.name}: values of {name} may be missing: put FillNull behind it"
+        if not output.keys:
+            return
+        if len(output.keys) != len(output.of):
+            yield f"output {output.name}: {len(output.of)} features and {len(output.keys)} keys"
+        dtypes = sorted({one.dtype for one in types})
+        if len(dtypes) > 1:
+            yield f"output {output.name}: its features are {' and '.join(dtypes)}; put Cast behind some of them"
+        if any(one.is_jagged for one in types):
+            twice = [key for key, times in Counter(output.keys).items() if times > 1]
+            yield from (f"output {output.name}: key {key!r} stands there twice: give one .named(...)" for key in twice)
+
+
+def _problems(operator: Operator) -> Iterator[str]:
+    """What is wrong with an operator by itself; its rules are asked only where its parameters have the right types."""
+    if type(operator) not in OPERATORS:
+        yield f"{operator!r} is no operator"
+        return
+    try:
+        msgspec.convert(vars(operator), type(operator))
+    except msgspec.ValidationError as error:
+        yield f"{operator!r}: {error}"
+        return
+    yield from (f"{operator.name}: {problem}" for problem in operator.problems())

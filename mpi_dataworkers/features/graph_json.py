@@ -1,0 +1,101 @@
+"""A feature graph as JSON, for plans that are made elsewhere and for files. Pure; torch is not needed.
+
+    {"version": 1,
+     "inputs": [{"name": "age", "dtype": "float32", "is_nullable": true}, {"name": "clicked", "dtype": "int64",
+                 "is_jagged": true}],
+     "steps": [{"name": "age.FillNull", "of": "age", "operator": "FillNull", "parameters": {"value": 0.0}}],
+     "outputs": [{"name": "dense", "of": ["age.FillNull"], "keys": ["age"]}]}
+
+What is not given has its default. Unknown names and wrong types are errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from hetstream.base import typed_json
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step
+from hetstream.mpi_dataworkers.features.operators import OPERATORS, Operator
+from hetstream.mpi_dataworkers.features.types import FeatureType
+
+VERSION = 1
+_BY_NAME = {operator.__name__: operator for operator in OPERATORS}
+
+
+class _Input(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    dtype: str
+    is_jagged: bool = False
+    width: int = 1
+    is_nullable: bool = False
+
+
+class _Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    of: str
+    operator: str
+    parameters: dict[str, Any] = {}
+
+
+class _Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    of: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+
+
+class _Graph(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    inputs: list[_Input]
+    steps: list[_Step]
+    outputs: list[_Output]
+
+
+def to_json(graph: FeatureGraph) -> str:
+    """The JSON text of a graph; `from_json` makes an equal graph of it."""
+    form = _Graph(
+        VERSION,
+        [_Input(one.name, **asdict(one.type)) for one in graph.inputs],
+        [_Step(one.name, one.of, one.operator.name, asdict(one.operator)) for one in graph.steps],
+        [_Output(one.name, one.of, one.keys) for one in graph.outputs],
+    )
+    return typed_json.encode(form).decode()
+
+
+def from_json(text: str | bytes) -> FeatureGraph:
+    """Make a graph of its JSON text.
+
+    Raises:
+        FeatureError: The text is no such JSON, or the graph cannot work; the message has every problem of the steps.
+    """
+    try:
+        form = typed_json.decode(text, _Graph)
+    except msgspec.MsgspecError as error:
+        raise FeatureError(f"this is no feature graph in JSON: {error}") from error
+    if form.version != VERSION:
+        raise FeatureError(f"this feature graph has version {form.version} of its form; this hetstream reads {VERSION}")
+    problems: list[str] = []
+    steps = []
+    for one in form.steps:
+        try:
+            steps.append(Step(one.name, one.of, _operator(one)))
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            problems.append(f"step {one.name}: {error}")
+    if problems:
+        raise FeatureError("this feature graph cannot be read: " + "; ".join(problems))
+    inputs = [Input(one.name, FeatureType(one.dtype, one.is_jagged, one.width, one.is_nullable)) for one in form.inputs]
+    outputs = [Output(one.name, one.of, one.keys) for one in form.outputs]
+    return FeatureGraph(tuple(inputs), tuple(steps), tuple(outputs))
+
+
+def _operator(step: _Step) -> Operator:
+    if step.operator not in _BY_NAME:
+        raise ValueError(f"there is no operator {step.operator!r}; there are {', '.join(sorted(_BY_NAME))}")
+    kind = _BY_NAME[step.operator]
+    unknown = step.parameters.keys() - kind.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"{step.operator} has no parameter {', '.join(sorted(unknown))}")
+    return msgspec.convert(step.parameters, kind)

@@ -1,0 +1,236 @@
+"""Feature graphs: what is refused when one is made, JSON, digests; batches that do not fit; a stage of a loader."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step, dense, jagged
+from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
+from hetstream.mpi_dataworkers.features.operators import (
+    OPERATORS,
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    FirstX,
+    Logit,
+    MapId,
+    Ngram,
+    Onehot,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform, groups_of
+from hetstream.mpi_dataworkers.features.types import FeatureType
+
+NAN = float("nan")
+EVERY = FeatureGraph.of(
+    {
+        "dense": [
+            dense("a", is_nullable=True) >> FillNull(0.0) >> Clamp(0.1, 0.9) >> Logit(1e-3),
+            dense("b") >> FillNull(0.5, nan=True) >> BoxCox(0.25),
+        ],
+        "sparse": [
+            jagged("c") >> FirstX(2) >> SigridHash(1, 100),
+            (jagged("c") >> FirstX(2) >> Ngram(2) >> MapId((3, 4))).named("c2"),
+        ],
+        "bucket": dense("b") >> Bucketize((0.0, 1.0)) >> Cast("int64"),
+        "hot": dense("b") >> Onehot(0.0, 1.0, 4),
+        "label": dense("label", "int64"),
+    }
+)
+
+
+def problems_of(*steps: Step, inputs: tuple[Input, ...] = (), outputs: tuple[Output, ...] | None = None) -> str:
+    given = inputs or (Input("x", FeatureType("float32")), Input("j", FeatureType("int64", is_jagged=True)))
+    with pytest.raises(FeatureError) as caught:
+        FeatureGraph(given, steps, (Output("y", ("x",)),) if outputs is None else outputs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("operator", "of", "words"),
+    [
+        (Logit(0.6), "x", "eps=0.6: between 0 and 0.5"),
+        (Logit(1e-9), "x", "1 - eps below 1"),
+        (Logit(), "j", 'Logit of j (jagged int64): it takes float32 or float64: put Cast("float32") before it'),
+        (BoxCox(NAN), "x", "lmbda=nan: a finite number"),
+        (Onehot(1.0, 1.0, 3), "x", "lower < upper"),
+        (Onehot(0.0, 1.0, 0), "x", "num_classes=0: at least 1"),
+        (SigridHash(0, -5), "j", "max_value=-5: 1 to 2**63 - 1"),
+        (SigridHash(0, 5), "x", "it takes int64"),
+        (FirstX(-1), "j", "n=-1: at least 0"),
+        (FirstX(1), "x", "jagged features only"),
+        (Ngram(0), "j", "n=0: at least 1"),
+        (Clamp(2.0, 1.0), "x", "lower <= upper"),
+        (Clamp(NAN, 1.0), "x", "finite, or None"),
+        (Clamp(), "x", "neither lower nor upper"),
+        (Clamp(0.5, 1.5), "j", "bound 0.5 is no int64"),
+        (Bucketize((1.0, 3.0, 2.0)), "x", "borders[2]=2.0 is below borders[1]=3.0: they may not decrease"),
+        (Bucketize((0.0, NAN)), "x", "borders[1]=nan: a finite number"),
+        (Bucketize((1.0, 1.0, 1.0)), "x", "stands there three times in float32"),
+        (Bucketize((1.0, 1.0 + 1e-12, 1.0 + 2e-12)), "x", "three times in float32"),
+        (Bucketize(()), "x", "borders is empty"),
+        (MapId(()), "j", "table is empty"),
+        (MapId((2**63,)), "j", "a value is no int64"),
+        (FillNull(1.5), "j", "value 1.5 is no int64"),
+        (FillNull(0, nan=True), "j", "no int64 is NaN"),
+        (Cast("float16"), "x", "dtype='float16': one of float32"),
+        (SigridHash(0, "many"), "j", "Expected `int`, got `str`"),  # type: ignore[arg-type]
+        ("Clamp", "x", "'Clamp' is no operator"),
+    ],
+)
+def test_what_an_operator_refuses(operator: Any, of: str, words: str) -> None:
+    assert words in problems_of(Step("s", of, operator))
+
+
+def test_every_problem_is_told_at_once() -> None:
+    said = problems_of(
+        Step("a", "nowhere", Logit()),
+        Step("b", "c", FirstX(1)),
+        Step("c", "b", FirstX(1)),
+        Step("d", "j", FirstX(-1)),
+        Step("d", "j", FirstX(1)),
+        inputs=(Input("x", FeatureType("float16")), Input("j", FeatureType("int64", True, 2))),
+        outputs=(Output("y", ("z",)), Output("y", ())),
+    )
+    for words in (
+        "there is no feature 'nowhere'",
+        "b <- c <- b: each needs the next one, in a circle",
+        "n=-1",
+        "feature 'd' stands there 2 times",
+        "output 'y' stands there 2 times",
+        "dtype 'float16' is none of",
+        "width 2",
+        "output y: there is no feature 'z'",
+        "one feature, or a list of features",
+    ):
+        assert words in said
+
+
+def test_outputs_have_features_that_go_together() -> None:
+    assert "it has no output" in problems_of(outputs=())
+    for chains, words in (
+        ([dense("a"), dense("b", "int64")], "float32 and int64; put Cast"),
+        ([jagged("a"), jagged("a")], "key 'a' stands there twice: give one .named"),
+        ([dense("a", is_nullable=True)], "values of a may be missing: put FillNull"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            FeatureGraph.of({"y": chains})
+    with pytest.raises(FeatureError, match="put FillNull before it"):
+        FeatureGraph.of({"y": dense("a", is_nullable=True) >> Logit()})
+    with pytest.raises(FeatureError, match="feature 'a' stands there 2 times"):
+        FeatureGraph.of({"y": dense("a"), "z": jagged("a")})
+
+
+def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> None:
+    again = from_json(to_json(EVERY))
+    assert again == EVERY == pickle.loads(pickle.dumps(EVERY))
+    assert again.digest == EVERY.digest != FeatureGraph.of({"y": dense("a")}).digest
+    assert {type(step.operator) for step in EVERY.steps} == set(OPERATORS)
+    program = "import sys; from hetstream.mpi_dataworkers.features.graph_json import from_json\n"
+    program += "print(from_json(sys.stdin.read()).digest); assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=to_json(EVERY), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == EVERY.digest
+    numpy_s = FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(np.int64(1), np.int64(5))})  # type: ignore[arg-type]
+    assert numpy_s.digest == FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(1, 5)}).digest
+    assert from_json(to_json(numpy_s)) == numpy_s
+
+
+def test_json_that_is_no_graph() -> None:
+    form = json.loads(to_json(EVERY))
+    for change, words in (
+        ({"version": 2}, "version 2"),
+        ({"more": 1}, "unknown field `more`"),
+        ({"inputs": 5}, "Expected `array`"),
+        ({"steps": [{"name": "s", "of": "a", "operator": "Log"}]}, "there is no operator 'Log'; there are BoxCox"),
+        ({"steps": [{"name": "s", "of": "a", "operator": "FirstX", "parameters": {"m": 1}}]}, "no parameter m"),
+        ({"steps": [{"name": "s", "of": "a", "operator": "FirstX", "parameters": {"n": "1"}}]}, "got `str`"),
+        ({"steps": []}, "there is no feature 'a.FillNull"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            from_json(json.dumps({**form, **change}))
+    with pytest.raises(FeatureError, match="no feature graph in JSON"):
+        from_json(to_json(EVERY)[:-5])
+
+
+def test_chains_that_begin_alike_are_computed_once_and_like_chains_together() -> None:
+    assert sum(step.operator == FirstX(2) for step in EVERY.steps) == 1
+    many = FeatureGraph.of({"y": [dense(f"a{at}") >> Clamp(0.0, at + 1.0) >> Logit() for at in range(20)]})
+    [group] = groups_of(many)
+    assert len(group) == 20
+    kinds = FeatureGraph.of({"x": dense("a") >> Clamp(0.0), "y": dense("b") >> Clamp(upper=1.0)})
+    assert len(groups_of(kinds)) == 2
+
+
+def a_batch(rows: int = 3) -> dict[str, Any]:
+    return {
+        "a": Nullable(torch.rand(rows), torch.arange(rows) % 2 == 0),
+        "b": torch.full((rows,), 0.3),
+        "c": Jagged(torch.arange(2 * rows), torch.full((rows,), 2)),
+        "label": torch.ones(rows, dtype=torch.int64),
+    }
+
+
+def test_an_empty_batch_has_empty_features() -> None:
+    found = FeatureTransform(EVERY)(a_batch(0))
+    assert found["dense"].shape == (0, 2)
+    assert (found["hot"].shape, found["bucket"].dtype) == ((0, 4), torch.int64)
+    assert (len(found["sparse"].values), len(found["sparse"].lengths)) == (0, 0)
+
+
+def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
+    transform = FeatureTransform(EVERY)
+    whole = a_batch()
+    wrong = {
+        "b": torch.zeros(3, dtype=torch.float64),
+        "c": Jagged(torch.arange(5), torch.tensor([2, 2, 2])),
+        "label": torch.ones(3, 1, dtype=torch.int64),
+    }
+    with pytest.raises(FeatureError) as caught:
+        transform({**whole, **wrong})
+    for words in ("b is float64 on cpu, and float32 in the graph", "label has the shape (3, 1), and (rows,)"):
+        assert words in str(caught.value)
+    for change, words in (
+        ({"c": wrong["c"]}, "c has 5 values, and its lengths are 6 together"),
+        ({"c": Jagged(torch.arange(3), torch.tensor([4, -2, 1]))}, "c has a negative length"),
+        ({"c": torch.arange(3)}, "a jagged feature is Jagged"),
+        ({"b": Nullable(torch.zeros(3), torch.ones(3, dtype=torch.bool))}, "b has missing values"),
+        ({"b": torch.zeros(4)}, "one number of rows, 3 here: b has 4"),
+        ({"b": [1.0, 2.0, 3.0]}, "b is a list; it must be a tensor"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            transform({**whole, **change})
+    del whole["b"]
+    with pytest.raises(FeatureError, match="it has no 'b'; it has a, c, label"):
+        transform(whole)
+    with pytest.raises(FeatureError, match="must be a dict of features"):
+        transform([1])  # type: ignore[arg-type]
+
+
+def test_it_leaves_the_batch_as_it_is_and_can_be_pickled() -> None:
+    batch = a_batch()
+    before = pickle.dumps(batch)
+    transform = FeatureTransform(EVERY)
+    found = transform(batch)
+    assert pickle.dumps(batch) == before
+    again = pickle.loads(pickle.dumps(transform))
+    assert again.fingerprint == transform.fingerprint
+    for name, value in again(batch).items():
+        assert all(map(torch.equal, _tensors(value), _tensors(found[name]))), name
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else [part for part in value if isinstance(part, torch.Tensor)]

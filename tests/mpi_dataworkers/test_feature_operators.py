@@ -1,0 +1,319 @@
+"""The eleven operators: known values, and the torch kernels against the NumPy reference on anything."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetstream.mpi_dataworkers.features import reference
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.operators import (
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    FirstX,
+    Logit,
+    MapId,
+    Ngram,
+    Onehot,
+    Operator,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.tiles import Span, spans
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+
+NAN, INF = float("nan"), float("inf")
+LARGE = 2**63 - 1
+
+
+def of_values(operator: Operator, values: Sequence[Any], dtype: str) -> list[Any]:
+    """What the reference and the kernels make of a dense feature; asserts that it is the same."""
+    array = np.asarray(values, dtype=dtype)
+    expected = [row[0] for row in reference.apply(operator, [[value] for value in array])]
+    graph = FeatureGraph.of({"y": dense("x", dtype) >> operator})
+    found = FeatureTransform(graph)({"x": array})["y"].tolist()
+    assert found == pytest.approx(np.asarray(expected).tolist(), rel=1e-6, abs=0, nan_ok=True)
+    return list(found)
+
+
+def of_lists(operator: Operator, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The same for a jagged feature of int64."""
+    expected = reference.apply(operator, [[*map(np.int64, row)] for row in rows])
+    flat = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
+    graph = FeatureGraph.of({"y": jagged("x") >> operator})
+    found = FeatureTransform(graph)({"x": Jagged(flat, torch.tensor([len(row) for row in rows], dtype=torch.int64))})[
+        "y"
+    ]
+    made = [piece.tolist() for piece in found.values.split(found.lengths.tolist())]
+    assert made == [[value.item() for value in row] for row in expected]
+    return made
+
+
+def test_hashes_are_torcharrow_s() -> None:
+    hashes = of_values(SigridHash(salt=0, max_value=100), range(17), "int64")
+    assert hashes == [6, 60, 54, 54, 9, 4, 91, 11, 67, 79, 2, 25, 92, 98, 83, 66, 2]
+    extremes = [-(2**63), -1, 0, 1, LARGE]
+    assert of_values(SigridHash(salt=-5, max_value=1), extremes, "int64") == [0] * 5
+    assert all(0 <= value < LARGE for value in of_values(SigridHash(salt=2**40, max_value=LARGE), extremes, "int64"))
+
+
+def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> None:
+    values = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, NAN, INF, -INF]
+    assert of_values(Bucketize((1.0, 2.0, 2.0, 3.0)), values, "float32") == [0, 0, 1, 2, 3, 3, 4, 1, 4, 0]
+    assert of_values(Bucketize((2.0,)), [1, 2, 3, NAN], "float64") == [0, 0, 1, 0]
+    assert of_values(Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
+
+
+def test_what_is_outside_the_classes_has_class_0() -> None:
+    operator = Onehot(lower=0.0, upper=10.0, num_classes=5)
+    values = np.array([0, 1.9, 2, 9.99, 10, 11, -1, -0.5, NAN, INF, -INF], dtype=np.float32)
+    rows = FeatureTransform(FeatureGraph.of({"y": dense("x") >> operator}))({"x": values})["y"]
+    assert rows.shape == (11, 5)
+    assert rows.argmax(1).tolist() == [0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0]
+    assert rows.sum(1).tolist() == [1.0] * 11
+    assert rows.tolist() == np.asarray(reference.apply(operator, [[value] for value in values])).tolist()
+    lists = Jagged(torch.tensor([3, 9, 7]), torch.tensor([0, 2, 0, 1]))
+    found = FeatureTransform(FeatureGraph.of({"y": jagged("x") >> operator}))({"x": lists})["y"]
+    assert found.argmax(1).tolist() == [0, 1, 0, 3], "a row without values has class 0"
+
+
+def test_windows_and_first_values() -> None:
+    rows = [[1, 2, 3], [4], [], [5, 6]]
+    assert of_lists(Ngram(2), rows) == [[1, 2, 2, 3], [4], [], [5, 6]]
+    assert of_lists(Ngram(3), rows) == [[1, 2, 3], [4], [], [5, 6]]
+    assert of_lists(Ngram(1), rows) == rows
+    assert of_lists(FirstX(2), rows) == [[1, 2], [4], [], [5, 6]]
+    assert of_lists(FirstX(0), rows) == [[], [], [], []]
+    assert of_lists(Ngram(2**62), rows) == rows
+    for operator in (Ngram(2), FirstX(1), SigridHash(0, 5)):
+        assert of_lists(operator, [[], []]) == [[], []]
+        assert of_lists(operator, []) == []
+
+
+def test_casts_truncate_and_saturate() -> None:
+    values = [1.9, -1.9, NAN, INF, -INF, 2.0**63, -(2.0**63), 3e9, -3e9, 2.0**62]
+    low, high, small, large = -(2**63), LARGE, -(2**31), 2**31 - 1
+    expected = [1, -1, 0, high, low, high, low, 3 * 10**9, -3 * 10**9, 2**62]
+    assert of_values(Cast("int64"), values, "float64") == of_values(Cast("int64"), values, "float32") == expected
+    assert of_values(Cast("int32"), values, "float64") == [1, -1, 0, large, small, large, small, large, small, large]
+    assert of_values(Cast("int32"), [low, high, 5, 2**31, large], "int64") == [small, large, 5, large, large]
+    assert of_values(Cast("int64"), [small, large], "int32") == [small, large]
+    assert of_values(Cast("float32"), [1e300, 0.1], "float64") == [INF, np.float32(0.1)]
+
+
+def test_values_that_are_not_numbers_stay_and_bounds_hold() -> None:
+    assert of_values(Clamp(-1.0, 0.1), [NAN, -5, INF, 0.05], "float32")[1:] == [-1.0, np.float32(0.1), np.float32(0.05)]
+    assert of_values(Clamp(lower=LARGE), [0, LARGE], "int64") == [LARGE, LARGE]
+    assert of_values(Clamp(upper=-(2**63)), [0, LARGE], "int64") == [-(2**63)] * 2
+    assert np.isnan(of_values(Logit(), [NAN, 0.0, 1.0, 0.5, INF, -INF], "float32")[0])
+    assert of_values(BoxCox(0.0), [-1.0, 0.0, 1.0], "float32") == [-1, 0, 0]
+    assert of_values(BoxCox(2.0), [-1.0, 0.0, 3.0, INF], "float64") == [-1, 0, 4, INF]
+    assert of_values(MapId((7, 8, 9)), [-1, 0, 2, 3, LARGE, -(2**63)], "int64") == [0, 7, 9, 0, 0, 0]
+    assert of_values(FillNull(5.0), [NAN, 1], "float32")[1] == 1
+    assert of_values(FillNull(5.0, nan=True), [NAN, 1], "float32") == [5, 1]
+
+
+def test_missing_values_are_filled() -> None:
+    graph = FeatureGraph.of({"y": dense("x", "int64", is_nullable=True) >> FillNull(-1)})
+    given_values, valid = torch.tensor([1, 2, 3]), torch.tensor([True, False, True])
+    assert FeatureTransform(graph)({"x": Nullable(given_values, valid)})["y"].tolist() == [1, -1, 3]
+    assert FeatureTransform(graph)({"x": given_values})["y"].tolist() == [1, 2, 3]
+    assert given_values.tolist() == [1, 2, 3], "the batch that it is given stays as it is"
+
+
+floats = st.floats(width=32)
+numbers = st.floats(-1e6, 1e6, width=32)
+int64s = st.one_of(st.integers(-(2**63), LARGE), st.integers(-3, 3), st.sampled_from([-(2**63), LARGE]))
+borders = (
+    st.lists(st.one_of(numbers, st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
+    .map(sorted)
+    .filter(lambda found: all(a != b for a, b in zip(found, found[2:], strict=False)))
+)
+bounds = st.tuples(numbers, numbers).map(sorted)
+OF_FLOATS: dict[type[Operator], st.SearchStrategy[Any]] = {
+    Logit: st.builds(Logit, st.floats(1e-6, 0.49)),
+    BoxCox: st.builds(BoxCox, st.one_of(st.just(0.0), st.floats(-3, 3))),
+    Clamp: st.builds(lambda two: Clamp(*two), bounds),
+    Bucketize: st.builds(Bucketize, borders.map(tuple)),
+    FillNull: st.builds(FillNull, numbers, st.booleans()),
+    Cast: st.builds(Cast, st.sampled_from(["float64", "int32", "int64"])),
+    Onehot: st.builds(lambda two, count: Onehot(two[0], two[1] + 1.0, count), bounds, st.integers(1, 7)),
+}
+OF_INTS: dict[type[Operator], st.SearchStrategy[Any]] = {
+    SigridHash: st.builds(SigridHash, int64s, st.integers(1, LARGE)),
+    Clamp: st.builds(lambda two: Clamp(*sorted(two)), st.tuples(int64s, int64s)),
+    MapId: st.builds(MapId, st.lists(int64s, min_size=1, max_size=5).map(tuple)),
+    FillNull: st.builds(FillNull, int64s),
+    Cast: st.builds(Cast, st.sampled_from(["float32", "float64", "int32"])),
+    Onehot: st.builds(Onehot, st.just(-2.0), st.just(3.0), st.integers(1, 4)),
+    FirstX: st.builds(FirstX, st.integers(0, 4)),
+    Ngram: st.builds(Ngram, st.integers(1, 4)),
+}
+
+
+def rows_of(values: Any, num_rows: int) -> list[list[Any]]:
+    """Of a dense tensor, or of Jagged: the values of each row."""
+    if isinstance(values, Jagged):
+        return [piece.tolist() for piece in values.values.split(values.lengths.tolist())] if num_rows else []
+    return [row.tolist() for row in values.reshape(num_rows, -1)] if num_rows else []
+
+
+def check(chains: list[tuple[Feature, list[list[Any]]]], num_rows: int) -> None:
+    """Several features in one graph, run together, against the reference of each."""
+    graph = FeatureGraph.of({f"y{at}": chain for at, (chain, _) in enumerate(chains)})
+    batch: dict[str, Any] = {}
+    for chain, rows in chains:
+        kind = np.dtype(chain.input.type.dtype)
+        flat = np.asarray([value for row in rows for value in row], dtype=kind)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        shape = (num_rows,) if chain.input.type.width == 1 else (num_rows, chain.input.type.width)
+        dense_form = torch.from_numpy(flat).reshape(shape) if not chain.input.type.is_jagged else None
+        batch[chain.input.name] = Jagged(torch.from_numpy(flat), lengths) if dense_form is None else dense_form
+    found = FeatureTransform(graph)(batch)
+    for at, (chain, rows) in enumerate(chains):
+        kind = np.dtype(chain.input.type.dtype)
+        expected: list[list[Any]] = [[*map(kind.type, row)] for row in rows]
+        for operator in chain.operators:
+            expected = reference.apply(operator, expected)
+        is_float = graph.types[graph.outputs[at].of[0]].is_float
+        for made, wanted in zip(rows_of(found[f"y{at}"], num_rows), expected, strict=True):
+            if is_float:
+                np.testing.assert_allclose(made, [float(one) for one in wanted], rtol=1e-6, atol=1e-38)
+            else:
+                assert made == [int(one) for one in wanted]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 6))
+def test_kernels_do_what_the_reference_does(data: st.DataObject, num_rows: int) -> None:
+    def feature(name: str, is_float: bool) -> tuple[Feature, list[list[Any]]]:
+        operator = data.draw(st.one_of(*(OF_FLOATS if is_float else OF_INTS).values()))
+        values = floats if is_float else int64s
+        is_jagged = not operator.takes_dense or data.draw(st.booleans())
+        width = 1 if is_jagged else data.draw(st.integers(1, 3))
+        size = st.integers(0, 5) if is_jagged else st.just(width)
+        rows = [
+            data.draw(st.lists(values, min_size=count, max_size=count))
+            for count in data.draw(st.lists(size, min_size=num_rows, max_size=num_rows))
+        ]
+        dtype = "float32" if is_float else "int64"
+        source = jagged(name, dtype) if is_jagged else dense(name, dtype, width=width)
+        return source >> operator, rows
+
+    count = data.draw(st.integers(1, 4))
+    check([feature(f"x{at}", data.draw(st.booleans())) for at in range(count)], num_rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_one_operator_with_other_numbers_for_each_of_many_features(data: st.DataObject) -> None:
+    """Each class of operators, whose features share a tile."""
+    is_float = data.draw(st.booleans())
+    same = data.draw(st.sampled_from([*(OF_FLOATS if is_float else OF_INTS).values()]))
+    dtype, values = ("float32", floats) if is_float else ("int64", int64s)
+    chains = [
+        (jagged(f"x{at}", dtype) >> data.draw(same), [data.draw(st.lists(values, max_size=4)) for _ in range(3)])
+        for at in range(data.draw(st.integers(2, 5)))
+    ]
+    check(chains, 3)
+
+
+def test_chains_of_many_features_on_several_tiles() -> None:
+    """As large as a tile and larger, uneven, and with a result of another dtype than what comes in."""
+    draw = np.random.default_rng(1)
+    chains = []
+    for at in range(5):
+        lengths = draw.integers(0, 60, 1500)
+        rows = [draw.integers(-(2**63), LARGE, int(length)).tolist() for length in lengths]
+        operators = (FirstX(20 + at), SigridHash(at, 1000 + at), Clamp(5, 900 - at))
+        chain = jagged(f"x{at}")
+        for operator in operators:
+            chain = chain >> operator
+        chains.append((chain, rows))
+    check(chains, 1500)
+    long = [
+        (dense(f"x{at}") >> FillNull(0.5, nan=True) >> Logit(0.1 / (at + 1)), draw.random((70_000, 1)).tolist())
+        for at in range(2)
+    ]
+    graph = FeatureGraph.of({"all": [chain for chain, _ in long]})
+    batch = {f"x{at}": np.asarray(rows, np.float32).ravel() for at, (_, rows) in enumerate(long)}
+    found = FeatureTransform(graph)(batch)["all"]
+    assert found.shape == (70_000, 2)
+    assert found.is_contiguous()
+    for at in range(2):
+        expected = torch.logit(torch.from_numpy(batch[f"x{at}"]), eps=0.1 / (at + 1))
+        torch.testing.assert_close(found[:, at], expected, rtol=1e-6, atol=0)
+
+
+@given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 25), st.booleans())
+def test_tiles_cover_all_values_once(sizes: list[int], most: int, whole: bool) -> None:
+    found = list(spans(sizes, most, whole=whole))
+    assert [value for span in found for value in range(span.begin, span.end)] == list(range(sum(sizes)))
+    assert {at for span in found for at in range(span.first, span.last)} == set(range(len(sizes)))
+    for span in found:
+        is_one = span.last - span.first == 1
+        assert span.end - span.begin <= most or (whole and is_one)
+        before = sum(sizes[: span.first])
+        if not is_one:
+            assert (span.begin, span.end) == (before, sum(sizes[: span.last])), "features that share a tile are whole"
+        assert before <= span.begin <= span.end <= sum(sizes[: span.last])
+    assert list(spans([2, 3, 9], 5)) == [Span(0, 2, 0, 5), Span(2, 3, 5, 10), Span(2, 3, 10, 14)]
+
+
+def test_jagged_features_come_together_as_torchrec_has_them() -> None:
+    chains = [jagged("a") >> FirstX(2), dense("b", "int64") >> Clamp(0, 5), jagged("a") >> Ngram(2)]
+    graph = FeatureGraph.of({"sparse": [chains[0], chains[1], chains[2].named("a2")]})
+    batch = {"a": Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1])), "b": torch.tensor([9, 1])}
+    found = FeatureTransform(graph)(batch)["sparse"]
+    assert isinstance(found, JaggedBatch)
+    assert found.keys == ("a", "b", "a2")
+    assert found.values.tolist() == [1, 2, 4, 5, 1, 1, 2, 2, 3, 4]
+    assert found.lengths.tolist() == [2, 1, 1, 1, 4, 1]
+    assert found.of("a2").values.tolist() == [1, 2, 2, 3, 4]
+    with pytest.raises(KeyError, match="none of a, b, a2"):
+        found.of("c")
+    torchrec = pytest.importorskip("torchrec", reason="torchrec is not installed (an optional peer)")
+    keyed = FeatureTransform(graph, torchrec=True)(batch)["sparse"]
+    assert isinstance(keyed, torchrec.KeyedJaggedTensor)
+    assert keyed["a2"].values().tolist() == [1, 2, 2, 3, 4]
+
+
+def test_without_torchrec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchrec.sparse.jagged_tensor", None)
+    from hetstream import FeatureError
+
+    with pytest.raises(FeatureError, match="pip install torchrec"):
+        JaggedBatch(("a",), torch.zeros(1), torch.ones(1, dtype=torch.int64)).to_torchrec()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_code_computes_the_same(tmp_path: Path) -> None:
+    """In a process of its own: torch's compiler leaves threads behind."""
+    program = Path(__file__).parent / "programs" / "compiled_features.py"
+    done = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
+
+
+def test_without_a_compiler_it_runs_as_it_is_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    graph = FeatureGraph.of({"y": dense("x", "int64") >> Clamp(0, 5)})
+    assert FeatureTransform(graph, compiled=True)({"x": torch.tensor([9])})["y"].tolist() == [5]
+    assert "no C++ compiler" in caplog.text

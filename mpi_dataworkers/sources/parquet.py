@@ -1,0 +1,101 @@
+"""Map-style dataset over the rows of Parquet files, a row group at a time.
+
+Called by the user's program; iterated by a loader or a data worker. It keeps no file open and never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetstream.base.installed import install_command
+from hetstream.mpi_dataworkers.errors import SourceError
+from hetstream.mpi_dataworkers.sources.table import Column, ColumnType, TableDataset
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as exc:
+    raise ImportError(f"hetstream.mpi_dataworkers.sources.parquet needs pyarrow: {install_command('parquet')}") from exc
+
+
+class ParquetDataset(TableDataset):
+    """Samples from the rows of Parquet files. A group of rows is a row group of the file.
+
+    Columns of lists have the types `list<int64>` and so on; a list that is missing is an empty one, a value that is
+    missing in a list an error. Smaller integers, and bool, may be read as larger ones, and float32 as float64.
+
+    Args, Raises: As TableDataset.
+    """
+
+    def look_at(self, path: Path) -> tuple[int, ...]:
+        with _opened(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            problems = []
+            for name, kind in self._types.items():
+                if kind.dtype == "hex":
+                    problems.append(f"column {name}: hex is for CSV files")
+                elif name not in schema.names:
+                    problems.append(f"there is no column {name}")
+                elif not _is_read_as(schema.field(name).type, kind):
+                    problems.append(f"column {name} holds {schema.field(name).type}, and not {self.columns[name]}")
+            if problems:
+                shown = ", ".join(schema.names[:20]) + f" and {len(schema.names) - 20} more" * (len(schema.names) > 20)
+                raise SourceError(f"{path}: {'; '.join(problems)}. The file has: {shown}")
+            return tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+
+    def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
+        with _opened(path, f"row group {number}: ") as file:
+            # One thread: a data worker has one CPU, and a fork would leave the others behind.
+            table = file.read_row_group(number, columns=list(self._types), use_threads=False)
+            return {name: self._column(path, number, name, table.column(name)) for name in self._types}
+
+    def _column(self, path: Path, number: int, name: str, chunks: Any) -> Column:
+        kind = self._types[name]
+        array = chunks.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
+        starts = None
+        if kind.is_list:
+            lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            array = array.flatten()
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+        if not valid.all() and not kind.is_nullable:
+            what = (
+                "a list has a missing value"
+                if kind.is_list
+                else f'value {int(np.argmin(valid))} is missing: say "{kind.dtype}?"'
+            )
+            raise SourceError(f"{path}: row group {number}: column {name}: {what}")
+        if pa.types.is_boolean(array.type):
+            array = array.cast(pa.int8())
+        values = array.fill_null(0).to_numpy(zero_copy_only=False).astype(kind.dtype)
+        return Column(values, valid if kind.is_nullable else None, starts)
+
+
+def _is_read_as(found: Any, kind: ColumnType) -> bool:
+    """Whether a column of an Arrow type is read as `kind` without losing anything."""
+    is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
+    if is_list != kind.is_list:
+        return False
+    inner = found.value_type if is_list else found
+    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+        return False
+    wanted = np.dtype(kind.dtype)
+    given = np.dtype(inner.to_pandas_dtype())
+    return bool(np.can_cast(given, wanted, "safe")) and (given.kind == "f") == (wanted.kind == "f")
+
+
+@contextmanager
+def _opened(path: Path, where: str = "") -> Iterator[Any]:
+    """The file; what Arrow says of it becomes a SourceError."""
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError) as exc:
+        raise SourceError(f"{path}: {where}cannot be read as Parquet: {exc}") from exc

@@ -1,0 +1,240 @@
+"""Parquet and CSV files row by row: what a row holds, which groups are read, hostile files, and a loader over them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetstream import DataLoader, FeatureError, SourceError
+from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
+from hetstream.mpi_dataworkers.features.collate import collate_rows
+from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.sources.parquet import ParquetDataset
+from hetstream.mpi_dataworkers.sources.table import RowGroupSampler
+
+ROWS = 50
+TYPES = {"row": "int64", "price": "float32?", "clicks": "list<int64>", "count": "int32"}
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """Row groups of 8 rows; every third price is missing, every fifth list."""
+    path = tmp_path / "rows.parquet"
+    table = pa.table(
+        {
+            "row": pa.array(range(ROWS), pa.int64()),
+            "price": pa.array([None if row % 3 == 0 else row / 2 for row in range(ROWS)], pa.float32()),
+            "clicks": pa.array(
+                [None if row % 5 == 0 else list(range(row % 4)) for row in range(ROWS)], pa.list_(pa.int64())
+            ),
+            "count": pa.array([row % 7 for row in range(ROWS)], pa.int8()),
+            "name": [f"name {row}" for row in range(ROWS)],
+            "double": np.arange(ROWS) / 3,
+        }
+    )
+    pq.write_table(table, path, row_group_size=8)
+    return path
+
+
+def csv_of(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def reads(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the groups that it reads from now on."""
+    seen: list[int] = []
+    own = dataset.read_group
+    monkeypatch.setattr(dataset, "read_group", lambda path, number: seen.append(number) or own(path, number))
+    return seen
+
+
+def test_a_row_of_parquet(parquet: Path) -> None:
+    dataset = ParquetDataset(parquet, TYPES)
+    assert (len(dataset), [len(group) for group in dataset.groups]) == (ROWS, [8] * 6 + [2])
+    row = dataset[7]
+    assert (row["row"], row["price"], row["clicks"].tolist(), row["count"]) == (7, 3.5, [0, 1, 2], 0)
+    assert (type(row["row"]), type(row["count"])) == (np.int64, np.int32)
+    assert dataset[-ROWS]["price"] is None
+    assert dataset[5]["clicks"].tolist() == []
+    assert pickle.loads(pickle.dumps(row)).keys() == set(TYPES)
+    assert len(pickle.dumps(row)) < 1000, "its group does not travel with it"
+    with pytest.raises(IndexError, match=r"index 50 is outside 0\.\.49"):
+        dataset[ROWS]
+
+
+def test_rows_of_several_groups_make_a_batch_in_their_order(parquet: Path) -> None:
+    dataset = ParquetDataset([parquet, parquet], TYPES)
+    indices = [49, 3, 99, 7, 3, 20]
+    batch = collate_rows(dataset.__getitems__(indices))
+    assert batch["row"].tolist() == [49, 3, 49, 7, 3, 20]
+    assert isinstance(batch["price"], Nullable)
+    assert batch["price"].valid.tolist() == [True, False, True, True, False, True]
+    assert isinstance(batch["clicks"], Jagged)
+    assert batch["clicks"].lengths.tolist() == [1, 3, 1, 3, 3, 0]
+    assert batch["clicks"].values.tolist() == [0, 0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
+    one = collate_rows(dataset.__getitems__([6, 1, 2]))
+    assert one["clicks"].values.tolist() == [0, 1, 0, 0, 1]
+    with pytest.raises(FeatureError, match="collate_rows takes rows"):
+        collate_rows([{"x": 1}])  # type: ignore[list-item]
+
+
+def test_each_group_is_read_once_by_its_sampler(parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = ParquetDataset(parquet, TYPES, cached_groups=2)
+    sampler = RowGroupSampler(dataset, seed=3, together=2)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == list(range(ROWS)) != orders[0]
+    seen = reads(dataset, monkeypatch)
+    for at in range(0, ROWS, 4):
+        dataset.__getitems__(orders[0][at : at + 4])
+    assert sorted(seen) == list(range(7))
+    with pytest.raises(SourceError, match="together=5: 1 to cached_groups=2"):
+        RowGroupSampler(dataset, together=5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"x": "int64"}, "there is no column x. The file has: row, price, clicks"),
+        ({"name": "int64"}, "column name holds string, and not int64"),
+        ({"double": "float32"}, "column double holds double, and not float32"),
+        ({"row": "int32"}, "column row holds int64, and not int32"),
+        ({"row": "float64"}, "column row holds int64"),
+        ({"row": "list<int64>"}, "column row holds int64, and not list<int64>"),
+        ({"row": "hex"}, "hex is for CSV"),
+        ({"row": "uint8"}, "'uint8' is no type of a column"),
+        ({}, "columns is empty"),
+    ],
+)
+def test_columns_that_parquet_does_not_have(parquet: Path, columns: dict[str, str], words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        ParquetDataset(parquet, columns)
+
+
+def test_hostile_parquet_files(parquet: Path, tmp_path: Path) -> None:
+    for path, words in (
+        (csv_of(tmp_path / "text", "a,b\n1,2\n"), "cannot be read as Parquet"),
+        (tmp_path / "nowhere", "nowhere: cannot be read: No such file"),
+        (csv_of(tmp_path / "empty", ""), "cannot be read as Parquet"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            ParquetDataset(path, TYPES)
+    whole = parquet.read_bytes()
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SourceError, match=r"cut\.parquet: cannot be read as Parquet"):
+        ParquetDataset(cut, TYPES)
+    strict = ParquetDataset(parquet, {**TYPES, "price": "float32"})
+    with pytest.raises(SourceError, match=r'row group 1: column price: value 1 is missing: say "float32\?"'):
+        strict[9]
+    bad = tmp_path / "bad.parquet"
+    bad.write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])  # pages of the first row group
+    with pytest.raises(SourceError, match=r"bad\.parquet: row group 0: "):
+        ParquetDataset(bad, {"row": "int64"})[0]
+
+
+def test_a_file_that_changes_is_told(parquet: Path, tmp_path: Path) -> None:
+    dataset = ParquetDataset(parquet, TYPES)
+    before = dataset.fingerprint
+    assert dataset[0]["row"] == 0
+    os.utime(parquet, ns=(1, 1))
+    assert dataset[1]["row"] == 1, "of a group that is here already"
+    with pytest.raises(SourceError, match=r"rows\.parquet: row group 2: the file has changed"):
+        dataset[20]
+    assert ParquetDataset(parquet, TYPES).fingerprint != before
+    parquet.unlink()
+    with pytest.raises(SourceError, match="cannot be read: No such file"):
+        pickle.loads(pickle.dumps(dataset))[0]
+
+
+def test_a_row_of_csv(tmp_path: Path) -> None:
+    text = 'id,note,x,c\r\n1,"a, ""b""\r\nc",0.5,ff\r\n2,,,ffffffffffffffff\r\n-3,"\n\n",1e400,0'
+    dataset = CsvDataset(
+        csv_of(tmp_path / "a.csv", "\ufeff" + text), {"id": "int32", "x": "float32?", "c": "hex"}, group_rows=2
+    )
+    assert len(dataset) == 3
+    assert [dict(row) for row in map(dataset.__getitem__, range(3))] == [
+        {"id": 1, "x": 0.5, "c": 255},
+        {"id": 2, "x": None, "c": -1},
+        {"id": -3, "x": np.inf, "c": 0},
+    ]
+    tabs = CsvDataset(csv_of(tmp_path / "b.tsv", "1\t2\n3\t4\n"), {"b": "int64"}, names=["a", "b"], delimiter="\t")
+    assert [row["b"] for row in map(tabs.__getitem__, range(2))] == [2, 4]
+    assert len(CsvDataset(csv_of(tmp_path / "c.csv", "a,b\n"), {"a": "int64"})) == 0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    notes=st.lists(st.text('a",\n\r é', max_size=6), max_size=9),
+    group_rows=st.integers(1, 3),
+    block=st.integers(1, 9),
+    ends=st.booleans(),
+)
+def test_rows_are_found_whatever_their_texts_hold(
+    tmp_path: Path, notes: list[str], group_rows: int, block: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetstream.mpi_dataworkers.sources.csv._BLOCK_BYTES", block)
+    lines = ['"' + note.replace('"', '""') + f'",{at}' for at, note in enumerate(notes)]
+    path = csv_of(tmp_path / "notes.csv", "\n".join(["note,id", *lines]) + "\n" * ends)
+    dataset = CsvDataset(path, {"id": "int64"}, group_rows=group_rows)
+    assert [dataset[at]["id"] for at in range(len(dataset))] == list(range(len(notes)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\nx,2\n", r"line 3: column a: 'x' is no int64"),
+        ("a,b\n1,\n", r'line 2: column b is empty: say "float32\?"'),
+        ("a,b\n1,2\n3\n", "line 3: 1 fields, and 2 columns"),
+        ('a,b\n1,2\n1,"2\n\n"\n5,z\n', "line 6: column b: 'z' is no float32"),
+        ("a,b\n9223372036854775808,2\n", "line 2: column a: '9223372036854775808' is no int64"),
+        ('a,b\n1,"2\n', "ends within quotes"),
+        ('a,b\n1,"2"3\n', "cannot be read as CSV"),
+        ("", "there is no column a; there is no column b. The file has: nothing"),
+        ("a,c\n1,2\n", "there is no column b. The file has: a, c"),
+        ("a,a,b\n1,2,3\n", "column a is there twice"),
+    ],
+)
+def test_hostile_csv_files(tmp_path: Path, text: str, words: str) -> None:
+    path = csv_of(tmp_path / "bad.csv", text)
+    with pytest.raises(SourceError, match=rf"bad\.csv: .*{words}"):
+        CsvDataset(path, {"a": "int64", "b": "float32"})[0]
+    path.write_bytes(b"a,b\n\xff\xfe,1\n")
+    with pytest.raises(SourceError, match="row group 0: cannot be read as CSV"):
+        CsvDataset(path, {"a": "int64", "b": "float32"})[0]
+
+
+def test_a_loader_streams_rows_and_goes_on_where_it_was(tmp_path: Path, parquet: Path) -> None:
+    dataset = ParquetDataset(parquet, TYPES, cached_groups=4)
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=8, shuffle=True, seed=1, collate_fn=collate_rows)
+
+    with loader() as whole:
+        batches = list(whole)
+    assert sorted(row for batch in batches for row in batch["row"].tolist()) == list(range(ROWS))
+    with loader() as first:
+        iterator = iter(first)
+        for _ in range(3):
+            next(iterator)
+        state = first.state_dict()
+        del iterator
+    with loader() as rest:
+        rest.load_state_dict(state)
+        later = list(rest)
+    assert len(later) == len(batches) - 3
+    assert all(torch.equal(one["row"], other["row"]) for one, other in zip(later, batches[3:], strict=True))

@@ -89,9 +89,9 @@ def remaining(work: Work, loaders: Sequence[LoaderStatus], ideal: float, time_s:
     if work.total_epochs is not None and knows_length:
         done_steps = sum(row.epoch * row.num_steps + row.step for row in rows)
         return _counted(work.total_epochs * sum(lengths), done_steps, _EPOCHS_SIGMA, "loader")
-    told = [row.training for row in rows if row.training is not None]
-    if told:
-        total, done_steps = sum(one.total for one in told), sum(one.done for one in told)
+    plans = [row.training for row in rows if row.training is not None]
+    if plans:
+        total, done_steps = sum(plan.total for plan in plans), sum(plan.done for plan in plans)
         return _counted(total, done_steps, _INTEGRATION_SIGMA, "integration")
     return _by_time(work, ideal, time_s)
 

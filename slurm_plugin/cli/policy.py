@@ -76,6 +76,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     change.add_argument("policy", metavar="POLICY", choices=tuple(POLICIES), help=", ".join(POLICIES))
     change.add_argument("--floor", type=float, metavar="SHARE", help="least speed of every job, 0 to 0.5")
     change.add_argument("--cpus-per-gpu", type=float, metavar="CPUS", help="for jobs that have measured nothing")
+    change.add_argument("--network-gbps", type=float, metavar="GBPS", help="what a node's link carries; 0: not known")
+    change.add_argument("--network-share", type=float, metavar="SHARE", help="of it for data workers of all jobs")
     for who in ("user", "tenant"):
         what = "a Slurm account" if who == "tenant" else "a user"
         change.add_argument(
@@ -135,7 +137,8 @@ def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySetting
     Raises:
         UsageError: a value out of range, or a cap of another form.
     """
-    given = {name: value for name in ("floor", "cpus_per_gpu") if (value := getattr(args, name)) is not None}
+    numbers = ("floor", "cpus_per_gpu", "network_gbps", "network_share")
+    given = {name: value for name in numbers if (value := getattr(args, name)) is not None}
     caps = {
         f"{who}_caps": _caps(getattr(settings, f"{who}_caps"), getattr(args, f"{who}_cap"), who)
         for who in ("user", "tenant")
@@ -192,8 +195,12 @@ def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = Fa
         "was measured",
         f"caps: {'; '.join(caps) or 'none'}",
     ]
+    if settings.network_gbps:
+        lines.append(
+            f"network: data workers may use {settings.network_share:.0%} of each node's {settings.network_gbps:g} Gb/s"
+        )
     if verb == "policy explain":
-        lines += [remaining_words(one) for one in answer.jobs]
+        lines += [remaining_words(job_now) for job_now in answer.jobs]
     notes = [f"the last limits are kept: {answer.problem}"] if answer.problem else []
     summary = {
         "mode": answer.mode,

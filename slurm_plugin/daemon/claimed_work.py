@@ -57,8 +57,8 @@ class Promises:
         passed_s = min(max(now_s - self._seen_s, 0.0), _LONGEST_S)
         self._seen_s = now_s
         kept = [self._kept.get(job) for job in jobs]
-        is_new = np.array([one is None for one in kept], np.bool_)
-        done_s, due_s = np.array([one or (0.0, np.inf) for one in kept], np.float64).reshape(len(jobs), 2).T
+        is_new = np.array([numbers is None for numbers in kept], np.bool_)
+        done_s, due_s = np.array([numbers or (0.0, np.inf) for numbers in kept], np.float64).reshape(len(jobs), 2).T
         done_s = np.where(is_new, 0.0, done_s + passed_s * np.maximum(speed, LEAST_SPEED))
         due_s = np.fmin(due_s, done_s + table.remaining_s)
         has_claimed = np.isfinite(due_s)

@@ -108,14 +108,14 @@ def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> 
     return Pool(cpus, _caps(tenants, settings.tenant_caps), _caps(users, settings.user_caps))
 
 
-def with_room(table: JobTable, num_workers: Mapping[int, int]) -> JobTable:
+def with_room(table: JobTable, num_workers: Sequence[int]) -> JobTable:
     """The table in which no job may have more than nodes have room for.
 
     Args:
         table: the jobs.
-        num_workers: companions that all nodes hold, by their CPUs.
+        num_workers: companions of each that all nodes hold.
     """
-    room = np.array([num_workers.get(size, 0) for size in table.cpus.tolist()], np.int64)
+    room = np.array(num_workers, np.int64)
     return replace(table, cap=np.minimum(table.cap, np.maximum(table.minimum + room, table.current)))
 
 

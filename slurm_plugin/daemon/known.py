@@ -7,7 +7,7 @@ whoever says the most.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hetstream.hetjob.site.messages import CompanionSeen, ReportDemand
@@ -22,11 +22,13 @@ class Held:
         component_cpus: CPUs of its components without GPUs in the divided partitions, which it has in any case.
         companion_cpus: CPUs of its companions, those that wait in the queue among them.
         num_companions: how many those are.
+        companion_memory_mb: memory of those.
     """
 
     component_cpus: int = 0
     companion_cpus: int = 0
     num_companions: int = 0
+    companion_memory_mb: int = 0
 
 
 def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Collection[str]) -> dict[str, Held]:
@@ -46,11 +48,14 @@ def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Coll
         before = found.get(leader, Held())
         if job.het:
             if job.is_running and not job.count("gpu") and set(job.partitions) & set(partitions):
-                component_cpus = before.component_cpus + job.num_cpus
-                found[leader] = Held(component_cpus, before.companion_cpus, before.num_companions)
+                found[leader] = replace(before, component_cpus=before.component_cpus + job.num_cpus)
         else:
-            companion_cpus = before.companion_cpus + job.num_cpus
-            found[leader] = Held(before.component_cpus, companion_cpus, before.num_companions + 1)
+            found[leader] = replace(
+                before,
+                companion_cpus=before.companion_cpus + job.num_cpus,
+                num_companions=before.num_companions + 1,
+                companion_memory_mb=before.companion_memory_mb + job.memory_mb,
+            )
     return found
 
 
@@ -95,6 +100,13 @@ def claim_of(report: ReportDemand, held: Held, is_silent: bool) -> Claim:
     if is_silent:
         return Claim(minimum, have, cpus, have)
     return Claim(minimum, max(minimum, report.wanted), cpus, min(report.current, have))
+
+
+def memory_of(report: ReportDemand, held: Held) -> int:
+    """Memory of one of a job's data workers in MB; 0 where neither it nor Slurm says how much that is."""
+    said_mb = (report.measured.worker_memory_mb or 0) if report.measured else 0
+    real_mb = -(-held.companion_memory_mb // held.num_companions) if held.num_companions else 0
+    return max(said_mb, real_mb)
 
 
 def own_minimum(report: ReportDemand, held: Held) -> int:

@@ -11,6 +11,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.placement.data_workers import DEFAULT_LINK_SHARE
 from hetstream.slurm_plugin.policy.choices import DEFAULT_POLICY, policy_named
 from hetstream.slurm_plugin.policy.floors import FLOOR
 from hetstream.slurm_plugin.policy.staleness import MACHINE_CPUS_PER_GPU
@@ -30,6 +31,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cpus_per_gpu: of the site's machines, for jobs that have measured nothing.
         user_caps: CPUs of data workers at most, by user; `EVERYBODY` for those that are not named.
         tenant_caps: the same by Slurm account.
+        network_gbps: what a node's link carries; 0: not known, and then no budget.
+        network_share: of each node's link that data workers of all jobs may use.
     """
 
     policy: str = DEFAULT_POLICY
@@ -37,6 +40,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus_per_gpu: Annotated[float, msgspec.Meta(gt=0, le=1024)] = MACHINE_CPUS_PER_GPU
     user_caps: dict[str, _Cpus] = {}
     tenant_caps: dict[str, _Cpus] = {}
+    network_gbps: Annotated[float, msgspec.Meta(ge=0, le=100_000)] = 0.0
+    network_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = DEFAULT_LINK_SHARE
 
     def check(self) -> None:
         """Refuse the name of no policy.

@@ -1,18 +1,24 @@
 """Where a job's next data workers would be best: (cluster, job) -> names of nodes. Pure; called by the registry.
 
-By `placement/data_workers.py`: the trainer's nodes first, then where the fewest data workers are. The daemon does not
-know how fast the links are, so it names no budget: it prefers, and Slurm has the last word.
+By `placement/data_workers.py`: the trainer's nodes first, then where the fewest data workers are, and only where CPUs,
+memory and, if the site says how fast its links are, the network's budget suffice. The daemon prefers, and Slurm has the
+last word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from hetstream.hetjob.site.measured import MAX_NODES
-from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.placement.data_workers import Network, spread
+from hetstream.hetjob.site.measured import MAX_NODES, Measured
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
+from hetstream.slurm_plugin.daemon.room import Size, free_memory_mb
+from hetstream.slurm_plugin.daemon.traffic import sent_bytes_per_s, traffic
+from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
+
+_BYTES_PER_GBIT = 1e9 / 8
 
 
 class Preference:
@@ -21,9 +27,19 @@ class Preference:
     Args:
         snapshot: the cluster.
         partitions: whose CPUs are divided.
+        leaders: running jobs, by number.
+        measured: what they have measured, as far as they have.
+        settings: say what links carry.
     """
 
-    def __init__(self, snapshot: Snapshot, partitions: Collection[str]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        partitions: Collection[str],
+        leaders: Mapping[str, Job],
+        measured: Mapping[str, Measured],
+        settings: PolicySettings,
+    ) -> None:
         names = set(partitions)
         self._names = [node.name for node in snapshot.nodes]
         self._rows = {name: row for row, name in enumerate(self._names)}
@@ -34,27 +50,36 @@ class Preference:
             ],
             np.int64,
         )
-        self._num_data_workers = np.zeros(len(self._names), np.int64)
+        self._free_mb = free_memory_mb(snapshot, snapshot.nodes)
+        num_data_workers = np.zeros(len(self._names), np.int64)
         for job in snapshot.jobs:
             if job.trainer and job.is_running:
                 for name in job.nodes:
                     if name in self._rows:
-                        self._num_data_workers[self._rows[name]] += 1
+                        num_data_workers[self._rows[name]] += 1
+        self._knows_links = settings.network_gbps > 0
+        link = settings.network_gbps * _BYTES_PER_GBIT if self._knows_links else np.inf
+        sent = {name: sent_bytes_per_s(said) for name, said in measured.items()} if self._knows_links else {}
+        self._network = Network(
+            np.full(len(self._names), link),
+            traffic(snapshot, self._rows, leaders, sent),
+            num_data_workers,
+            settings.network_share,
+        )
 
-    def nodes(self, trainer_nodes: Collection[str], cpus: int, count: int) -> tuple[str, ...]:
+    def nodes(self, trainer_nodes: Collection[str], size: Size, count: int, bytes_per_s: float) -> tuple[str, ...]:
         """One name for each data worker that finds a place.
 
         Args:
             trainer_nodes: where the job's trainers run.
-            cpus: of a data worker.
+            size: of a data worker.
             count: how many are to start.
+            bytes_per_s: that each will send.
         """
         trainers = [self._rows[name] for name in trainer_nodes if name in self._rows]
         if not trainers or count <= 0:
             return ()
-        room = np.maximum(self._free, 0) // cpus
-        unlimited = np.full(len(room), np.inf)
-        found = spread(
-            room, trainers, min(count, MAX_NODES), 0.0, Network(unlimited, room * 0.0, self._num_data_workers)
-        )
+        room = room_of(self._free, self._free_mb, *size)
+        sent = bytes_per_s if self._knows_links else 0.0
+        found = spread(room, trainers, min(count, MAX_NODES), sent, self._network)
         return tuple(self._names[row] for row, number in found.places for _ in range(number))

@@ -23,12 +23,14 @@ from hetstream.slurm_plugin.daemon.known import (
     companions_of_jobs,
     first_grant,
     held_by_jobs,
+    memory_of,
     own_minimum,
     silent_after_s,
 )
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.daemon.preferred import Preference
-from hetstream.slurm_plugin.daemon.room import pool_partitions, room_of
+from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of
+from hetstream.slurm_plugin.daemon.traffic import bytes_per_worker_s
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.check import check_allocation, check_table
 from hetstream.slurm_plugin.policy.choices import Rules, policy_named, under_all_rules
@@ -229,7 +231,7 @@ class Registry:
 
     def use(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
         """Divide by other settings from now on."""
-        self.settings = settings
+        self.settings, self._preference = settings, None
         self._is_due, self._round_s = True, now_s - ROUND_S
         return self.decide(now_s)
 
@@ -284,11 +286,16 @@ class Registry:
         jobs, silent_s = self._in_order(), self._silent_s()
         table = table_of(jobs, self._held, self._since, settings, now_s, silent_s)
         room = room_of(self._snapshot, self.partitions, {job.job: job.user for job in jobs})
-        # Only sizes of which somebody wants one.
-        sizes = set(table.cpus[table.wanted > 0].tolist())
-        table = with_room(table, {size: room.num_workers(size) for size in sizes})
+        sizes = [
+            Size(cpus, memory_of(job.report, self._of(job)))
+            for job, cpus in zip(jobs, table.cpus.tolist(), strict=True)
+        ]
+        # Only those of which somebody wants one.
+        wished = {size for size, wanted in zip(sizes, table.wanted.tolist(), strict=True) if wanted > 0}
+        num_workers = {size: room.num_workers(size) for size in wished}
+        table = with_room(table, [num_workers.get(size, 0) for size in sizes])
         check_table(table)
-        pool = pool_of(jobs, room.cpus(sizes), settings)
+        pool = pool_of(jobs, room.cpus(wished), settings)
         rules = Rules(
             floor=settings.floor,
             freeze_after_s=silent_s,
@@ -353,11 +360,14 @@ class Registry:
     def _preferred(self, job: Registered, limit: int) -> tuple[str, ...]:
         """Where the data workers that it may still start would be best; a job of version 1 is told none."""
         leader, missing = self._leaders.get(job.job), min(limit, job.report.wanted) - job.report.current
-        if self._snapshot is None or leader is None or job.report.measured is None or missing <= 0:
+        measured = job.report.measured
+        if self._snapshot is None or leader is None or measured is None or missing <= 0:
             return ()
         if self._preference is None:
-            self._preference = Preference(self._snapshot, self.partitions)
-        return self._preference.nodes(leader.nodes, job.report.cpus, missing)
+            senders = {other.job: other.report.measured for other in self.jobs.values() if other.report.measured}
+            self._preference = Preference(self._snapshot, self.partitions, self._leaders, senders, self.settings)
+        size = Size(job.report.cpus, memory_of(job.report, self._of(job)))
+        return self._preference.nodes(leader.nodes, size, missing, bytes_per_worker_s(measured, size.cpus, limit))
 
     def _with_companions(self, grant: GrantLimit, job_id: str, now_s: float) -> GrantLimit:
         if self._snapshot is None:

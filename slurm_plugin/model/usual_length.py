@@ -18,8 +18,8 @@ _LEAST_SHARE = 1e-4
 
 def usual_length(new: Features, past: Sequence[PastJob]) -> UsualLength | None:
     """What follows from the most similar past jobs of which it is known; None if there are none."""
-    known = [one for one in past if one.limit_share is not None and _LEAST_SHARE <= one.limit_share <= 1]
-    shares = [math.log(one.limit_share) for one in most_alike(new, known) if one.limit_share is not None]
+    known = [job for job in past if job.limit_share is not None and _LEAST_SHARE <= job.limit_share <= 1]
+    shares = [math.log(job.limit_share) for job in most_alike(new, known) if job.limit_share is not None]
     if not shares:
         return None
     sigma = stdev(shares) if len(shares) > 1 else _SIGMA_OF_ONE

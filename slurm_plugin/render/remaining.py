@@ -23,12 +23,12 @@ def remaining_words(job: JobNow) -> str:
     if job.claimed_s is None:
         return "remaining work: nobody says how much, so it counts as the median of the others"
     claimed, sigma = job.claimed_s, job.claimed_sigma or 0.0
-    words = f"remaining work: {duration_words(claimed)} at full speed by {_SOURCES.get(job.remaining_source, '?')}"
+    line = f"remaining work: {duration_words(claimed)} at full speed by {_SOURCES.get(job.remaining_source, '?')}"
     if sigma:
-        words += f", right within a factor of {math.exp(sigma):.1f} two times of three"
+        line += f", right within a factor of {math.exp(sigma):.1f} two times of three"
     left = job.remaining_s if job.remaining_s is not None else claimed
     if left > claimed * (1 + _SAME) + 1:
-        return f"{words}; believed: {duration_words(left)}, as it is still there after what it claimed before"
+        return f"{line}; believed: {duration_words(left)}, as it is still there after what it claimed before"
     if left < claimed * (1 - _SAME) - 1:
-        return f"{words}; believed: {duration_words(left)}, when its time limit ends it"
-    return words
+        return f"{line}; believed: {duration_words(left)}, when its time limit ends it"
+    return line

@@ -16,7 +16,7 @@ from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseRepo
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry
-from hetstream.slurm_plugin.daemon.room import pool_partitions, room_of, usable_cpus
+from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of, usable_cpus
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, allocation
@@ -235,6 +235,81 @@ def test_a_job_that_may_grow_is_told_where_it_would_be_best() -> None:
     assert answer.nodes == ()
 
 
+MEMORY = {"SelectTypeParameters": "CR_Core_Memory"}
+
+
+def big_demand(job_id: int, worker_memory_mb: int | None, wanted: int = 8, step_bytes: float = 0.0) -> ReportDemand:
+    measured = Measured(10.0, 20.0, (SpeedPoint(4, 1, 5.0),), step_bytes=step_bytes, worker_memory_mb=worker_memory_mb)
+    return msgspec.structs.replace(demand(job_id, wanted=wanted), measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("worker_memory_mb", "config", "limit"),
+    [
+        (None, MEMORY, 4),
+        (8000, MEMORY, 4),
+        (30_000, MEMORY, 2),  # of 64,000 MB
+        (65_000, MEMORY, 0),
+        (1 << 40, MEMORY, 0),
+        (65_000, {}, 4),  # Slurm does not count memory there
+        (65_000, {"SelectTypeParameters": "CR_CPU"}, 4),
+    ],
+)
+def test_a_data_worker_counts_where_its_memory_fits(
+    worker_memory_mb: int | None, config: dict[str, str], limit: int
+) -> None:
+    registry = Registry((), allocating=True)
+    registry.observe(replace(snapshot(job(1)), config=config), 100.0)
+    # Four are as fast as the trainer.
+    answer, _ = registry.report(ALICE, big_demand(1, worker_memory_mb), 1, 200.0)
+    assert isinstance(answer, GrantLimit)
+    assert answer.limit == limit
+    assert registry.problem == ""
+
+
+def test_memory_that_companions_hold_is_the_jobs_own_and_as_large_as_slurm_says() -> None:
+    held = companion(11, 1, nodes=("cpu0",), memory_mb=40_000)
+    cluster = snapshot(job(1), held)
+    nodes = (cluster.nodes[0], replace(cluster.nodes[1], cpus_allocated=4, memory_allocated_mb=40_000))
+    cluster = replace(cluster, nodes=nodes, config=MEMORY)
+    room = room_of(cluster, ("cpu",), {"1": "alice"})
+    assert [room.num_workers(Size(4, memory_mb)) for memory_mb in (0, 24_000, 40_000, 64_001)] == [8, 2, 1, 0]
+    assert room.cpus({Size(4, 24_000)}) == 4 + 4
+    assert room.cpus({Size(4, 25_000)}) == 4
+    registry = Registry((), allocating=True)
+    registry.observe(cluster, 100.0)
+    answer, _ = registry.report(ALICE, msgspec.structs.replace(big_demand(1, 1), current=1), 1, 200.0)
+    assert isinstance(answer, GrantLimit)
+    assert answer.limit == 1, "it says 1 MB, and its companion has 40,000"
+
+
+def test_no_node_is_preferred_whose_memory_is_too_small_or_whose_link_is_full() -> None:
+    nodes = tuple(replace(node(f"cpu{number}", "cpu", 8), memory_mb=64_000) for number in range(4))
+    nodes = (node("gpu0", "gpu", 16, 2, 4), replace(nodes[0], memory_mb=7_000), *nodes[1:])
+    # Another job's data worker sends 10 Gb/s from cpu1.
+    other = companion(21, 2, nodes=("cpu1",))
+    cluster = snapshot(job(1, nodes=("gpu0",)), job(2, nodes=("gpu1",)), other)
+    cluster = replace(cluster, nodes=(*nodes, node("gpu1", "gpu", 16, 2, 4)), config=MEMORY)
+
+    def preferred(settings: PolicySettings) -> tuple[str, ...]:
+        registry = Registry((), allocating=True, settings=settings)
+        registry.observe(cluster, 100.0)
+        registry.report(ALICE, msgspec.structs.replace(big_demand(2, None, 1, 1.25e8), current=1), 1, 150.0)
+        # 5 steps a second of 0.05 GB: 2 Gb/s for each data worker.
+        answer, _ = registry.report(ALICE, big_demand(1, 8000, 4, 5e7), 1, 200.0)
+        assert isinstance(answer, GrantLimit)
+        assert answer.limit == 4
+        return answer.nodes
+
+    assert preferred(PolicySettings()) == ("cpu2", "cpu2", "cpu3", "cpu3")
+    assert preferred(PolicySettings(network_gbps=20.0)) == ("cpu2", "cpu2", "cpu3", "cpu3"), "8 of 10 Gb/s"
+    assert preferred(PolicySettings(network_gbps=10.0)) == ("cpu2", "cpu2"), "5 Gb/s go into the trainer's node"
+    assert preferred(PolicySettings(network_gbps=5.0)) == ("cpu2",)
+    assert preferred(PolicySettings(network_gbps=5.0, network_share=0.0)) == ()
+    wide = PolicySettings(network_gbps=20.0, network_share=1.0)
+    assert preferred(wide) == ("cpu2", "cpu2", "cpu3", "cpu3")
+
+
 def test_a_change_is_told_once(registry: Registry) -> None:
     _, changes = registry.report(ALICE, demand(1), 1, 200.0)
     assert [(change.job, change.before, change.after) for change in changes] == [("1", None, 8)]
@@ -293,12 +368,12 @@ def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
     owners = {"1": "alice", "12": "alice"}
     assert room_of(cluster, ("cpu",), owners).cpus(()) == 12 + 8 + 4
     assert room_of(cluster, ("cpu",), {}).cpus(()) == 12
-    assert room_of(cluster, ("cpu",), owners).cpus({8}) == 8 + 8 + 4
-    assert room_of(cluster, ("cpu",), owners).cpus({16}) == 8 + 4
+    assert room_of(cluster, ("cpu",), owners).cpus({Size(8)}) == 8 + 8 + 4
+    assert room_of(cluster, ("cpu",), owners).cpus({Size(16)}) == 8 + 4
     # The component's CPUs come back with its job; the companion's could be another's.
     on_c0 = replace(cluster, jobs=(replace(companion, nodes=("c0",)), component))
-    assert room_of(on_c0, ("cpu",), owners).num_workers(10) == 2
-    assert room_of(cluster, ("cpu",), owners).num_workers(10) == 1
+    assert room_of(on_c0, ("cpu",), owners).num_workers(Size(10)) == 2
+    assert room_of(cluster, ("cpu",), owners).num_workers(Size(10)) == 1
 
 
 @pytest.mark.parametrize(

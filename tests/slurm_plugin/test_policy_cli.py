@@ -89,7 +89,8 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     assert "all that it wants: 11" in text
     assert "2 of 11: 88 CPUs are shared by 2 job(s), its weight is 1" in text
 
-    done = policy(slurm, local, "set srtf --user-cap 16 --tenant-cap nobody=8")
+    done = policy(slurm, local, "set srtf --user-cap 16 --tenant-cap nobody=8 --network-gbps 25")
+    assert "network: data workers may use 50% of each node's 25 Gb/s" in done.stdout
     assert "caps: user each at most 16 CPUs; tenant nobody at most 8 CPUs" in done.stdout
     wait_until(lambda: (limit(local, one), limit(local, two)) == (0, 2))
     assert "its user may have 16 CPUs" in policy(slurm, local, "explain 2").stdout
@@ -97,6 +98,8 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
 
     for words, code, said in (
         ("set srtf --floor 7", 2, "floor"),
+        ("set srtf --network-share 7", 2, "network_share"),
+        ("set srtf --network-gbps nan", 2, "network_gbps"),
         ("set srtf --user-cap all", 2, "--user-cap=all: must be CPUS, NAME=CPUS, NAME=none or none"),
         ("explain 9", 1, "knows nothing of job 9"),
         ("explain 9+1", 2, "is no job id"),

@@ -54,8 +54,8 @@ def traffic(
         if owner is None or not job.is_running or not bytes_per_s.get(name) or job.count("gpu"):
             continue
         if (job.uid, job.user) == (owner.uid, owner.user):
-            places = [rows[node] for node in job.nodes if node in rows]
-            where.setdefault(name, []).extend((row, job.num_cpus // len(job.nodes)) for row in places)
+            here = [rows[node] for node in job.nodes if node in rows]
+            where.setdefault(name, []).extend((row, job.num_cpus // len(job.nodes)) for row in here)
     used = np.zeros(len(rows))
     for name, places in where.items():
         trainers = [rows[node] for node in leaders[name].nodes if node in rows]

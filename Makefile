@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh Debian machine with Python: `make demo` and `make test`.
+# Two commands do everything on a fresh Debian machine with Python: `make demo` (and `demo-dlrm`) and `make test`.
 # They make a virtual environment in .venv and, as root, install Debian's Slurm packages.
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # 6 GB on the disk, as package indexes have older releases for Linux with CUDA's libraries alone.
 OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' pyproject.toml)
 OLDEST_VENV := .venv-oldest-torch
-DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
+DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak features fusion
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic site_load
 # Job lists come from ../shared/traces; where there are none they are made up.
@@ -20,7 +20,7 @@ CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_gr
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers
 
-.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -39,6 +39,10 @@ slurm: venv
 
 demo: venv slurm
 	$(BIN)/python sbatch_templates/digits/demo.py --json build/demo.json
+
+# The second demo: rows of a table, a feature graph and a recommendation model; it needs no Slurm.
+demo-dlrm: venv
+	$(BIN)/python sbatch_templates/dlrm/demo.py
 
 lint: venv
 	$(BIN)/ruff check .

@@ -161,6 +161,21 @@ def test_the_examples_in_python_run_as_they_are_printed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
 
 
+def test_the_examples_of_the_feature_guide_run_as_they_are_printed(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/features.md").read_text(), re.DOTALL)
+    assert len(blocks) > 4
+    rows = "".join(f"{row % 2},{'' if row % 3 else row},{row},{row:08x}\n" for row in range(5000))
+    (tmp_path / "clicks.csv").write_text("label,age,price,page\n" + rows)
+    (tmp_path / "train.py").write_text(
+        "".join(blocks) + "assert sum(len(batch['label']) for batch in loader) == 5000\n"
+    )
+    hetstream = Path(sys.executable).with_name("hetstream")
+    command = [hetstream, "run", "--data-workers", "1", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([4096, 2]) torch.Size([4096])" in done.stdout
+
+
 def test_the_reference_explains_every_statistic() -> None:
     reference = (ROOT / "docs/reference.md").read_text()
     [table] = re.findall(r"## Statistics\n(?:[^|\n]*\n)*((?:\|.*\n)+)", reference)

@@ -88,18 +88,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work-dir", type=Path, default=Path("build/demo-dlrm"), help="of its files (%(default)s)")
     parser.add_argument("--rows", type=int, default=ROWS, help="%(default)s")
+    parser.add_argument("--sample", type=Path, default=SAMPLE, help="rows to draw from, if the file is there")
     args = parser.parse_args()
     # The commands find `hetstream` and `python` where this Python is.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     load_before = os.getloadavg()[0]
     folder = args.work_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    source = ["--sample", str(SAMPLE)] if SAMPLE.is_file() else []
-    where = (
-        f"drawn from Criteo's sample {SAMPLE.name}"
-        if source
-        else "from a generator alone: no sample of Criteo's is here"
-    )
+    source = ["--sample", str(args.sample.absolute())] if args.sample.is_file() else []
+    generated = "from a generator alone: no sample of Criteo's is here"
+    where = f"drawn from those of {args.sample.name}" if source else generated
     say(f"writing {args.rows:,} rows, {where}")
     command(["python", str(HERE / "prepare.py"), "criteo.csv", "--rows", str(args.rows), *source], folder)
     say("first in one process, for comparison: it reads, computes the features and trains")

@@ -1,8 +1,8 @@
 """Write rows in the form of Criteo's display advertising data: `python prepare.py criteo.csv`.
 
 Each row has a number, a label, 13 counts with gaps and 26 categories as hexadecimal ids with gaps. The values of a
-column are drawn from those of the same column of a sample, where one is given, and from a generator alone where none is.
-Labels are drawn from a hidden model of some of the columns, so that there is something to learn. One seed, one file.
+column are drawn from those of the same column of a sample, where one is given, and else from a generator alone. Labels
+are drawn from a hidden model of some of the columns, so that there is something to learn. One seed, one file.
 """
 
 from __future__ import annotations

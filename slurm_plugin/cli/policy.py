@@ -22,8 +22,9 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.slurm_plugin.cli.daemon import add_address, asked, settings_of
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
-from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings, decode_settings
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.policy.caps import EVERYBODY
 from hetstream.slurm_plugin.policy.choices import POLICIES
 from hetstream.slurm_plugin.render.remaining import remaining_words
 from hetstream.slurm_plugin.render.report import Column, Report, Section

@@ -16,7 +16,10 @@ from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.report import write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
+from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.policy.caps import EVERYBODY
+from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
 from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
@@ -24,6 +27,7 @@ from hetstream.slurm_plugin.simulate.comparison import BASELINES, RULES, Compare
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
 from hetstream.slurm_plugin.simulate.scenario import (
+    CapOptions,
     Discipline,
     FailureOptions,
     QueueOptions,
@@ -32,6 +36,7 @@ from hetstream.slurm_plugin.simulate.scenario import (
     WorkerOptions,
 )
 from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_openb_nodes, read_trace
+from hetstream.slurm_plugin.simulate.workload import Workload
 
 EPILOG = f"""\
 A site's own month, on its own nodes, under each policy; what really happened is replayed first, and the error of that
@@ -85,6 +90,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         metavar="A,B",
         default=",".join(discipline.value for discipline in Discipline),
         help="of the queue: fifo, easy, greedy (default: all three)",
+    )
+    parser.add_argument(
+        "--policy-settings",
+        metavar="FILE",
+        help=f"what holds for policies with {RULES}: floor and caps, as hetstream policy show --json prints them in "
+        "summary.settings",
     )
     _add_queue(parser.add_argument_group("queue"))
     _add_workers(parser.add_argument_group("data workers"))
@@ -174,12 +185,19 @@ def run(args: argparse.Namespace) -> int:
     disciplines = _disciplines(args.disciplines)
     recorded = traces[0].workload.recorded is not None
     usual = ("recorded", *_ELASTIC) if recorded else ("tuned", "hardware", "fixed", *_ELASTIC)
+    settings = _settings(args.policy_settings)
+    if settings is not None and settings.policy + RULES not in usual:
+        usual = (*usual, settings.policy + RULES)
     policies = [name for name in args.policies.split(",") if name] if args.policies else list(usual)
     if not policies:
         raise UsageError(f"--policies={args.policies}: names none")
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
     base = _base(args, traces)
+    rules = None
+    if settings is not None:
+        rules = Rules(settings.floor, cpus_per_gpu=settings.cpus_per_gpu)
+        base = replace(base, caps=CapOptions(settings.user_caps, settings.tenant_caps))
     bar = _Bar(sys.stderr if sys.stderr.isatty() else None)
     lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers are {base.workers.cpus} CPU each"]
     error: ReplayError | None = None
@@ -188,9 +206,9 @@ def run(args: argparse.Namespace) -> int:
         lines += _error_lines(error)
     workloads = [trace.workload for trace in traces]
     window_s = args.window * _HOUR_S if args.window else None
-    compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
+    compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show, rules)
     bar.clear()
-    notes = [*traces[0].notes, *_odd_jobs(compared)]
+    notes = [*traces[0].notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
     if args.html:
         write_whole(Path(args.html), simulation_page(printable(Path(args.trace).name), compared, [*lines, *notes]))
     meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}
@@ -231,6 +249,26 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
         steps = [replace(options, seed=args.seed + place) for place in range(1, args.seeds)]
         return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
     return [first] * args.seeds
+
+
+def _settings(path: str | None) -> PolicySettings | None:
+    if path is None:
+        return None
+    try:
+        return decode_settings(Path(path).read_bytes())
+    except PolicyError as error:
+        raise UsageError(f"--policy-settings={printable(path)}: {error}") from error
+
+
+def _unknown_groups(caps: CapOptions, workload: Workload) -> list[str]:
+    """Caps of whoever has no job: a slip, as likely as not."""
+    named = (("user", caps.user, workload.user_names), ("tenant", caps.tenant, workload.tenant_names))
+    return [
+        f"{what} {printable(name)} has a cap, and no job"
+        for what, limits, names in named
+        for name in limits
+        if name not in (EVERYBODY, *names)
+    ]
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

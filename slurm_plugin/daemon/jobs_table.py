@@ -13,10 +13,11 @@ import numpy as np
 
 from hetstream.slurm_plugin.daemon.claimed_work import Promises
 from hetstream.slurm_plugin.daemon.known import Held, claim_of
-from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.daemon.speed_curve import POINTS, Curve, assumed_curve, curve_of
+from hetstream.slurm_plugin.policy.caps import caps_of
 from hetstream.slurm_plugin.policy.curves import speed_at
-from hetstream.slurm_plugin.policy.table import NO_CAP, Floats, Ints, JobTable, Pool, job_table
+from hetstream.slurm_plugin.policy.table import Floats, JobTable, Pool, job_table
 
 if TYPE_CHECKING:
     from hetstream.slurm_plugin.daemon.registry import Registered
@@ -105,7 +106,7 @@ def table_of(
 def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> Pool:
     """The pool with the caps of the users and tenants of these jobs."""
     users, tenants = codes_of(jobs)
-    return Pool(cpus, _caps(tenants, settings.tenant_caps), _caps(users, settings.user_caps))
+    return Pool(cpus, caps_of(tenants, settings.tenant_caps), caps_of(users, settings.user_caps))
 
 
 def with_room(table: JobTable, num_workers: Sequence[int]) -> JobTable:
@@ -131,12 +132,6 @@ def _curve(job: Registered, wanted_cpus: int, settings: PolicySettings) -> Curve
     if measured is None or not any(point.workers for point in measured.points):
         return assumed_curve(float(wanted_cpus), job.weight, settings.cpus_per_gpu)
     return curve_of(measured, job.weight)
-
-
-def _caps(codes: Mapping[str, int], caps: Mapping[str, int]) -> Ints | None:
-    if not caps:
-        return None
-    return np.array([caps.get(name, caps.get(EVERYBODY, NO_CAP)) for name in codes], np.int64)
 
 
 def _note_starving(jobs: Sequence[Registered], speed: Floats, since: Since, floor: float, now_s: float) -> None:

@@ -18,9 +18,6 @@ from hetstream.slurm_plugin.policy.staleness import MACHINE_CPUS_PER_GPU
 
 _Cpus = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
-# Stands for every user, or every tenant, that has no cap of its own.
-EVERYBODY = "*"
-
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an admin has set.
@@ -29,7 +26,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         policy: by name.
         floor: share of its greatest speed that every job has, as far as the pool goes.
         cpus_per_gpu: of the site's machines, for jobs that have measured nothing.
-        user_caps: CPUs of data workers at most, by user; `EVERYBODY` for those that are not named.
+        user_caps: CPUs of data workers at most, by user; `caps.EVERYBODY` for those that are not named.
         tenant_caps: the same by Slurm account.
         network_gbps: what a node's link carries; 0: not known, and then no budget.
         network_share: of each node's link that data workers of all jobs may use.

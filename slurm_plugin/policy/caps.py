@@ -7,6 +7,7 @@ leaves room. Minimums stay: they are parts of jobs that run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +16,22 @@ from hetstream.slurm_plugin.policy.filling import take
 from hetstream.slurm_plugin.policy.reasons import Reason
 from hetstream.slurm_plugin.policy.table import NO_CAP, Allocation, Codes, Ints, JobTable, Policy, Pool
 
+# Stands for every user, or every tenant, that has no cap of its own.
+EVERYBODY = "*"
 # What one group leaves may bring the next above its cap; after so many rounds all that could come there are capped.
 _MAX_ROUNDS = 4
+
+
+def caps_of(names: Iterable[str], caps: Mapping[str, int]) -> Ints | None:
+    """The caps of groups in the order of their codes; None if there are none at all.
+
+    Args:
+        names: of the groups.
+        caps: in CPUs, by name; `EVERYBODY` for those that are not named.
+    """
+    if not caps:
+        return None
+    return np.array([caps.get(name, caps.get(EVERYBODY, NO_CAP)) for name in names], np.int64)
 
 
 def with_caps(policy: Policy) -> Policy:

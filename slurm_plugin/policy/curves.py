@@ -48,12 +48,22 @@ def speed_at(table: JobTable, cpus: npt.NDArray[np.float64]) -> Floats:
         table: has the curves.
         cpus: (jobs,) or (jobs, any number).
     """
+    return along(table.curve_cpus, table.curve_speed, cpus)
+
+
+def along(curve_cpus: Floats, curve_speed: Floats, cpus: npt.NDArray[np.float64]) -> Floats:
+    """Speeds on curves, even between two points; beyond the last it stays.
+
+    Args:
+        curve_cpus, curve_speed: (jobs, points).
+        cpus: (jobs,) or (jobs, any number).
+    """
     flat = cpus.ndim == 1
     asked = cpus[:, None] if flat else cpus
-    speed = np.repeat(table.curve_speed[:, :1], asked.shape[1], axis=1)
-    for left in range(table.curve_cpus.shape[1] - 1):
-        start, end = table.curve_cpus[:, left, None], table.curve_cpus[:, left + 1, None]
-        rise = table.curve_speed[:, left + 1, None] - table.curve_speed[:, left, None]
+    speed = np.repeat(curve_speed[:, :1], asked.shape[1], axis=1)
+    for left in range(curve_cpus.shape[1] - 1):
+        start, end = curve_cpus[:, left, None], curve_cpus[:, left + 1, None]
+        rise = curve_speed[:, left + 1, None] - curve_speed[:, left, None]
         width = end - start
         slope = np.divide(rise, width, out=np.zeros_like(rise), where=width > 0)
         speed += slope * np.clip(asked - start, 0.0, width)

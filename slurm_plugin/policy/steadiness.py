@@ -3,8 +3,9 @@
 Between an allocation and its effect lie a report, the job's cooldown, the drain of one data worker and the start of
 another. A job is given more where what it gains in the time in which it surely keeps it exceeds that; less only where
 somebody has use for it, and not soon after its last change. A job that is new is not made to wait for its part, nor one
-below the floor of speed for what brings it there: they take from whoever the policy names. What nobody wants stays with
-those that have it.
+below the floor of speed for what brings it there: they take from whoever the policy names, but nobody below the floor
+soon after his last change. Where not even the floors of all fit, jobs so have theirs in turn. What nobody wants stays
+with those that have it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
         lasts_s = _lasts_s(table, cost) - cost.idle_s
         is_new = ~np.isfinite(table.held_s)
         # Its whole part at once for a job that never had one; for one that is starved, what brings it to the floor.
-        first = np.where(is_new, aim.workers, np.minimum(workers_for(table, pieces, floor), aim.workers))
+        at_floor = workers_for(table, pieces, floor)
+        first = np.where(is_new, aim.workers, np.minimum(at_floor, aim.workers))
         is_urgent = (first > have) & (speed < floor)
         # What was given within the last cooldown is still on its way.
         may_grow = (aim.workers > have) & ~is_urgent & (table.held_s >= cost.cooldown_s)
@@ -80,7 +82,9 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
 
         free = pool.cpus - int((have * table.cpus).sum())
         surplus = np.where(shrinks, have - aim.workers, 0)
-        all_cpus = free + int((surplus * table.cpus).sum())
+        # What a job has up to the floor is taken soon after its last change only where the pool itself has shrunk.
+        loose = np.where(may_shrink, surplus, np.minimum(surplus, np.maximum(have - at_floor, 0)))
+        all_cpus = free + int((loose * table.cpus).sum())
         easy_cpus = free + int((surplus * table.cpus)[may_shrink].sum())
         oldest_first = np.argsort(-table.starved_s, kind="stable")
         more = _taken(table, np.where(is_urgent, first - have, 0), oldest_first, all_cpus)
@@ -91,7 +95,9 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
         needed = int((more * table.cpus).sum()) - free
         # First what its owner has no use for, then from those that had theirs for longest.
         order = np.lexsort((-table.held_s, ~may_shrink, ~is_spare))
-        workers = have + more - _given(table, surplus, order, needed)
+        given = _given(table, loose, order, needed)
+        given += _given(table, surplus - loose, order, needed - int((given * table.cpus).sum()))
+        workers = have + more - given
         return Allocation(workers, _reasons(table, aim, workers))
 
     return steady

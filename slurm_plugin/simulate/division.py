@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.slurm_plugin.errors import SimulationFault
+from hetstream.slurm_plugin.policy.caps import caps_of
 from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
 from hetstream.slurm_plugin.simulate.nodes import Nodes
 from hetstream.slurm_plugin.simulate.running import Running
@@ -44,6 +45,8 @@ class Division:
         self._knows_places = self._options.fallback or bool(budget)
         needs = workload.worker_memory_gib[workload.demand > 0]
         self._memory_gib = float(needs.max(initial=0.0))
+        self._user_caps = caps_of(workload.user_names, scenario.caps.user)
+        self._tenant_caps = caps_of(workload.tenant_names, scenario.caps.tenant)
         sigma = self._options.estimate_sigma
         draw = np.random.default_rng([scenario.seed, 1])
         self._guess = np.exp(sigma * draw.standard_normal(len(workload))) if sigma else np.ones(len(workload))
@@ -81,12 +84,12 @@ class Division:
         running, size = self._running, self._options.cpus
         rows = running.rows()
         rows = rows[running.demand[rows] > 0]
-        pool = Pool(int(self.pool_cpus(nodes).sum()))
+        pool = Pool(int(self.pool_cpus(nodes).sum()), self._tenant_caps, self._user_caps)
         if not len(rows):
             return 0
         table = self._table(rows, now_s)
         workers = self._policy(table, pool, now_s).workers
-        self._check(workers, len(rows), pool)
+        self._check(workers, table, pool)
         target = (workers * size).astype(float)
         before = running.target[rows]
         more = np.maximum(0.0, target - before)
@@ -128,18 +131,31 @@ class Division:
             excess[: len(part)] -= part
         running.active[rows] = np.minimum(running.active[rows], target)
 
-    def _check(self, workers: Ints, num_rows: int, pool: Pool) -> None:
+    def _check(self, workers: Ints, table: JobTable, pool: Pool) -> None:
         given = int(workers.sum()) * self._options.cpus
-        if workers.shape != (num_rows,) or (num_rows and workers.min() < 0):
+        if workers.shape != (len(table),) or workers.min(initial=0) < 0:
             raise SimulationFault(f"policy {self._name} gave a job less than no data worker, or left one out")
         if given > pool.cpus:
             raise SimulationFault(f"policy {self._name} gave {given:,} CPUs and there are {pool.cpus:,}")
+        for group, caps, what in ((table.user, pool.user_caps, "user"), (table.tenant, pool.tenant_caps, "tenant")):
+            if caps is None:
+                continue
+            held = np.bincount(group, weights=workers * table.cpus, minlength=len(caps))
+            if (held > caps).any():
+                code = int(np.argmax(held - caps))
+                raise SimulationFault(
+                    f"policy {self._name} gave a {what} {held[code]:,.0f} CPUs: at most {caps[code]:,} are allowed"
+                )
 
     def _set_speeds(self, nodes: Nodes, now_s: float) -> int:
         running = self._running
         rows = np.flatnonzero(running.demand[: running.top] > 0)
         demand = running.demand[rows]
-        speed = (1.0 - running.overhead[rows]) * np.minimum(1.0, running.active[rows] / demand)
+        curves = self._workload.curves
+        if curves is None:
+            speed = (1.0 - running.overhead[rows]) * np.minimum(1.0, running.active[rows] / demand)
+        else:
+            speed = curves.rows(running.job[rows]).speed_with(running.active[rows])
         if self._knows_places and len(rows):
             speed = self._placed_speed(rows, speed, nodes)
         changed = speed != running.speed[rows]
@@ -176,6 +192,11 @@ class Division:
         job, demand = running.job[rows], running.demand[rows]
         zeros, ones = np.zeros(len(rows)), np.ones(len(rows))
         none = np.zeros(len(rows), dtype=np.int64)
+        if load.curves is None:
+            curve_cpus = np.stack((zeros, demand), axis=1)
+            curve_speed = np.stack((zeros, 1.0 - running.overhead[rows]), axis=1)
+        else:
+            curve_cpus, curve_speed = load.curves.cpus[job], load.curves.speed[job]
         return JobTable(
             job_id=job,
             minimum=none,
@@ -185,8 +206,8 @@ class Division:
             cap=np.full(len(rows), NO_CAP, dtype=np.int64),
             gpus=running.gpus[rows],
             weight=ones,
-            curve_cpus=np.stack((zeros, demand), axis=1),
-            curve_speed=np.stack((zeros, 1.0 - running.overhead[rows]), axis=1),
+            curve_cpus=curve_cpus,
+            curve_speed=curve_speed,
             remaining_s=running.left_now(rows, now_s) * self._guess[job],
             remaining_sigma=np.full(len(rows), self._options.estimate_sigma),
             total_s=load.work_s[job],

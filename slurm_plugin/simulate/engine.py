@@ -37,6 +37,10 @@ _CHECK_EVENTS = 64
 _MOST_RESTARTS = 1000
 # Looks at the nodes that are kept; a run that takes longer is looked at half as often, from its begin on.
 _MOST_SAMPLES = 2000
+# A policy that holds to its answers is asked again so often without a move; after that time alone changes nothing.
+_CALM_ROUNDS = 2
+# Between two questions that follow from each other, where a policy is otherwise asked at once.
+_LEAST_ROUND_S = 1.0
 # Relative error of the work that was done against the integral of speeds.
 _TOLERANCE = 1e-6
 
@@ -84,6 +88,7 @@ class _Engine:
         self._end_row = -1
         self._now_s = 0.0
         self._cycle_s = self._divide_s = self._sample_s = math.inf
+        self._num_calm = 0
         # Why shapes do not fit, as far as that was tried since something came free.
         self._no_room: dict[int, Cause] = {}
         self._has_het = bool(workload.is_het.any())
@@ -345,14 +350,26 @@ class _Engine:
         if self._is_changed:
             held = float(running.target[: running.top].sum())
             step_s = self._scenario.workers.round_s
+            self._num_calm = 0
             if step_s == 0 or held > division.pool_cpus(self._nodes).sum():
                 self._divide_s = now_s
-            elif self._divide_s == math.inf:
-                self._divide_s = step_s * math.ceil(now_s / step_s)
+            else:
+                self._divide_s = min(self._divide_s, max(now_s, step_s * math.ceil(now_s / step_s)))
         if self._divide_s <= now_s:
-            self._divide_s = math.inf
+            num_moves = division.num_moves
             self._num_job_events += division.divide(self._nodes, now_s)
             self._is_faster = True
+            self._divide_s = self._ask_again_s(division.num_moves > num_moves)
+
+    def _ask_again_s(self, has_moved: bool) -> float:
+        """When the policy is asked again though nothing else has changed."""
+        hold_s = self._scenario.hold_s
+        if hold_s == math.inf:
+            return math.inf
+        self._num_calm = 0 if has_moved else self._num_calm + 1
+        if has_moved:
+            return self._now_s + max(self._scenario.workers.round_s, _LEAST_ROUND_S)
+        return self._now_s + hold_s if self._num_calm <= _CALM_ROUNDS else math.inf
 
     # Books
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -104,6 +105,18 @@ class FailureOptions:
 
 
 @dataclass(frozen=True)
+class CapOptions:
+    """CPUs of data workers at most, by the name of a user or tenant; `policy.caps.EVERYBODY` for those not named.
+
+    Attributes:
+        user, tenant: empty for none.
+    """
+
+    user: Mapping[str, int] = field(default_factory=dict)
+    tenant: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One run.
 
@@ -114,6 +127,9 @@ class Scenario:
         policy: who divides data workers, for `Request.ELASTIC`.
         seed: of all that is drawn.
         sample_s: how often the fragmentation of nodes is looked at; 0 for never.
+        caps: that the policy keeps to; a policy without rules knows none.
+        hold_s: how long a policy holds to an answer that depends on time: it is asked again in each round until nothing
+            moves, and then after so long. Infinite: it is asked again when something has changed.
     """
 
     name: str
@@ -125,6 +141,8 @@ class Scenario:
     failures: FailureOptions = field(default_factory=FailureOptions)
     seed: int = 0
     sample_s: float = 0.0
+    caps: CapOptions = field(default_factory=CapOptions)
+    hold_s: float = math.inf
 
     def __post_init__(self) -> None:
         problems = []
@@ -148,6 +166,8 @@ class Scenario:
             problems.append(f"estimate_sigma is {self.workers.estimate_sigma:g}: must be at most {_MOST_SIGMA:g}")
         if not self.failures.node_mtbf_s > 0 or not self.failures.checkpoint_s > 0:
             problems.append("node_mtbf_s and checkpoint_s must be above 0")
+        if not self.hold_s > 0:
+            problems.append(f"hold_s is {self.hold_s:g}: must be above 0")
         if problems:
             raise OptionsError("; ".join(problems))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups
+from hetstream.slurm_plugin.simulate.curves import Points, curves_of, parse_curve
 from hetstream.slurm_plugin.simulate.lines import Lines, read
 from hetstream.slurm_plugin.simulate.models import with_models
 from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
@@ -56,7 +57,7 @@ Reader = Callable[[str, Iterable[str], ReadOptions], Trace]
 OWN_REQUIRED = ("submit_s", "run_s", "num_gpus")
 OWN_OPTIONAL = (
     "job", "cpus_per_gpu", "trainer_cpus_per_gpu", "overhead", "memory_gib_per_gpu", "worker_memory_gib_per_cpu",
-    "network_gbps_per_gpu", "time_limit_s", "tenant", "user", "heterogeneous",
+    "network_gbps_per_gpu", "time_limit_s", "tenant", "user", "heterogeneous", "curve",
 )  # fmt: skip
 _PHILLY = ("job_id", "submit_s", "duration_s", "num_gpus")
 _POLLUX = ("workload", "name", "submit_s", "application", "num_replicas")
@@ -206,40 +207,68 @@ def _openb(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
 def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
     lines = read(source, text, OWN_REQUIRED, (*OWN_REQUIRED, *OWN_OPTIONAL))
     defaults = {
-        "cpus_per_gpu": 1.0, "trainer_cpus_per_gpu": -1.0, "overhead": 0.0, "memory_gib_per_gpu": 0.0,
+        "cpus_per_gpu": -1.0, "trainer_cpus_per_gpu": -1.0, "overhead": 0.0, "memory_gib_per_gpu": 0.0,
         "worker_memory_gib_per_cpu": 0.0, "network_gbps_per_gpu": 0.0, "time_limit_s": np.inf,
     }  # fmt: skip
     names = (*OWN_REQUIRED, *defaults)
     values = _numbers(lines, names, defaults)
     _whole(lines, "num_gpus")
     _above_zero(lines, "run_s")
+    points: dict[int, Points] = {}
     for line, record in lines.records:
         number = dict(zip(names, values[line], strict=True))
+        measured = _measured(lines, line, record)
         if line in lines.bad:
             continue
-        if number["overhead"] >= 1:
-            lines.complain(line, f"overhead is {number['overhead']:g}: must be below 1")
-        if number["trainer_cpus_per_gpu"] > number["cpus_per_gpu"]:
+        cpus, trainer, overhead = (number[name] for name in ("cpus_per_gpu", "trainer_cpus_per_gpu", "overhead"))
+        if measured:
+            trainer = 1.0 if trainer < 0 else trainer
+            cpus = trainer + measured[-1][0] if cpus < 0 else cpus
+            overhead = 1.0 - measured[-1][1]
+        else:
+            cpus = 1.0 if cpus < 0 else cpus
+            trainer = cpus if trainer < 0 else trainer
+        if overhead >= 1:
+            lines.complain(line, f"overhead is {overhead:g}: must be below 1")
+        if trainer > cpus:
             lines.complain(line, "trainer_cpus_per_gpu is more than cpus_per_gpu")
         if record.get("heterogeneous", "").strip().lower() not in (*_YES, *_NO):
             lines.complain(line, f"heterogeneous is {record['heterogeneous']!r}: must be yes or no")
+        values[line][3:6] = cpus, trainer, overhead
+        points[line] = measured or ((0.0, 0.0), (cpus - trainer, 1.0 - overhead))
     rows = lines.good(options.skip_bad)
     table = np.array([values[line] for line, _ in rows]).T
     submit, run, gpus, cpus, trainer, overhead, memory, worker_memory, network, limit = table
     columns = {
         # A job without GPUs is one unit; of others each GPU is one.
         "submit_s": submit, "work_s": run, "units": np.maximum(1, gpus), "gpus": np.minimum(1, gpus),
-        "ideal_cpus": cpus, "trainer_cpus": np.where(trainer < 0, cpus, trainer), "overhead": overhead,
+        "ideal_cpus": cpus, "trainer_cpus": trainer, "overhead": overhead,
         "memory_gib": memory, "worker_memory_gib": worker_memory, "network_gbps": network, "limit_s": limit,
     }  # fmt: skip
+    has_curves = any(record.get("curve", "").strip() for _, record in rows)
     workload = build(
         [row.get("job", "") or str(place) for place, (_, row) in enumerate(rows, start=1)],
         columns,
         tenants=[row.get("tenant", "") for _, row in rows],
         users=[row.get("user", "") for _, row in rows],
         is_het=[row.get("heterogeneous", "").strip().lower() in _YES for _, row in rows],
+        curves=curves_of([points[line] for line, _ in rows], columns["units"]) if has_curves else None,
     )
     return Trace("csv", workload, _left_out(lines))
+
+
+def _measured(lines: Lines, line: int, record: Mapping[str, str]) -> Points | None:
+    """The curve of a line of our own table; None, perhaps with a complaint, if it has none."""
+    text = record.get("curve", "").strip()
+    if not text:
+        return None
+    if record.get("overhead", "").strip():
+        lines.complain(line, "it has a curve and an overhead: the last point of the curve says what data workers cost")
+    try:
+        return parse_curve(text)
+    except ValueError as error:
+        lines.complain(line, f"curve: {error}")
+        return None
 
 
 def _sacct(source: str, text: Iterable[str], options: ReadOptions) -> Trace:

@@ -5,7 +5,7 @@ a GPU with its trainer in the traces, and a node's share of a job in an export o
 
 The speed law: without data workers a unit with c CPUs runs at min(1, c / ideal_cpus) of its ideal speed. With them, the
 unit keeps trainer_cpus, and a job with w CPUs of data workers runs at min(1, w / demand) * (1 - overhead), where demand
-is (ideal_cpus - trainer_cpus) * units.
+is (ideal_cpus - trainer_cpus) * units. Where curves were measured, they say what data workers bring instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.slurm_plugin.errors import SimulationInputError
+from hetstream.slurm_plugin.simulate.curves import Curves
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -58,6 +59,7 @@ class Workload:
         tenants, users: whose a job is, as numbers; `tenant_names` and `user_names` say who.
         is_het: whether it can only start as a heterogeneous job does, in a cycle of backfill.
         recorded: what really happened; None for a trace without it.
+        curves: what data workers bring each job, where that was measured; None: it is in proportion.
     """
 
     names: tuple[str, ...]
@@ -78,6 +80,7 @@ class Workload:
     tenant_names: tuple[str, ...] = ("",)
     user_names: tuple[str, ...] = ("",)
     recorded: Recorded | None = None
+    curves: Curves | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -90,6 +93,8 @@ class Workload:
     @property
     def demand(self) -> Floats:
         """CPUs of data workers with which each job is at its best."""
+        if self.curves is not None:
+            return self.curves.cpus[:, -1]
         return np.maximum(0.0, self.ideal_cpus - self.trainer_cpus) * self.units
 
     def only(self, keep: npt.NDArray[Any]) -> Workload:
@@ -103,6 +108,8 @@ class Workload:
         if self.recorded is not None:
             own = self.recorded
             changed["recorded"] = Recorded(own.start_s[places], own.end_s[places], own.cpus[places])
+        if self.curves is not None:
+            changed["curves"] = self.curves.rows(places)
         return replace(self, **changed)
 
 
@@ -126,6 +133,7 @@ def build(
     users: Sequence[str] = (),
     is_het: Sequence[bool] = (),
     recorded: Recorded | None = None,
+    curves: Curves | None = None,
 ) -> Workload:
     """Put a workload together: sorts it by submission and lets its clock begin at 0.
 
@@ -135,6 +143,7 @@ def build(
         tenants, users: of each job; none: they are all one's.
         is_het: of each job.
         recorded: in the same clock as `submit_s`.
+        curves: of each job.
 
     Raises:
         SimulationInputError: there is no job.
@@ -167,6 +176,7 @@ def build(
         tenant_names=tenant_names,
         user_names=user_names,
         recorded=recorded and Recorded(recorded.start_s - begin_s, recorded.end_s - begin_s, recorded.cpus),
+        curves=curves,
     )
     return whole.only(order)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.caps import with_caps
 from hetstream.slurm_plugin.policy.check import check_allocation, check_table, checked
-from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
+from hetstream.slurm_plugin.policy.choices import POLICIES, Rules, under_all_rules
 from hetstream.slurm_plugin.policy.curves import pieces_of, speed_at
 from hetstream.slurm_plugin.policy.fair import fair
 from hetstream.slurm_plugin.policy.floors import with_floor, workers_for
@@ -258,3 +258,21 @@ def test_a_table_that_no_policy_is_written_for_is_refused(columns: dict[str, obj
         check_table(job_table([1, 2], 4, **columns))  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="its id is not above the one before"):
         check_table(job_table([3, 3], 4))
+
+
+def test_where_not_all_floors_fit_a_job_keeps_its_turn_for_as_long_as_a_change_is_held() -> None:
+    policy = under_all_rules(maxtp, Rules(floor=0.1, move=MoveCost(hold_s=600.0)))
+    have, starved_s, held_s = np.zeros(3, np.int64), np.zeros(3), np.full(3, np.inf)
+    turns: list[list[int]] = []
+    for now_s in range(0, 7200, 30):
+        table = job_table([1, 2, 3], 20, current=have, starved_s=starved_s, held_s=held_s)
+        given = policy(table, Pool(9, user_caps=np.array([2], np.int64)), float(now_s)).workers
+        held_s = np.where(given != have, 30.0, held_s + 30.0)
+        starved_s = np.where(given < 2, starved_s + 30.0, 0.0)
+        have = given
+        assert have.sum() <= 2
+        if not turns or have.tolist() != turns[-1]:
+            turns.append(have.tolist())
+    served = [turn for turn in turns if any(turn)]
+    assert {tuple(turn) for turn in served} == {(2, 0, 0), (0, 2, 0), (0, 0, 2)}, "everybody has turns"
+    assert len(served) <= 12, "of ten minutes each"

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.errors import SimulationFault
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool, allocation
 from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
+from hetstream.slurm_plugin.simulate.curves import curves_of
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.scenario import (
+    CapOptions,
     Discipline,
     FailureOptions,
     QueueOptions,
@@ -378,3 +380,40 @@ def test_a_run_of_a_year_is_not_looked_at_each_minute() -> None:
     assert 500 <= len(seen.at_s) <= 2000
     assert np.ptp(np.diff(seen.at_s[:-1])) == 0, "at equal spans, so that their mean is one over time"
     assert seen.at_s[-1] > 2.5e7
+
+
+def test_a_job_with_a_measured_curve_runs_as_fast_as_its_curve_says() -> None:
+    # 100 s of work, with 8 CPUs at half speed and with 24 at three quarters: 16 are left for it, so 0.625.
+    points = [((0.0, 0.0), (8.0, 0.5), (24.0, 0.75))]
+    one_job = build(
+        ["1"],
+        {"submit_s": [0], "work_s": [100], "ideal_cpus": [25], "overhead": [0.25]},
+        curves=curves_of(points, [1]),
+    )
+    for name in ALL:
+        outcome = run(one_job, "gpus=1,cpus=17", policy=POLICIES[name])
+        assert outcome.end_s.tolist() == pytest.approx([160.0]), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_caps_of_users_and_tenants_hold_at_every_event(name: str) -> None:
+    load = build(
+        [str(place) for place in range(12)],
+        {
+            "submit_s": [3 * place for place in range(12)], "work_s": [40 + 5 * (place % 4) for place in range(12)],
+            "ideal_cpus": [9] * 12, "trainer_cpus": [1] * 12,
+        },
+        tenants=["lab", "shop"] * 6,
+        users=["ann", "bob", "cy"] * 4,
+    )  # fmt: skip
+    caps = CapOptions({"ann": 6, "*": 10}, {"lab": 12})
+    scenario = Scenario("test", Request.ELASTIC, Discipline.EASY, under_all_rules(POLICIES[name]), caps=caps)
+    # Division raises where a cap is exceeded.
+    assert np.isfinite(simulate(load, parse("4*gpus=4,cpus=16"), scenario).end_s).all()
+
+
+def test_a_policy_that_knows_no_caps_is_an_error_where_there_are_some() -> None:
+    load = jobs((0, 10, 1), ideal_cpus=[9])
+    scenario = Scenario("test", Request.ELASTIC, Discipline.FIFO, FAIR, caps=CapOptions({"*": 4}))
+    with pytest.raises(SimulationFault, match="gave a user 8 CPUs: at most 4"):
+        simulate(load, parse("gpus=1,cpus=16"), scenario)

@@ -105,6 +105,40 @@ def test_our_own_table() -> None:
     assert load.user_names[load.users[1]] == "ann"
 
 
+CURVES = """\
+submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu,overhead,curve
+0,100,2,,2,,8:0.5 16:0.75 32:0.9
+1,100,1,16,4,0.1,
+2,100,0,,,,4:1
+"""
+
+
+def test_a_table_may_have_measured_curves() -> None:
+    load = read_trace("t", CURVES).workload
+    assert load.curves is not None
+    assert load.curves.cpus.tolist() == [[0, 16, 32, 64], [0, 12, 12, 12], [0, 4, 4, 4]]
+    assert load.curves.speed[0].tolist() == [0, 0.5, 0.75, 0.9]
+    assert load.demand.tolist() == [64, 12, 4]
+    assert load.ideal_cpus.tolist() == [34, 16, 5]
+    assert load.overhead.tolist() == pytest.approx([0.1, 0.1, 0.0])
+    assert load.curves.speed_with(np.array([24.0, 6.0, 9.0])).tolist() == pytest.approx([0.625, 0.45, 1.0])
+    assert load.only(np.array([2, 0])).demand.tolist() == [4, 64]
+    assert read_trace("t", OWN).workload.curves is None
+
+
+def test_all_wrong_curves_are_told_with_their_lines() -> None:
+    wrong = ("8:2", "8:0.5 4:0.6", "8:0.1 16:0.9", "eight:1", "8:0.9 16:0.8", " ".join(["1:1"] * 17), "8", "0:0.5")
+    rows = "".join(f"0,10,1,,{text}\n" for text in wrong) + "0,10,1,0.1,8:1\n0,10,1,,8:1\n"
+    with pytest.raises(SimulationInputError) as raised:
+        read_trace("t", f"submit_s,run_s,num_gpus,overhead,curve\n{rows}")
+    problems = raised.value.problems
+    assert [problem.split(":")[0] for problem in problems] == [f"line {line}" for line in range(2, 11)]
+    for problem, said in zip(problems, ("must be CPUs:SPEED", "must rise", "steeper", "must be CPUs", "must rise",
+                                        "17 points", "must be CPUs", "must be CPUs", "a curve and an overhead"),
+                             strict=True):  # fmt: skip
+        assert said in problem
+
+
 def test_a_sites_export_has_what_really_happened() -> None:
     trace = read_trace("month.txt", SACCT)
     load = trace.workload
@@ -182,7 +216,7 @@ def test_tables_of_another_form_are_refused(text: str, said: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from([PHILLY, GOLDMINER, POLLUX, OPENB, OWN, SACCT]), st.data())
+@given(st.sampled_from([PHILLY, GOLDMINER, POLLUX, OPENB, OWN, CURVES, SACCT]), st.data())
 def test_damaged_tables_are_read_or_refused(text: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, min(len(text), start + 30)))

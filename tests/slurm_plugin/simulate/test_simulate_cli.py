@@ -162,6 +162,26 @@ def test_failures_and_seeds(jobs: str, capsys: pytest.CaptureFixture[str]) -> No
     assert hurt["mean_jct_s_low"] < hurt["mean_jct_s_high"]
 
 
+def test_caps_and_floors_of_the_daemon_hold_under_rules(
+    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"policy": "maxtp", "floor": 0.1, "user_caps": {"*": 2, "nobody": 1}}')
+    words = [jobs, "--cluster", CLUSTER, "--disciplines", "easy", "--policies", "maxtp,maxtp+rules"]
+    free, ruled = document(capsys, *words)["runs"]
+    capped_free, capped = document(capsys, *words, "--policy-settings", str(settings))["runs"]
+    assert capped_free == free, "a policy without rules knows no caps"
+    assert capped["cpu_allocated"] < ruled["cpu_allocated"]
+    assert capped["mean_jct_s"] > ruled["mean_jct_s"]
+    assert main(["simulate", *words[:-2], "--policy-settings", str(settings)]) == 0
+    told = capsys.readouterr()
+    assert "maxtp+rules" in told.out, "the policy that is set is among the usual ones"
+    assert "user nobody has a cap, and no job" in told.err
+    settings.write_text('{"policy": "best"}')
+    assert main(["simulate", *words, "--policy-settings", str(settings)]) == 2
+    assert "no policy 'best'" in capsys.readouterr().err
+
+
 def test_a_table_from_a_spreadsheet_begins_with_a_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, own = tmp_path / "jobs.csv", tmp_path / "cluster.json"
     path.write_bytes(b"\xef\xbb\xbfsubmit_s,run_s,num_gpus\r\n0,10,1\r\n")

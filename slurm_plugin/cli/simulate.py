@@ -194,10 +194,9 @@ def run(args: argparse.Namespace) -> int:
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
     base = _base(args, traces)
-    rules = None
     if settings is not None:
         rules = Rules(settings.floor, cpus_per_gpu=settings.cpus_per_gpu)
-        base = replace(base, caps=CapOptions(settings.user_caps, settings.tenant_caps))
+        base = replace(base, rules=rules, caps=CapOptions(settings.user_caps, settings.tenant_caps))
     bar = _Bar(sys.stderr if sys.stderr.isatty() else None)
     lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers are {base.workers.cpus} CPU each"]
     error: ReplayError | None = None
@@ -206,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
         lines += _error_lines(error)
     workloads = [trace.workload for trace in traces]
     window_s = args.window * _HOUR_S if args.window else None
-    compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show, rules)
+    compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
     bar.clear()
     notes = [*traces[0].notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
     if args.html:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.policy.choices import POLICIES, Rules, under_all_rules
+from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
 from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.engine import Progress, simulate
@@ -77,14 +77,13 @@ class Compared:
         return [float(value) for value in (getattr(run, name) for run in self.runs) if value is not None]
 
 
-def scenario_of(policy: str, discipline: Discipline, base: Scenario, rules: Rules | None = None) -> Scenario:
+def scenario_of(policy: str, discipline: Discipline, base: Scenario) -> Scenario:
     """The scenario of a policy or baseline, with all options of another one.
 
     Args:
         policy: its name.
         discipline: of the queue.
-        base: has the options; its caps hold for policies with rules alone.
-        rules: of such policies; None for the usual ones.
+        base: has the options; its rules and caps hold for policies with rules alone.
 
     Raises:
         UsageError: there is no such policy.
@@ -101,8 +100,7 @@ def scenario_of(policy: str, discipline: Discipline, base: Scenario, rules: Rule
     named = replace(base, name=policy, request=Request.ELASTIC, discipline=discipline, policy=POLICIES[plain])
     if policy == plain:
         return replace(named, caps=CapOptions())
-    rules = rules or Rules()
-    return replace(named, policy=under_all_rules(POLICIES[plain], rules), hold_s=rules.move.hold_s)
+    return replace(named, policy=under_all_rules(POLICIES[plain], base.rules), hold_s=base.rules.move.hold_s)
 
 
 def compare(
@@ -114,7 +112,6 @@ def compare(
     window_s: float | None = None,
     prices: Prices | None = None,
     progress: RunProgress | None = None,
-    rules: Rules | None = None,
 ) -> list[Compared]:
     """Run everything.
 
@@ -126,14 +123,13 @@ def compare(
         base: has the options, and the first seed.
         window_s, prices: see `measure`.
         progress: called now and then.
-        rules: of policies with `+rules`; None for the usual ones.
 
     Raises:
         UsageError: a policy does not exist.
         SimulationFault: a run broke a rule.
     """
     names = list(policies)
-    scenarios = [scenario_of(name, discipline, base, rules) for discipline in disciplines for name in names]
+    scenarios = [scenario_of(name, discipline, base) for discipline in disciplines for name in names]
     found = []
     for scenario in scenarios:
         runs, first = [], None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.errors import OptionsError
+from hetstream.slurm_plugin.policy.choices import Rules
 from hetstream.slurm_plugin.policy.table import Policy
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.workload import Workload
@@ -127,6 +128,7 @@ class Scenario:
         policy: who divides data workers, for `Request.ELASTIC`.
         seed: of all that is drawn.
         sample_s: how often the fragmentation of nodes is looked at; 0 for never.
+        rules: that `comparison.scenario_of` puts a policy under.
         caps: that the policy keeps to; a policy without rules knows none.
         hold_s: how long a policy holds to an answer that depends on time: it is asked again in each round until nothing
             moves, and then after so long. Infinite: it is asked again when something has changed.
@@ -141,6 +143,7 @@ class Scenario:
     failures: FailureOptions = field(default_factory=FailureOptions)
     seed: int = 0
     sample_s: float = 0.0
+    rules: Rules = field(default_factory=Rules)
     caps: CapOptions = field(default_factory=CapOptions)
     hold_s: float = math.inf
 

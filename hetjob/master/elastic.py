@@ -12,16 +12,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.controller_state import Stage
 from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
-from hetstream.hetjob.master.companion_memory import CompanionMemory, Replacement
+from hetstream.hetjob.master.companion_memory import CompanionMemory
+from hetstream.hetjob.master.companion_moves import CompanionMoves, Placed, hosts_of
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
@@ -60,6 +62,8 @@ class _Tracked:
     since: float
     rate_per_s: float = 0.0
     node: str = ""  # that it was submitted for; empty for any
+    takes_over: str = ""  # the companion that leaves when this one works; until then this one is nobody's to count
+    why: str = ""  # it takes over
 
 
 class Elastic:
@@ -101,6 +105,7 @@ class Elastic:
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._memory = CompanionMemory(companions.mb_per_cpu)
+        self._moves = CompanionMoves()
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
@@ -161,14 +166,16 @@ class Elastic:
         rates = self._rates.by_job(status.data_workers)
         self._take_in(rates, now)
         self._give_up_nodes(now)
+        for handover in self._hand_over(now):
+            client.steer(self._order(handover))
         snapshot = self._snapshot(status, rates, now)
         if snapshot.reading and snapshot.steps_per_s > 0:
             self._last_read = snapshot
         decision = self._controller.decide(snapshot, now)
+        measured = self._measured(snapshot, status)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
-            measured = self._measured(snapshot, status)
             self._site.report(JobDemand(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured))
         working = {
             job_id: companion.cpus
@@ -176,20 +183,22 @@ class Elastic:
             if companion.state is CompanionState.WORKING
         }
         self._memory.take_in(status.data_workers, working, now)
-        if not decision.is_change and (growing := self._memory.replacement()) is not None:
-            decision = self._replace(growing) or decision
+        if not decision.is_change:
+            self._replace_one(working, hosts_of(status.data_workers), measured, now)
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
-            log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
-                     decision.reason)  # fmt: skip
-            self._controller_state_file.changes.append(
-                {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
-                | {"reason": decision.reason, "data_workers_before": snapshot.num_data_workers}
-            )
+            self._note(decision, snapshot.num_data_workers)
         self._controller_state_file.write(self._controller.memory())
         if decision.is_change:
             # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
+
+    def _note(self, decision: Decision, num_before: int) -> None:
+        log.info("data_workers=%d %s %d: %s", num_before, decision.action.value, decision.count, decision.reason)
+        self._controller_state_file.changes.append(
+            {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
+            | {"reason": decision.reason, "data_workers_before": num_before}
+        )
 
     def _measured(self, snapshot: Snapshot, status: Status) -> Measured | None:
         if self._measuring is None:
@@ -247,6 +256,7 @@ class Elastic:
             companions=tuple(
                 Companion(job_id, companion.cpus, companion.state, companion.since, companion.rate_per_s)
                 for job_id, companion in self._tracked.items()
+                if not companion.takes_over
             ),
             fixed=self._fixed,
             fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
@@ -269,19 +279,63 @@ class Elastic:
                 self._given_up.add(job_id)
                 del self._tracked[job_id]
 
-    def _replace(self, growing: Replacement) -> Decision | None:
-        """Submit a companion with more memory; the decision that the other one leaves, or None if Slurm refuses."""
+    def _replace_one(
+        self, working: Mapping[str, int], hosts: Mapping[str, str], measured: Measured | None, now: float
+    ) -> None:
+        """Submit a companion that is to take over from one that runs out of memory, or that is far from its trainer."""
+        growing = self._memory.replacement()
+        if growing is not None:
+            reason = f"{growing.reason}; {growing.mb_per_cpu} MB a CPU are asked for"
+            if self._submit_successor(growing.job_id, growing.cpus, growing.mb_per_cpu, "", reason):
+                self._memory.replaced(growing)
+            else:
+                self._memory.not_replaced(growing)
+            return
+        nodes = self._site.preferred_nodes() if self._site is not None else ()
+        is_under_way = any(companion.takes_over for companion in self._tracked.values())
+        if not nodes or is_under_way or self._controller.stage is not Stage.COUNT:
+            return
+        placed = [
+            Placed(job_id, cpus, hosts.get(job_id, ""), self._tracked[job_id].rate_per_s)
+            for job_id, cpus in working.items()
+        ]
+        move = self._moves.move(placed, nodes, measured, now)
+        if move is None:
+            return
+        where = f"companion {move.job} is on node={move.source}, and node={move.target} of a trainer has room"
+        reason = f"{where}: {move.reason}"
+        if not self._submit_successor(move.job, working[move.job], self._memory.mb_per_cpu, move.target, reason):
+            self._moves.not_possible(move.target, now)
+
+    def _submit_successor(self, job_id: str, cpus: int, mb_per_cpu: int | None, node: str, why: str) -> bool:
+        """Submit a companion that takes over from another one; false if Slurm refuses."""
         try:
-            job_id = self._companions.submit(growing.cpus, growing.mb_per_cpu)
+            new = self._companions.submit(cpus, mb_per_cpu, node)
         except HetstreamError as error:
-            log.error("%s; Slurm gives none with %d MB a CPU: %s", growing.reason, growing.mb_per_cpu, error)
-            self._memory.not_replaced(growing)
-            return None
-        self._memory.submitted(job_id, growing.cpus, growing.mb_per_cpu)
-        self._memory.replaced(growing)
-        self._tracked[job_id] = _Tracked(growing.cpus, CompanionState.PENDING, self._clock())
-        reason = f"{growing.reason}; companion {job_id} with {growing.mb_per_cpu} MB a CPU takes its place"
-        return Decision(Action.DRAIN, 1, reason, (growing.job_id,))
+            log.error("%s; Slurm takes none in its place: %s", why, error)
+            return False
+        log.info("%s; companion job=%s takes its place when it works", why, new)
+        self._memory.submitted(new, cpus, mb_per_cpu)
+        self._tracked[new] = _Tracked(
+            cpus, CompanionState.PENDING, self._clock(), node=node, takes_over=job_id, why=why
+        )
+        return True
+
+    def _hand_over(self, now: float) -> Iterator[Decision]:
+        """Let those leave whose successors work. A successor of one that is gone is a companion as any other."""
+        for job_id, companion in self._tracked.items():
+            predecessor = self._tracked.get(companion.takes_over)
+            if not companion.takes_over:
+                continue
+            if predecessor is None or predecessor.state is CompanionState.DRAINING:
+                companion.takes_over = ""
+            elif companion.state is CompanionState.WORKING:
+                predecessor.state, predecessor.since = CompanionState.DRAINING, now
+                reason = f"{companion.why}; companion {job_id} works in its place"
+                decision = Decision(Action.DRAIN, 1, reason, (companion.takes_over,))
+                companion.takes_over = ""
+                self._note(decision, self._fixed + sum(not other.takes_over for other in self._tracked.values()) - 1)
+                yield decision
 
     def _submit(self, decision: Decision) -> None:
         nodes = list(self._site.preferred_nodes()) if self._site is not None else []
@@ -312,11 +366,15 @@ class Elastic:
         """Let companions that wait for a node run on any."""
         for job_id, companion in list(self._tracked.items()):
             if companion.node and companion.state is CompanionState.PENDING and now - companion.since >= _PREFER_S:
-                log.info("companion job=%s waits for node=%s: it is submitted again for any", job_id, companion.node)
+                again = "the other one stays where it is" if companion.takes_over else "it is submitted again for any"
+                log.info("companion job=%s waits for node=%s: %s", job_id, companion.node, again)
                 self._companions.cancel(job_id)
                 self._given_up.add(job_id)
                 del self._tracked[job_id]
-                self._submit_one(companion.cpus, "")
+                if companion.takes_over:
+                    self._moves.not_possible(companion.node, now)
+                else:
+                    self._submit_one(companion.cpus, "")
 
     def _cancel_all(self) -> None:
         """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""

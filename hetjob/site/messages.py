@@ -142,7 +142,8 @@ class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         next_s: after how many seconds to report again.
         companions: of the job, in the daemon's last reading of the cluster, so that the job need not ask Slurm.
         read_age_s: how old that reading is; None: companions are not told.
-        nodes: where data workers would be best, the best first; since version 2. Slurm has the last word.
+        nodes: where data workers would be best, the best first; since version 2. Slurm has the last word. To a job that
+            may not grow: nodes of its trainers, for companions that it has elsewhere.
     """
 
     limit: int | None

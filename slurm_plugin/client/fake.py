@@ -91,6 +91,12 @@ class FakeSlurm:
         self.comments[job_id] = said.split()
         return job_id
 
+    def begin(self, job_id: str) -> None:
+        """The node has room now, for which a job waits."""
+        path = self.directory / f"job-{job_id}.sh"
+        self.jobs[job_id] = [start_child(["sh", str(path)], env=self.environ, log=path.with_suffix(".0.out"))]
+        self.waiting.remove(job_id)  # last: whoever asks meanwhile must not find it ended
+
     def find(self, key: str) -> str | None:
         """The job that was submitted with this key."""
         self._record("find", "squeue", [key])

@@ -154,7 +154,7 @@ def test_the_job_master_drains_it_and_submits_one_with_more_memory(
     change = elastic.summary()["decisions"][-1]
     assert (change["action"], change["count"]) == ("drain", 1)
     assert "companion 1000 runs out of memory" in change["reason"]
-    assert "companion 1001 with" in change["reason"]
+    assert "MB a CPU are asked for; companion 1001 works in its place" in change["reason"]
     assert elastic.summary()["data_worker_mb"] > 500
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
 from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.errors import SlurmCommandError
@@ -24,6 +24,7 @@ from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, Controll
 from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
+from hetstream.hetjob.site.measured import Measured, RemainingWork
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
@@ -51,6 +52,8 @@ class Dispatcher:
         self.away = False
         self.deaf = False
         self.drained: set[str] = set()
+        self.hosts: dict[str, str] = {}
+        self.memory: dict[str, int] = {}
 
     def steer(self, order: SteerDataWorkers) -> Status:
         if self.away:
@@ -61,7 +64,21 @@ class Dispatcher:
             for child in self.slurm.jobs[job_id]:
                 child.terminate()
         workers = [
-            DataWorkerStatus(0, "h", 1, "working", 1, 9, 2.0, 0.5, 0, 9.0, 0.1, job_id)
+            DataWorkerStatus(
+                0,
+                self.hosts.get(job_id, "h"),
+                int(job_id),
+                "working",
+                1,
+                9,
+                1.0 if job_id in self.hosts else 2.0,
+                0.5,
+                0,
+                9.0,
+                0.1,
+                job_id,
+                self.memory.get(job_id, 0),
+            )
             for job_id in self.slurm.jobs
             if job_id not in self.drained | self.slurm.waiting and not self.deaf
         ]
@@ -117,11 +134,17 @@ class World:
         self.companions = CompanionJobs(self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"])
         self.elastic: Elastic | None = None
 
-    def run(self, controller: Controller, site: object = None, clock: Callable[[], float] = time.monotonic) -> Elastic:
+    def run(
+        self,
+        controller: Controller,
+        site: object = None,
+        clock: Callable[[], float] = time.monotonic,
+        measuring: object = None,
+    ) -> Elastic:
         controller.go_on.set() if isinstance(controller, Script) else None
         controller_state_file = ControllerStateFile(self.job.controller_state_file)
         connect = lambda: self.dispatcher  # noqa: E731
-        self.elastic = Elastic(controller, self.companions, 0, connect, controller_state_file, site, clock)  # type: ignore[arg-type]
+        self.elastic = Elastic(controller, self.companions, 0, connect, controller_state_file, site, clock, measuring)  # type: ignore[arg-type]
         self.elastic.begin()
         return self.elastic
 
@@ -197,6 +220,89 @@ def test_a_preferred_node_is_a_wish_and_slurm_has_the_last_word(world: World, wa
     wait_until(lambda: world.alive() == ["1000", "1002", "1003"], what="three that run")
     assert nodes_of(world.submissions()[3]) == []
     assert world.slurm.waiting == set()
+
+
+class BesideTheTrainer(NoLimit):
+    """The trainer is on node h, where the site has room for one."""
+
+    def preferred_nodes(self) -> tuple[str, ...]:
+        return ("h",)
+
+
+class AnHourLeft:
+    def measured(self, *_: object) -> Measured:
+        left = RemainingWork(36_000.0, 0.0, "directive")
+        return Measured(10.0, 10.0, (), 1e6, trainer_nodes=("h",), remaining=left)
+
+
+def test_a_remote_companion_is_replaced_by_one_beside_the_trainer_when_that_works(
+    world: World, wait_until: WaitUntil
+) -> None:
+    world.dispatcher.hosts = {"1001": "far"}  # half as fast there
+    world.slurm.full = {"h"}
+    now = [0.0]
+    script = Script(grow(2))
+    script.stage = Stage.COUNT
+    elastic = world.run(script, clock=lambda: now[0], measuring=AnHourLeft())
+    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
+    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
+    wait_until(lambda: len(world.submissions()) == 3, what="the successor")
+    assert "--nodelist=h" in world.submissions()[2]
+    turns = len(world.dispatcher.orders)
+    wait_until(lambda: len(world.dispatcher.orders) > turns + 3, what="some turns")
+    assert script.seen[-1].num_companions == 2, "nobody counts it while it waits"
+    assert world.dispatcher.drained == set()
+    world.slurm.begin("1002")
+    wait_until(lambda: world.dispatcher.drained == {"1001"}, what="the drain")
+    wait_until(lambda: world.alive() == ["1000", "1002"], what="two companions near the trainer")
+    wait_until(lambda: script.seen[-1].num_data_workers == 2, what="the controller to see it")
+    assert len(world.submissions()) == 3, "and now all are near"
+    (change,) = elastic.summary()["decisions"][1:]
+    assert change["action"] == "drain"
+    assert "companion 1001 is on node=far, and node=h of a trainer has room" in change["reason"]
+    assert "companion 1002 works in its place" in change["reason"]
+    assert change["data_workers_before"] == 2
+
+
+def test_a_successor_for_whom_there_is_no_room_leaves_everything_as_it_is(world: World, wait_until: WaitUntil) -> None:
+    world.dispatcher.hosts = {"1001": "far"}
+    world.slurm.full = {"h"}
+    now = [0.0]
+    script = Script(grow(2))
+    script.stage = Stage.COUNT
+    world.run(script, clock=lambda: now[0], measuring=AnHourLeft())
+    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
+    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
+    wait_until(lambda: world.slurm.waiting == {"1002"}, what="the successor")
+    now[0] = 31.0
+    wait_until(lambda: world.alive() == ["1000", "1001"], what="the end of the successor")
+    turns = len(world.dispatcher.orders)
+    wait_until(lambda: len(world.dispatcher.orders) > turns + 3, what="some turns")
+    assert len(world.submissions()) == 3, "it is not tried again at once"
+    assert world.dispatcher.drained == set()
+
+
+def test_a_companion_that_runs_out_of_memory_leaves_when_the_larger_one_works(
+    world: World, wait_until: WaitUntil
+) -> None:
+    """It has 4,000 MB and takes 20 MB more each time that memory is read, which is every ten seconds."""
+    now = [0.0]
+    world.companions = CompanionJobs(
+        world.slurm, world.job, ["--mem-per-cpu=2000"], lambda cpus: ["sleep", f"60{cpus}"]
+    )
+    script = Script(grow(1))
+
+    def clock() -> float:
+        now[0] += 10.0
+        world.dispatcher.memory["1000"] = (2000 << 20) + int(now[0]) * (2 << 20)
+        return now[0]
+
+    world.run(script, clock=clock)
+    wait_until(lambda: world.dispatcher.drained == {"1000"}, what="the drain")
+    (memory,) = [word for word in world.submissions()[1] if word.startswith("--mem-per-cpu=") and word.endswith("M")]
+    assert int(memory.removeprefix("--mem-per-cpu=")[:-1]) >= 3000
+    wait_until(lambda: world.alive() == ["1001"], what="the larger one alone")
+    assert len(world.submissions()) == 2
 
 
 def test_a_node_that_slurm_refuses_is_left_out(world: World, wait_until: WaitUntil) -> None:

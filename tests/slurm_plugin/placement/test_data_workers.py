@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
-from hetstream.slurm_plugin.placement.moves import RemoteWorker, moves
 
 GBIT = 1e9 / 8
 
@@ -81,24 +80,3 @@ def test_room_leaves_cpus_for_trainers() -> None:
     assert room_of(free, memory, 4, memory_mb=8, reserved_cpus=np.array([4, 0, 0])).tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="at least one CPU"):
         room_of(free, memory, 0)
-
-
-FAR = [RemoteWorker("7", 3, 10.0, 1e6), RemoteWorker("8", 4, 10.0, 9e6)]
-
-
-def test_a_remote_data_worker_moves_when_that_pays_until_the_end() -> None:
-    (first,) = moves(FAR, [(0, 1)], 1.1, 3600, 30)
-    assert (first.job, first.source, first.target) == ("8", 4, 0)
-    assert first.gain_steps == pytest.approx(10 * 0.1 * 3570)
-    assert first.cost_steps == pytest.approx(300)
-    assert "3,570 steps more" in first.reason
-
-
-@pytest.mark.parametrize(
-    ("room", "near_speed", "remaining_s"),
-    [([(0, 0)], 1.1, 3600), ([(0, 2)], 1.0, 3600), ([(0, 2)], 1.1, 300), ([], 2, 1e9)],
-)
-def test_it_stays_where_there_is_no_room_no_gain_or_no_time(
-    room: list[tuple[int, int]], near_speed: float, remaining_s: float
-) -> None:
-    assert moves(FAR, room, near_speed, remaining_s, 30) == []

@@ -1,7 +1,7 @@
 """Whether a remote data worker should move to its trainer's node: when what it gains until the end pays the move. Pure.
 
 A move is a new data worker there, then a drain here: nothing is made twice, but the new one makes nothing while it
-starts, and the old one nothing beyond the step that it is at.
+starts, and the old one nothing beyond the step that it is at. Asked by `hetjob/master/companion_moves.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class RemoteWorker:
 
     Attributes:
         job: its own id.
-        node: where it is.
+        node: name of where it is.
         steps_per_s: that it makes there.
         bytes_per_s: that it sends.
     """
 
     job: str
-    node: int
+    node: str
     steps_per_s: float
     bytes_per_s: float
 
@@ -36,15 +36,15 @@ class Move:
 
     Attributes:
         job: of the data worker that leaves.
-        source, target: nodes.
+        source, target: names of nodes.
         gain_steps: more steps until the job's end.
         cost_steps: fewer steps by the move.
         reason: for people.
     """
 
     job: str
-    source: int
-    target: int
+    source: str
+    target: str
     gain_steps: float
     cost_steps: float
     reason: str
@@ -52,7 +52,7 @@ class Move:
 
 def moves(
     workers: Sequence[RemoteWorker],
-    room: Sequence[tuple[int, int]],
+    room: Sequence[tuple[str, int]],
     near_speed: float,
     remaining_s: float,
     change_s: float,

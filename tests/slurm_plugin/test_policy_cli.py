@@ -30,6 +30,7 @@ from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, Store, remembered_settings
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
+from hetstream.slurm_plugin.policy.choices import POLICIES
 from hetstream.slurm_plugin.render.remaining import remaining_words
 
 WaitUntil = Callable[..., None]
@@ -166,7 +167,7 @@ def test_a_stranger_sets_nothing_and_sees_his_own_jobs(local: RunningDaemon, wai
         seen = msgspec.json.decode(as_stranger(AskPolicy()))
         assert (seen["jobs"], seen["decisions"]) == ([], [])
         assert local.ask(SetPolicy('{"policy":"best"}')) == RefusePolicy(
-            "no policy 'best': there are share, fair, maxtp, srtf, dlrover, stretch"
+            f"no policy 'best': there are {', '.join(POLICIES)}"
         )
         answer = local.ask(SetPolicy('{"polcy":"srtf"}'))
         assert isinstance(answer, RefusePolicy)

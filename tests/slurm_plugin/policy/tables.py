@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.policy.table import JobTable, job_table
+from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.table import JobTable, Policy, Pool, job_table
 
 POINTS = 4
 
@@ -61,3 +62,14 @@ def lines(knees: list[int], wanted: int = 1000, **columns: npt.ArrayLike) -> Job
     curve = np.array([[0.0, float(knee), 2.0 * knee] for knee in knees])
     curves: dict[str, npt.ArrayLike] = {"curve_cpus": curve, "curve_speed": [0.0, 1.0, 1.0]}
     return job_table(np.arange(1, len(knees) + 1), wanted, **{**curves, **columns})
+
+
+def grows(policy: Policy) -> bool:
+    """Whether a policy promises growth: what it gives a job that is alone with more CPUs than it can use.
+
+    A policy may choose to give nobody more than the minimum; tests of how a policy fills the pool are then none of it.
+    """
+    return bool(policy(lines([8]), Pool(100), 0.0).workers[0] > 0)
+
+
+GROWING = sorted(name for name in POLICIES if grows(POLICIES[name]))

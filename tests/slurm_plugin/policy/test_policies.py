@@ -15,9 +15,10 @@ from hetstream.slurm_plugin.policy.curves import pieces_of, saturation_of, speed
 from hetstream.slurm_plugin.policy.reasons import explain
 from hetstream.slurm_plugin.policy.share import share
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, job_table
-from tests.slurm_plugin.policy.tables import lines, tables
+from tests.slurm_plugin.policy.tables import GROWING, lines, tables
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
+EVERY_THAT_GROWS = pytest.mark.parametrize("name", GROWING)
 CPUS = st.integers(0, 600)
 NOW_S = 1_000_000.0
 
@@ -42,7 +43,7 @@ def test_bounds_are_kept_and_no_cpu_is_given_twice(name: str, table: JobTable, c
         assert count <= most[row]
 
 
-@EVERY
+@EVERY_THAT_GROWS
 @settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
 def test_nothing_that_makes_somebody_faster_is_left(name: str, table: JobTable, cpus: int) -> None:
@@ -84,7 +85,7 @@ def test_more_cpus_take_nothing_from_anybody(name: str, table: JobTable, cpus: i
     assert np.all(np.array(allocate(name, table, cpus + more)) >= np.array(allocate(name, table, cpus)))
 
 
-@EVERY
+@EVERY_THAT_GROWS
 @settings(deadline=None, max_examples=60)
 @given(table=tables())
 def test_with_enough_cpus_all_policies_say_the_same(name: str, table: JobTable) -> None:
@@ -101,14 +102,14 @@ def test_every_row_has_words_for_its_reason(name: str, table: JobTable, cpus: in
         assert explain(table, Pool(cpus), allocation, row)
 
 
-@EVERY
+@EVERY_THAT_GROWS
 def test_a_job_without_preprocessing_gets_nothing_and_others_have_its_cpus(name: str) -> None:
     table = job_table([1, 2], 64, curve_cpus=[0.0, 64.0], curve_speed=[[1.0, 1.0], [0.0, 1.0]], remaining_s=60.0)
     assert allocate(name, table, 40) == [0, 40]
     assert explain(table, Pool(40), POLICIES[name](table, Pool(40), NOW_S), 0).startswith("none: ")
 
 
-@EVERY
+@EVERY_THAT_GROWS
 def test_a_job_shrinks_in_the_round_in_which_its_knee_moves(name: str) -> None:
     assert allocate(name, lines([32, 32], remaining_s=60.0), 64) == [32, 32]
     assert allocate(name, lines([8, 32], remaining_s=60.0), 64) == [8, 32]

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import deque
 
 from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
-from hetstream.hetjob.elastic.policy import capacity_per_s, needed, slowest
+from hetstream.hetjob.elastic.loading_model import LoadingModel, LoadingPoints
+from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 
@@ -78,6 +79,7 @@ class Controller:
         self._needs: deque[tuple[float, int]] = deque()
         self._trainer_used: deque[tuple[float, float]] = deque()
         self._grown_from: tuple[int, float] | None = None
+        self._loading = LoadingPoints()
         self._num_refusals = 0
         self._grow_at = float("-inf")
 
@@ -112,7 +114,7 @@ class Controller:
         starving = snapshot.reading and snapshot.wait_share > STARVING_SHARE
         if self.stage in (Stage.BASELINE, Stage.LOCAL):
             return max(self.limits.minimum, int(starving and now >= self._retry_at))
-        have, need = snapshot.num_data_workers, needed(snapshot, self.cpus, GROW_HEADROOM)
+        have, (need, _) = snapshot.num_data_workers, self._need(snapshot)
         if need is not None and snapshot.reading:
             have = max(have, need) if starving else min(have, need)
         most = self.limits.maximum if self._ceiling is None else self._ceiling
@@ -242,15 +244,21 @@ class Controller:
                 return self._shrink_to(snapshot, before, reason)
         if self._ceiling is not None and now >= self._retry_at:
             self._ceiling = None
-        need = needed(snapshot, self.cpus, GROW_HEADROOM)
+            self._loading.forget()
+        self._note_loading(snapshot, have, now)
+        need, by = self._need(snapshot)
         room = self._maximum(snapshot) - have
         idle = snapshot.steps_per_s < _BUSY_SHARE * capacity_per_s(snapshot)
         self._note_need(snapshot, now, stuck=room <= 0 or idle)
         if starving and not pending and room > 0 and need is not None and not idle:
             if now < self._grow_at:
                 return self._backing_off(now)
+            model = self._loading.model()
+            if model is not None and not self._would_pay(model, have, max(need, have + 1)):
+                self._disappointed(now, have)
+                return _hold(f"{waits}, and {need} data workers would not make enough more than {have}: {model}")
             count = min(max(need, have + 1), have * _MOST_GROWTH, have + room) - have
-            return self._grow(snapshot, count, f"{waits}, {need} data workers would feed it")
+            return self._grow(snapshot, count, f"{waits}, {need} data workers would feed it{by}")
         calm_need = self._calm_need(now)
         if calm_need == 0 and snapshot.num_companions:
             self._disappointed(now, None)
@@ -263,6 +271,36 @@ class Controller:
         if starving and idle:
             return _hold(f"{waits}, but not for data workers: those that are there have time left")
         return _hold(waits + (", and no more data workers are allowed" if starving and room <= 0 else ""))
+
+    def _need(self, snapshot: Snapshot) -> tuple[int | None, str]:
+        """Data workers that would feed the trainer, and who says so if that is the fitted model.
+
+        Of now's rate alone the need is too small where data workers share something: each one more makes all of them
+        slower, and growth comes in many steps. The model knows by how much.
+        """
+        need, model = needed(snapshot, self.cpus, GROW_HEADROOM), self._loading.model()
+        if need is None or model is None or snapshot.steps_per_s <= 0:
+            return need, ""
+        enough = model.needed(demand_per_s(snapshot) * (1 - STARVING_SHARE))
+        if enough is None or enough < need:
+            return need, ""
+        return enough + 1, f" ({model})"
+
+    def _would_pay(self, model: LoadingModel, before: int, after: int) -> bool:
+        return growth_paid(model.per_s(before), model.per_s(after), before, after)
+
+    def _note_loading(self, snapshot: Snapshot, have: int, now: float) -> None:
+        working = snapshot.of(CompanionState.WORKING)
+        rates = [companion.rate_per_s for companion in working] + (
+            [snapshot.fixed_rate_per_s] if snapshot.fixed else []
+        )
+        # One of another size, or one that has just come, would be taken for a bend of the curve.
+        if (
+            snapshot.fixed + len(working) == have
+            and all(companion.cpus == self.cpus for companion in working)
+            and all(rate > 0 for rate in rates)
+        ):
+            self._loading.note(self.cpus, have, sum(rates), now)
 
     def _note_trainer(self, used: float, now: float) -> None:
         """Remember what a trainer that was fed used; its greatest use of the last time counts, so that none is lost."""

@@ -27,6 +27,7 @@ class Job:
 
     Attributes:
         most_per_s: what all data workers together can make, as of a slow disk.
+        shared_s: of a step, however many data workers there are, as of a link that all share.
         receive_s: what taking a batch of a data worker in costs the trainer, as over a slow network.
         room: companions that the cluster has room for; others wait in the queue.
     """
@@ -35,6 +36,7 @@ class Job:
     make_s: float = 0.1
     local_s: float = 0.1
     most_per_s: float = math.inf
+    shared_s: float = 0.0
     scale: float = 1.0
     room: int = 1000
     fixed: int = 0
@@ -50,7 +52,7 @@ class Job:
         working = [one for one in self.companions if one.state is WORKING]
         step_s = self.step_s(now)
         power = self.fixed + sum(self.cpus_speed(one.cpus) for one in working)
-        most = min(power / self.make_s, self.most_per_s)
+        most = min(1 / (self.shared_s + self.make_s / power), self.most_per_s) if power else 0.0
         taken = min(1 / (step_s + self.receive_s), most) if power else 1 / (step_s + self.local_s)
         unit = most / power if power else 0.0
         return Snapshot(

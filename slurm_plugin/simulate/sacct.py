@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,9 +18,10 @@ from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
 REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
 EXPORT = (
     "sacct --allusers --parsable2 --starttime=now-30days --format="
-    "JobIDRaw,User,Account,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,TotalCPU,"
+    "JobID,JobIDRaw,User,Account,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,TotalCPU,"
     "TRESUsageInAve,TimelimitRaw,AdminComment"
 )
+_COMPONENT = re.compile(r"(\d+)\+\d+")
 # A clock may be set by so much between two entries without being said to jump.
 _CLOCK_S = 2.0
 _MB_PER_GIB = 1024
@@ -49,6 +51,12 @@ class _Job:
     num_nodes: int
     limit_s: float
     memory_gib: float
+    extra_cpus: float = 0.0
+    is_het: bool = False
+
+
+# Stands for a component that cannot be replayed.
+_LEFT_OUT = _Job(Usage("", "", "", "", "", 0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0.0, 0.0)
 
 
 def read_sacct(
@@ -65,6 +73,7 @@ def read_sacct(
         raise SimulationInputError(source, ["line 1: there is no column JobIDRaw. Export with: " + EXPORT])
     steps: dict[str, list[Mapping[str, str]]] = {}
     rows: dict[str, tuple[int, Mapping[str, str]]] = {}
+    leader_of: dict[str, str] = {}
     for line, record in lines.records:
         job, _, step = (record.get("JobIDRaw") or record.get("JobID", "")).partition(".")
         if step:
@@ -72,16 +81,26 @@ def read_sacct(
         else:
             # A job that was requeued has a line for each of its starts; the last one is what became of it.
             rows[job] = (line, record)
+            if component := _COMPONENT.fullmatch(record.get("JobID", "")):
+                leader_of[job] = component[1]
     left_out: Counter[str] = Counter()
-    jobs: list[_Job] = []
+    gangs: dict[str, list[_Job]] = {}
+    in_part: Counter[str] = Counter()
     for job, (line, record) in rows.items():
-        found = _job(lines, line, job, record, steps.get(job, ()), left_out)
+        found = _job(lines, line, job, record, steps.get(job, ()), in_part if job in leader_of else left_out)
         if found is not None:
-            jobs.append(found)
+            gangs.setdefault(leader_of.get(job, job), []).append(found)
+        elif job in leader_of:
+            gangs.setdefault(leader_of[job], []).append(_LEFT_OUT)
+    whole = {job: parts for job, parts in gangs.items() if _LEFT_OUT not in parts}
+    left_out["heterogeneous, of which a component did not run and end,"] += len(gangs) - len(whole)
+    jobs = [_gang(job, parts) if job in leader_of.values() else parts[0] for job, parts in whole.items()]
     lines.good(skip_bad)
     if not jobs:
         raise SimulationInputError(source, ["no job in it has run and ended"])
-    notes = [f"{count:,} job(s) {what} and are left out" for what, count in sorted(left_out.items())]
+    notes = [f"{count:,} job(s) {what} and are left out" for what, count in sorted(left_out.items()) if count]
+    if lines.records and "JobID" not in names:
+        notes.append("without the column JobID, components of heterogeneous jobs count as jobs of their own")
     notes += [f"{len(lines.bad):,} line(s) are wrong and left out"] if lines.bad else []
     return _workload(jobs, assumptions), (*notes, *_said(jobs, assumptions))
 
@@ -139,6 +158,32 @@ def _job(
     return _Job(usage, submit_s, max(start_s, submit_s), end_s, max(1, int(num_nodes)), limit_s, memory_gib)
 
 
+def _gang(job: str, components: list[_Job]) -> _Job:
+    """A heterogeneous job: units are those of the components with GPUs; the CPUs of the others may be anywhere."""
+    trainers = [part for part in components if part.usage.gpus > 0] or components[:1]
+    gpus = sum(part.usage.gpus for part in trainers)
+    busy = [part.usage.gpu_share for part in trainers]
+    known = [share * part.usage.gpus for share, part in zip(busy, trainers, strict=True) if share is not None]
+    usage = replace(
+        trainers[0].usage,
+        job=job,
+        gpus=gpus,
+        cpus=sum(part.usage.cpus for part in trainers),
+        gpu_share=sum(known) / gpus if gpus and len(known) == len(busy) else None,
+    )
+    return _Job(
+        usage,
+        min(part.submit_s for part in components),
+        max(part.start_s for part in components),
+        max(part.end_s for part in components),
+        sum(part.num_nodes for part in trainers),
+        max(part.limit_s for part in components),
+        sum(part.memory_gib for part in trainers),
+        float(sum(part.usage.cpus for part in components) - usage.cpus),
+        is_het=True,
+    )
+
+
 def _workload(jobs: list[_Job], assumptions: Assumptions) -> Workload:
     gpus = np.array([np.ceil(job.usage.gpus) for job in jobs])
     nodes = np.array([job.num_nodes for job in jobs], dtype=float)
@@ -148,6 +193,9 @@ def _workload(jobs: list[_Job], assumptions: Assumptions) -> Workload:
     unit_cpus, unit_gpus = cpus / units, gpus / units
     share = np.array([_share(job.usage, assumptions) for job in jobs])
     start_s, end_s = np.array([job.start_s for job in jobs]), np.array([job.end_s for job in jobs])
+    # What other components had was for this one: its data workers.
+    extra_cpus = np.array([job.extra_cpus for job in jobs])
+    whole_cpus = unit_cpus + extra_cpus / units
     keeps = np.minimum(unit_cpus, np.maximum(1.0, assumptions.trainer_cpus * unit_gpus))
     is_starved = (share < 1) & (gpus > 0)
     return build(
@@ -157,14 +205,15 @@ def _workload(jobs: list[_Job], assumptions: Assumptions) -> Workload:
             "work_s": (end_s - start_s) * share,
             "units": units,
             "gpus": unit_gpus,
-            "ideal_cpus": unit_cpus / share,
+            "ideal_cpus": whole_cpus / share,
             "trainer_cpus": np.where(is_starved, keeps, unit_cpus),
             "memory_gib": np.array([job.memory_gib for job in jobs]) / units,
             "limit_s": np.array([job.limit_s for job in jobs]),
         },
         tenants=[job.usage.account for job in jobs],
         users=[job.usage.user for job in jobs],
-        recorded=Recorded(start_s, end_s, unit_cpus),
+        is_het=[job.is_het for job in jobs],
+        recorded=Recorded(start_s, end_s, unit_cpus, extra_cpus),
     )
 
 

@@ -187,6 +187,8 @@ class Scenario:
 
     def extra_cpus(self, workload: Workload) -> Floats:
         """CPUs that each job holds anywhere besides."""
+        if self.request is Request.RECORDED and workload.recorded is not None:
+            return workload.recorded.extra_cpus
         return workload.demand if self.request is Request.FIXED else np.zeros(len(workload))
 
     def fixed_speed(self, workload: Workload, cluster: Cluster) -> Floats:
@@ -196,7 +198,7 @@ class Scenario:
             return np.where(demand > 0, 0.0, 1.0)
         if self.request is Request.FIXED:
             return np.where(demand > 0, 1.0 - workload.overhead, 1.0)
-        cpus = self.unit_cpus(workload, cluster)
+        cpus = self.unit_cpus(workload, cluster) + self.extra_cpus(workload) / workload.units
         return np.minimum(
             1.0, np.divide(cpus, workload.ideal_cpus, out=np.ones_like(cpus), where=workload.ideal_cpus > 0)
         )

@@ -32,11 +32,13 @@ class Recorded:
     Attributes:
         start_s, end_s: in the clock of the workload.
         cpus: that each unit had.
+        extra_cpus: that each job had besides, anywhere: other components of a heterogeneous job.
     """
 
     start_s: Floats
     end_s: Floats
     cpus: Floats
+    extra_cpus: Floats
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ class Workload:
                 changed[field.name] = value[places]
         if self.recorded is not None:
             own = self.recorded
-            changed["recorded"] = Recorded(own.start_s[places], own.end_s[places], own.cpus[places])
+            changed["recorded"] = Recorded(
+                own.start_s[places], own.end_s[places], own.cpus[places], own.extra_cpus[places]
+            )
         if self.curves is not None:
             changed["curves"] = self.curves.rows(places)
         return replace(self, **changed)
@@ -175,7 +179,7 @@ def build(
         is_het=np.array(is_het, dtype=bool) if len(is_het) else np.zeros(size, dtype=bool),
         tenant_names=tenant_names,
         user_names=user_names,
-        recorded=recorded and Recorded(recorded.start_s - begin_s, recorded.end_s - begin_s, recorded.cpus),
+        recorded=recorded and replace(recorded, start_s=recorded.start_s - begin_s, end_s=recorded.end_s - begin_s),
         curves=curves,
     )
     return whole.only(order)

@@ -101,7 +101,7 @@ def recorded(start_s: list[float]) -> Workload:
     work_s = np.array([10.0, 20.0, 5.0])
     start = np.array(start_s)
     columns = {"submit_s": [0, 0, 1], "work_s": work_s, "ideal_cpus": [1, 1, 1]}
-    return build(["a", "b", "c"], columns, recorded=Recorded(start, start + work_s, np.ones(3)))
+    return build(["a", "b", "c"], columns, recorded=Recorded(start, start + work_s, np.ones(3), np.zeros(3)))
 
 
 def test_a_replay_of_what_happened_just_so_has_no_error() -> None:

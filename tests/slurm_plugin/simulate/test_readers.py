@@ -11,8 +11,10 @@ from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate import cluster
+from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.models import HEAVY, LIGHT, list_from, synthetic_trace
 from hetstream.slurm_plugin.simulate.sacct import Assumptions
+from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
 from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, read_openb_nodes, read_trace
 
 PHILLY = "job_id,submit_s,duration_s,num_gpus,vc\n7,100,60,1,a\n8,40,120,8,b\n"
@@ -111,6 +113,38 @@ submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu,overhead,curve
 1,100,1,16,4,0.1,
 2,100,0,,,,4:1
 """
+
+
+DAY = "2026-11-20T"
+HET = f"""\
+JobID|JobIDRaw|User|Account|State|Submit|Start|End|ElapsedRaw|NNodes|AllocCPUS|AllocTRES|TRESUsageInAve|TimelimitRaw
+7+0|7|ann|lab|COMPLETED|{DAY}16:00:00|{DAY}16:01:00|{DAY}17:01:00|3600|1|8|cpu=8,mem=16G,gres/gpu=2||90
+7+0.0|7.0|||COMPLETED|{DAY}16:01:00|{DAY}16:01:00|{DAY}17:01:00|3600|1|8|cpu=8,gres/gpu=2|gres/gpuutil=80|
+7+1|8|ann|lab|COMPLETED|{DAY}16:00:00|{DAY}16:01:00|{DAY}17:01:02|3602|3|24|cpu=24||90
+9+0|9|bob|lab|COMPLETED|{DAY}16:00:00|{DAY}16:02:00|{DAY}16:12:00|600|1|8|cpu=8,gres/gpu=1||90
+9+1|10|bob|lab|CANCELLED|{DAY}16:00:00|Unknown|{DAY}16:12:00|0|1|0|||90
+11|11|bob|lab|COMPLETED|{DAY}16:05:00|{DAY}16:05:00|{DAY}16:15:00|600|1|4|cpu=4||
+"""
+
+
+def test_the_components_of_a_heterogeneous_job_are_one_gang() -> None:
+    trace = read_trace("month.txt", HET)
+    load = trace.workload
+    assert load.names == ("7", "11")
+    assert load.is_het.tolist() == [True, False]
+    assert load.recorded is not None
+    assert load.recorded.end_s.tolist() == [3662, 900]
+    assert load.recorded.extra_cpus.tolist() == [24, 0]
+    assert (load.units[0], load.gpus[0], load.recorded.cpus[0]) == (1, 2, 8)
+    # 32 CPUs in all, with which it is 80 % busy; its trainers keep 3 for each GPU.
+    assert (load.ideal_cpus[0], load.trainer_cpus[0]) == (40, 6)
+    assert "1 job(s) heterogeneous, of which a component did not run and end, and are left out" in trace.notes
+    scenario = Scenario("recorded", Request.RECORDED, Discipline.EASY)
+    outcome = simulate(load, cluster.parse("gpus=2,cpus=12;3*cpus=8"), scenario)
+    assert outcome.end_s - outcome.start_s == pytest.approx([3602, 600]), "as fast as it was, with all of its CPUs"
+    alone = read_trace("month.txt", HET.replace("JobID|", "Cluster|", 1))
+    assert alone.workload.names == ("7", "8", "9", "11")
+    assert any("components of heterogeneous jobs count as jobs of their own" in note for note in alone.notes)
 
 
 def test_a_table_may_have_measured_curves() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for editors and type checkers; tests/test_door.py compares 
     from hetstream.mpi_dataworkers.order.data_state import merge_states as merge_states
     from hetstream.mpi_dataworkers.order.visitation import ShardingPolicy as ShardingPolicy
     from hetstream.mpi_dataworkers.order.visitation import Visitation as Visitation
+    from hetstream.mpi_dataworkers.partitioner.partition import partition as partition
     from hetstream.slurm_plugin.errors import *
 else:
     _MODULES = {
@@ -50,6 +51,7 @@ else:
         "merge_states": "mpi_dataworkers.order.data_state",
         "mix": "mpi_dataworkers.loader.mixing",
         "numpy_sample_generator": "mpi_dataworkers.generators",
+        "partition": "mpi_dataworkers.partitioner.partition",
         "sample_generator": "mpi_dataworkers.generators",
     }
     # Each of these modules draws its errors as a tree; all of them can be imported from here.

@@ -8,6 +8,7 @@ HETSTREAM_TRANSPORT      transports on which batches may come, with commas: mpi,
 HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
+HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_HOOK           1 while the start-up hook is active
 HETSTREAM_FAULT          for tests: where a process is to die, see `faults.py`
 """
@@ -27,6 +28,7 @@ from hetstream.mpi_dataworkers.transports.registry import ALL_NAMES, DEFAULT_NAM
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
+OFFLOADS = ("off", "auto", "all")
 # What a program's environment says of its own process, host, launcher or session; data workers keep theirs. A name
 # that ends in * stands for all that begin so.
 _NOT_SENT = (
@@ -102,6 +104,14 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     """The service to connect to, or None to work in process."""
     return environ.get("HETSTREAM_SERVICE") or None
+
+
+def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """What of a model's forward may move to the data workers: `off`, `auto` or `all`."""
+    value = environ.get("HETSTREAM_OFFLOAD") or "off"
+    if value not in OFFLOADS:
+        raise ConfigError(f"environment variable HETSTREAM_OFFLOAD={value!r}: must be one of {', '.join(OFFLOADS)}")
+    return value
 
 
 def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:

@@ -32,7 +32,8 @@ MAY_IMPORT_WITHIN = {
         "worker": {"", "wire", "order", "transports", "ops"},
         "dispatcher": {"", "wire", "order", "transports"},
         "loader": {"", "wire", "order", "transports", "ops"},
-        "hook": {"", "wire", "loader"},
+        "partitioner": {"", "ops", "loader"},
+        "hook": {"", "wire", "loader", "partitioner"},
     },
     "hetjob": {
         "": {"", "site"},
@@ -74,6 +75,7 @@ HOMES = {
         "mpi_dataworkers/features/kernels.py",
         "mpi_dataworkers/features/tiles.py",
         "mpi_dataworkers/features/transform.py",
+        "mpi_dataworkers/partitioner/",
         "checkpoint/tensors/",
         "checkpoint/flash/",
         "checkpoint/convert/",

@@ -15,16 +15,20 @@ from hetstream.mpi_dataworkers.config import hash_seed
 _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 
 
-def environment(service: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(
+    service: str | None, environ: Mapping[str, str] = os.environ, offload: str | None = None
+) -> dict[str, str]:
     """Variables under which `python train.py` streams.
 
     Args:
         service: `file:PATH` of the dispatcher's address file, or None for the same batches made in process.
         environ: the environment they are added to; its PYTHONPATH is kept behind the hook.
+        offload: what of a model's forward may move to the data workers; None leaves it to the environment.
     """
     inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [_HOOK_DIRECTORY, *(entry for entry in inherited if entry != _HOOK_DIRECTORY)]
     variables = {"HETSTREAM_HOOK": "1", "PYTHONPATH": os.pathsep.join(paths)}
     # Else the order of a set of text, and what samples make of it, would differ between the processes that make them.
     variables |= {} if environ.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": hash_seed(environ)}
+    variables |= {} if offload is None else {"HETSTREAM_OFFLOAD": offload}
     return variables | ({"HETSTREAM_SERVICE": service} if service else {})

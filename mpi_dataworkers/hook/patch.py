@@ -37,9 +37,15 @@ def _patch(module: ModuleType) -> None:
 
     @functools.wraps(get_iterator)
     def _get_iterator(self: Any) -> Iterator[Any]:
-        from hetstream.mpi_dataworkers.loader.unmodified import make_iterator  # torch is complete only by now
+        from hetstream.mpi_dataworkers.config import offload_from_environment
+        from hetstream.mpi_dataworkers.loader.unmodified import connection_of, make_iterator  # torch is complete by now
 
-        return make_iterator(self, get_iterator)
+        iterator = make_iterator(self, get_iterator)
+        if (offload := offload_from_environment()) != "off":
+            from hetstream.mpi_dataworkers.partitioner.unmodified import follow
+
+            follow(connection_of(self), offload, self.num_workers)
+        return iterator
 
     iterator_kind: Any = module._BaseDataLoaderIter
     begin = iterator_kind.__init__

@@ -42,7 +42,7 @@ from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
-OnExtra = Callable[[int, Sequence[torch.Tensor]], None]
+OnExtra = Callable[[int, Any, Sequence[torch.Tensor]], Any]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
 
@@ -161,12 +161,11 @@ class LoaderConnection:
         self.local_workers = None  # the processes that it kept have the stage before
 
     def delivered(self, step: int, batch: Any) -> Any:
-        """What the program gets of a batch; the rest of a `StagedBatch` goes to `on_extra`."""
-        if type(batch) is not StagedBatch:
-            return batch
-        if self.on_extra is not None:
-            self.on_extra(step, batch.extra)
-        return batch.batch
+        """What the program gets of a batch, which `on_extra` may change."""
+        extra: Sequence[torch.Tensor] = ()
+        if type(batch) is StagedBatch:
+            batch, extra = batch.batch, batch.extra
+        return batch if self.on_extra is None else self.on_extra(step, batch, extra)
 
     def sent_pipeline(self) -> SentPipeline:
         """The pipeline as it is now, for data workers; see `SentPipelines.now`.

@@ -91,6 +91,12 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
     return as_torch(loader) if kept.connection is None else StreamedLoaderIter(loader, kept, sent)
 
 
+def connection_of(loader: Any) -> LoaderConnection | None:
+    """A loader's connection under the hook; None where it stays local."""
+    kept = _kept_by(loader)
+    return kept.connection if kept is not None else None
+
+
 def use_batch_stage(loader: Any, batch_stage: BatchStage | None, on_extra: OnExtra | None = None) -> None:
     """Use another batch stage, or none, from a loader's next step on; see `LoaderConnection.use_batch_stage`.
 

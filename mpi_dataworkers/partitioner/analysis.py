@@ -1,0 +1,186 @@
+"""What is known of a model's forward: its operators, what may move, what each costs. Called by `partition.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured, capture
+from hetstream.mpi_dataworkers.partitioner.classify import Offload, Verdict, classify
+from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, OperatorCost, Rates
+from hetstream.mpi_dataworkers.partitioner.describe import Observed, describe
+from hetstream.mpi_dataworkers.partitioner.forward import Guards, owners
+from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
+from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
+from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, is_plain
+from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
+
+_pytree: Any = pytree
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of a forward; `partition` decides with it, and `hetstream explain` prints it.
+
+    Attributes:
+        captured: the forward.
+        graph: its operators.
+        verdicts: which of them may move, and why not.
+        costs: what they take.
+        numbers: names of the values that are no tensors.
+        leaves: the leaf of the batch that an input of the graph is, by name.
+        guards: what must be as it was captured.
+        seconds: that the analysis took.
+    """
+
+    captured: CapturedForward
+    graph: ForwardGraph
+    verdicts: Mapping[str, Verdict]
+    costs: Mapping[str, OperatorCost]
+    numbers: frozenset[str]
+    leaves: Mapping[str, LeafForm]
+    guards: Guards
+    seconds: float
+
+    def decide(self, offload: Offload, rates: Rates) -> Decision:
+        """Where to cut. The leaves of the batch are sent in any case, because the program has them in its hands."""
+        movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
+        cutter = Cutter(self.graph, movable, self.costs, frozenset(self.leaves))
+        if offload is Offload.OFF:
+            return cutter.nothing(rates, "offloading is off")
+        return cutter.largest(rates) if offload is Offload.ALL else cutter.decide(rates)
+
+    def cut(self, decision: Decision, num_leaves: int, generation: int, first: Any) -> Split:
+        """The two sides.
+
+        Args:
+            decision: which operators move.
+            num_leaves: of a batch.
+            generation: number of the cut.
+            first: the batch stage that the program itself has.
+        """
+        buffers = {
+            graph_input.name: self.guards.tensor_of(graph_input.target).detach().cpu().clone()
+            for graph_input in self.captured.inputs
+            if graph_input.kind is Kind.BUFFER and self.verdicts[graph_input.name].moves
+        }
+        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, first)
+        return split(self.captured, self.graph, decision, inputs, self.numbers)
+
+
+def analyse(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], effects: Effects, offload: Offload
+) -> Analysis:
+    """Capture a forward and find what of it may move.
+
+    Args:
+        module: the model.
+        args, kwargs: of its forward, with the tensors of the batch as `BatchLeaf`s.
+        effects: what was seen when the forward ran.
+        offload: what may move.
+
+    Raises:
+        NotCaptured: nothing can be said of it; the message is the reason.
+    """
+    started = time.perf_counter()
+    state = ModelState(module, effects.read_globals)
+    _check_forward(effects, state)
+    flat, spec = _pytree.tree_flatten((args, dict(kwargs)))
+    origins = _origins(flat)
+    values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
+    captured = capture(module, *_pytree.tree_unflatten(values, spec))
+    captured = replace(captured, inputs=tuple(_of_the_batch(graph_input, origins) for graph_input in captured.inputs))
+    forms = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    guards = Guards(
+        captured,
+        leaves={place: number for place, (_, number) in origins.items()},
+        forms={place: (value.dtype, value.dim(), value.shape) for place, value in forms.items()},
+        state=state,
+        tables=owners(module),
+    )
+    known = _known_values(guards, values)
+    everything = classify(describe(captured), Offload.ALL)
+    candidates = [call for call in captured.calls if call.name in everything and everything[call.name].moves]
+    seen, failed = observe(candidates, captured.functions, known)
+    with one_thread():
+        on_host = {name: value.cpu() for name, value in known.items()}
+        by_worker, failed_there = observe(candidates, captured.functions, on_host)
+    failed |= failed_there
+    graph = describe(captured, seen, failed)
+    return Analysis(
+        captured=captured,
+        graph=graph,
+        verdicts=classify(graph, offload),
+        costs=_costs(seen, by_worker, known),
+        numbers=frozenset(name for name, observed in seen.items() if observed.type_name == "number"),
+        leaves={
+            graph_input.name: LeafForm(
+                origins[graph_input.argument][1], values[graph_input.argument].dtype, values[graph_input.argument].dim()
+            )
+            for graph_input in captured.inputs
+            if graph_input.kind is Kind.LEAF
+        },
+        guards=guards,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _check_forward(effects: Effects, state: ModelState) -> None:
+    """What the forward does beside its tensors.
+
+    Raises:
+        NotCaptured: a graph would not do it.
+    """
+    if effects.reasons:
+        raise NotCaptured("; ".join(effects.reasons))
+    if hooked := state.hooked():
+        raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
+
+
+def _origins(flat: Sequence[Any]) -> dict[int, tuple[Delivery, int]]:
+    """The arguments that are leaves of the batch."""
+    origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
+    if not origins:
+        raise NotCaptured(
+            "no argument of the forward is a tensor of the loader: what stands between them does more than to move it"
+        )
+    for place, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
+            raise NotCaptured(f"argument {place} of the forward is a {type(value).__name__}, which no graph can hold")
+    return origins
+
+
+def _of_the_batch(graph_input: Any, origins: Mapping[int, Any]) -> Any:
+    """An input of the graph, whose kind is LEAF only if it is a leaf of the batch."""
+    return (
+        replace(graph_input, kind=Kind.PLAIN)
+        if graph_input.kind is Kind.LEAF and graph_input.argument not in origins
+        else graph_input
+    )
+
+
+def _known_values(guards: Guards, values: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """What candidates may take: leaves and buffers."""
+    known: dict[str, torch.Tensor] = {}
+    for graph_input in guards.captured.inputs:
+        if graph_input.kind is Kind.LEAF:
+            known[graph_input.name] = values[graph_input.argument]
+        elif graph_input.kind is Kind.BUFFER:
+            known[graph_input.name] = guards.tensor_of(graph_input.target)
+    return known
+
+
+def _costs(
+    seen: Mapping[str, Observed], by_worker: Mapping[str, Observed], known: Mapping[str, torch.Tensor]
+) -> dict[str, OperatorCost]:
+    costs = {name: OperatorCost(value_bytes=value.numel() * value.element_size()) for name, value in known.items()}
+    for name, observed in seen.items():
+        there = by_worker.get(name, observed)
+        costs[name] = OperatorCost(observed.seconds, there.seconds, observed.num_bytes)
+    return costs

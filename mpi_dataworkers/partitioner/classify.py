@@ -1,0 +1,114 @@
+"""Which operators of a forward may run in a data worker, and why the others may not. Pure; called by `partition.py`.
+
+An operator moves when its value is the same wherever and whenever it is computed: when nothing that leads to it is a
+parameter, a buffer that the forward changes, a value that is changed in place, or random.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
+
+
+class Offload(enum.Enum):
+    """What may move."""
+
+    AUTO = "auto"  # deterministic operators, where that pays
+    ALL = "all"  # every operator without state, and what draws random numbers too
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of an operator.
+
+    Attributes:
+        moves: whether a data worker may run it.
+        reason: why.
+    """
+
+    moves: bool
+    reason: str
+
+
+_INPUT_REASONS = {
+    Kind.LEAF: Verdict(True, "comes with the batch"),
+    Kind.PLAIN: Verdict(False, "an argument that does not come from the batch"),
+    Kind.PARAMETER: Verdict(False, "a parameter, which each step changes"),
+    Kind.BUFFER: Verdict(True, "a buffer that the forward only reads: a copy goes along"),
+}
+
+
+def classify(graph: ForwardGraph, offload: Offload) -> dict[str, Verdict]:
+    """Say for each operator whether it may move.
+
+    Args:
+        graph: the forward.
+        offload: what may move.
+
+    Returns:
+        The verdict of each value by its name. What moves is closed: whatever leads to it moves, too.
+    """
+    changed = _changed_in_place(graph)
+    verdicts: dict[str, Verdict] = {}
+    for operator in graph.operators:
+        verdicts[operator.name] = _verdict(operator, offload, changed, verdicts)
+    return verdicts
+
+
+def _verdict(
+    operator: Operator, offload: Offload, changed: dict[str, Operator], verdicts: dict[str, Verdict]
+) -> Verdict:
+    if offload is Offload.OFF:
+        return Verdict(False, "offloading is off")
+    if operator.name in changed:
+        writer = changed[operator.name]
+        return Verdict(False, f"{writer.target}{_at(writer)} changes it in place")
+    if operator.kind is not Kind.OPERATOR:
+        return _INPUT_REASONS[operator.kind]
+    if operator.keeps:
+        return Verdict(False, operator.keeps)
+    if operator.writes:
+        return Verdict(False, "it changes a value in place")
+    if operator.random and offload is not Offload.ALL:
+        return Verdict(False, "it draws random numbers; --offload=all moves it, too")
+    for name in operator.inputs:
+        if not verdicts[name].moves:
+            return Verdict(False, f"it needs {name}: {_first_reason(name, verdicts)}")
+    return Verdict(True, "depends on no state")
+
+
+def _first_reason(name: str, verdicts: dict[str, Verdict]) -> str:
+    """The reason at the root: what stands between says nothing more."""
+    return (
+        verdicts[name].reason.split(": ")[-1]
+        if verdicts[name].reason.startswith("it needs ")
+        else verdicts[name].reason
+    )
+
+
+def _at(operator: Operator) -> str:
+    return f" ({operator.line})" if operator.line else ""
+
+
+def _changed_in_place(graph: ForwardGraph) -> dict[str, Operator]:
+    """Every value whose memory an operator writes, with that operator."""
+    together: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while together.get(name, name) != name:
+            name = together[name]
+        return name
+
+    for operator in graph.operators:
+        for name in operator.shares:
+            together[root(name)] = root(operator.name)
+    writers: dict[str, Operator] = {}
+    for operator in graph.operators:
+        for name in operator.writes:
+            writers.setdefault(root(name), operator)
+    return {
+        operator.name: writers[root(operator.name)] for operator in graph.operators if root(operator.name) in writers
+    }

@@ -1,0 +1,335 @@
+"""The forward of a partitioned model: what data workers have not done, or the program's own forward.
+
+It stands in the module's `forward` attribute. Each call proves that it may take the short way: that the arguments are
+the loader's leaves, that data workers have computed the cut for them, and that the model is as it was captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
+from hetstream.mpi_dataworkers.partitioner.graph import Kind
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
+from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState
+from hetstream.mpi_dataworkers.partitioner.split import Split
+
+_log = logging.getLogger(__name__)
+_pytree: Any = pytree
+# So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
+_MOST_MISSES = 50
+# How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
+_TOLERANCE = {2: (1e-2, 1e-3), 4: (1e-4, 1e-5), 8: (1e-7, 1e-7)}
+
+
+@dataclass
+class Counts:
+    """How the calls of a forward went.
+
+    Attributes:
+        partitioned, original: calls that took the short way, and the program's own.
+        checked: calls that took both, and gave the same.
+        reasons: why calls took the program's own, with their number.
+    """
+
+    partitioned: int = 0
+    original: int = 0
+    checked: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What must be as it was captured.
+
+    Attributes:
+        captured: the forward.
+        leaves: the leaf of the batch that an argument is, by the number of the argument.
+        forms: dtype and dimensions of the arguments that are tensors, by number.
+        state: of the model.
+        tables: where the model's tensors are, by their qualified names.
+    """
+
+    captured: CapturedForward
+    leaves: Mapping[int, int]
+    forms: Mapping[int, tuple[torch.dtype, int, torch.Size]]
+    state: ModelState
+    tables: Mapping[str, tuple[dict[str, Any], str]]
+
+    def tensor_of(self, target: str) -> torch.Tensor:
+        """A tensor of the model as it is now, or one that is written in the forward."""
+        if target in self.captured.constants:
+            return self.captured.constants[target]
+        if target not in self.tables:
+            raise NotCaptured(f"the forward uses {target}, a tensor that belongs to no module")
+        table, name = self.tables[target]
+        found: torch.Tensor = table[name]
+        return found
+
+    @functools.cached_property
+    def buffers(self) -> dict[str, tuple[dict[str, Any], str, torch.Tensor, int]]:
+        """What data workers may have copies of, by qualified name: the table, the name, the tensor, its changes."""
+        found = {}
+        for graph_input in self.captured.inputs:
+            if graph_input.kind is Kind.BUFFER and graph_input.target in self.tables:
+                table, name = self.tables[graph_input.target]
+                found[graph_input.target] = table, name, table[name], table[name]._version
+        return found
+
+
+class PartitionedForward:
+    """Stands in a module's `forward`.
+
+    Args:
+        module: the module; its `forward` is replaced by `install`.
+        guards: what must be as it was captured.
+        num_checked: calls that run both ways and compare.
+        withdraw: called with a reason when data workers work in vain.
+
+    Attributes:
+        counts: how the calls went.
+        withdraw: as given.
+        split: the cut now; None: the program's own forward runs.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, guards: Guards, num_checked: int, withdraw: Callable[[str], None]
+    ) -> None:
+        self.counts = Counts()
+        self.split: Split | None = None
+        self._module = module
+        self._original = module.forward
+        self._was_own = "forward" in vars(module)
+        self._guards = guards
+        self._to_check = self._num_checked = num_checked
+        self.withdraw = withdraw
+        self._known_shapes: dict[tuple[torch.Size, ...], bool] = {}
+        self._misses = 0
+        self._inputs = {graph_input.name: graph_input for graph_input in guards.captured.inputs}
+        self._copied_buffers: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+
+    def install(self) -> None:
+        """Stand in."""
+        vars(self._module)["forward"] = self
+
+    def uninstall(self) -> None:
+        """Give the module its own forward back."""
+        if vars(self._module).get("forward") is self:
+            if self._was_own:
+                vars(self._module)["forward"] = self._original
+            else:
+                del vars(self._module)["forward"]
+
+    def use(self, split: Split | None) -> None:
+        """Use another cut, whose first calls are checked."""
+        self.split, self._to_check, self._misses = split, self._num_checked, 0
+        copied = {*split.copied} if split is not None else set()
+        self._copied_buffers = [buffer for target, buffer in self._guards.buffers.items() if target in copied]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own forward would return."""
+        if torch.compiler.is_compiling():
+            return self._original(*args, **kwargs)
+        flat, spec = _pytree.tree_flatten((args, kwargs))
+        origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
+        values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
+        args, kwargs = _pytree.tree_unflatten(values, spec)
+        if self.split is None or not self._module.training:
+            return self._original(*args, **kwargs)
+        delivery, reason = self._proved(values, spec, origins, args, kwargs)
+        if delivery is None:
+            self._missed(reason)
+            return self._original(*args, **kwargs)
+        self._misses = 0
+        if self._to_check > 0:
+            return self._checked(self.split, delivery, values, args, kwargs)
+        try:
+            result = self._run(self.split, delivery, values)
+        except Exception as error:  # noqa: BLE001, the program's own forward raises it again, with its own lines
+            result = self._original(*args, **kwargs)
+            self.withdraw(f"the training side raised {error!r}, and the program's own forward did not")
+            return result
+        self.counts.partitioned += 1
+        return result
+
+    def _missed(self, reason: str) -> None:
+        counts = self.counts
+        counts.original += 1
+        if reason not in counts.reasons:
+            _log.warning("hetstream: the forward of %s runs as it is: %s", type(self._module).__name__, reason)
+        counts.reasons[reason] = counts.reasons.get(reason, 0) + 1
+        self._misses += 1
+        if self._misses >= _MOST_MISSES:
+            self.withdraw(f"{self._misses} steps in a row could not use it: {reason}")
+
+    def _proved(
+        self, values: list[Any], spec: Any, origins: dict[int, tuple[Delivery, int]], args: Any, kwargs: Any
+    ) -> tuple[Delivery | None, str]:
+        """The batch whose leaves the arguments are, if everything is as it was captured; else why not."""
+        guards = self._guards
+        if spec != guards.captured.in_spec:
+            return None, "it was called with arguments of another structure"
+        if any(place not in origins or origins[place][1] != leaf for place, leaf in guards.leaves.items()):
+            return None, "its arguments are not, or no longer, the loader's own tensors"
+        delivery = origins[next(iter(guards.leaves))][0]
+        if any(origins[place][0] is not delivery for place in guards.leaves):
+            return None, "its arguments are of more than one batch"
+        assert self.split is not None
+        if delivery.cut is None or delivery.generation != self.split.stage.generation:
+            return None, "data workers have not computed the cut for this batch"
+        if any(values[place] != value for place, value in guards.captured.plain_arguments.items()):
+            return None, "an argument that is no tensor has another value"
+        if not self._fits(values, args, kwargs):
+            return None, "its arguments have another type or size"
+        if change := guards.state.change():
+            return None, change
+        for table, name, buffer, version in self._copied_buffers:
+            if table.get(name) is not buffer or buffer._version != version:
+                return None, f"the buffer {name}, of which data workers have a copy, has changed"
+        return delivery, ""
+
+    def _fits(self, values: list[Any], args: Any, kwargs: Any) -> bool:
+        guards = self._guards
+        for place, (dtype, num_dimensions, _) in guards.forms.items():
+            if values[place].dtype != dtype or values[place].dim() != num_dimensions:
+                return False
+        key = tuple(values[place].shape for place in guards.forms)
+        known = self._known_shapes.get(key)
+        if known is None:
+            known = self._known_shapes[key] = self._rules_hold(key, args, kwargs)
+        return known
+
+    def _rules_hold(self, shapes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> bool:
+        """Whether the graph is right for these sizes."""
+        rules = self._guards.captured.shape_rules
+        if shapes == tuple(shape for _, _, shape in self._guards.forms.values()):
+            return True
+        if rules is None or any(
+            size < 2 for shape in shapes for size in shape if size < 2 and not self._is_fixed(shapes)
+        ):
+            return False
+        names = {"L": inspect.signature(self._original).bind(*args, **kwargs).arguments}
+        try:
+            return all(eval(rule, {"__builtins__": {"min": min, "max": max}}, names) for rule in rules)
+        except (NameError, KeyError, IndexError, TypeError, SyntaxError, ZeroDivisionError):
+            return False
+
+    def _is_fixed(self, shapes: tuple[torch.Size, ...]) -> bool:
+        """Whether each size below 2, of which torch.export makes a graph of its own, is the captured one."""
+        captured = [shape for _, _, shape in self._guards.forms.values()]
+        pairs = [pair for shape, then in zip(shapes, captured, strict=True) for pair in zip(shape, then, strict=True)]
+        return all(now == then for now, then in pairs if now < 2 or then < 2)
+
+    def _run(self, split: Split, delivery: Delivery, values: list[Any]) -> Any:
+        captured, arguments = self._guards.captured, []
+        for name in split.given:
+            graph_input = self._inputs[name]
+            if graph_input.kind in (Kind.LEAF, Kind.PLAIN):
+                arguments.append(values[graph_input.argument])
+            else:
+                arguments.append(self._guards.tensor_of(graph_input.target))
+        device = values[next(iter(self._guards.leaves))].device
+        assert delivery.cut is not None
+        for name, value in zip(split.sent, delivery.cut, strict=True):
+            arguments.append(value.item() if name in split.numbers else value.to(device, non_blocking=True))
+        return _pytree.tree_unflatten(split.training(*arguments), captured.out_spec)
+
+    def _checked(self, split: Split, delivery: Delivery, values: list[Any], args: Any, kwargs: Any) -> Any:
+        """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
+        problem = ""
+        with restored(self._module, values) as after:
+            try:
+                result = self._run(split, delivery, values)
+                partitioned = after(result)
+            except Exception as error:  # noqa: BLE001, whatever it is, the program runs as before
+                problem = f"the training side raised {error!r}"
+        original = self._original(*args, **kwargs)
+        if not problem:
+            problem = difference(partitioned, snapshot(self._module, original))
+        if problem:
+            self.withdraw(f"the check of a batch failed: {problem}")
+            return original
+        self._to_check -= 1
+        self.counts.checked += 1
+        return original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has its own forward."""
+        copied = memo.get(id(self._module))
+        return types.MethodType(type(copied).forward, copied) if copied is not None else self._original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # of an object that has no attributes yet: its class's
+
+
+def owners(module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where parameters and buffers are, by their qualified names: looked up in each call, so they may be replaced."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        tables: list[dict[str, Any]] = [vars(owner)["_parameters"], vars(owner)["_buffers"], vars(owner)]
+        for table in tables:
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{prefix}.{name}".lstrip(".")] = table, name
+    return found
+
+
+def snapshot(module: torch.nn.Module, outputs: Any) -> list[Any]:
+    """Outputs and buffers, copied."""
+    leaves = _pytree.tree_leaves(outputs)
+    values = [*leaves, *module.buffers()]
+    return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+@contextlib.contextmanager
+def restored(module: torch.nn.Module, values: list[Any]) -> Iterator[Callable[[Any], list[Any]]]:
+    """Give buffers and random numbers their state back at the end."""
+    devices = {value.device.index for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
+    before = [buffer.detach().clone() for buffer in module.buffers()]
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield lambda outputs: snapshot(module, outputs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(module.buffers(), before, strict=True):
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+def difference(found: list[Any], expected: list[Any]) -> str:
+    """How values differ from those of the program's own forward; "" when they do not.
+
+    In host memory each byte must be the same; on an accelerator, numbers must be as near as `_TOLERANCE` says.
+    """
+    if len(found) != len(expected):
+        return f"there are {len(found)} values instead of {len(expected)}"
+    for number, (actual, other) in enumerate(zip(found, expected, strict=True)):
+        if not isinstance(other, torch.Tensor):
+            if actual != other:
+                return f"value {number} is {actual!r} instead of {other!r}"
+            continue
+        if not isinstance(actual, torch.Tensor) or actual.dtype != other.dtype or actual.shape != other.shape:
+            return f"value {number} has another type or size"
+        if not _alike(actual, other):
+            return f"value {number} differs"
+    return ""
+
+
+def _alike(actual: torch.Tensor, other: torch.Tensor) -> bool:
+    if actual.is_cuda and actual.dtype.is_floating_point:
+        relative, absolute = _TOLERANCE[actual.element_size()]
+        return torch.allclose(actual, other, relative, absolute, equal_nan=True)
+    if actual.numel() == 0:
+        return True
+    first, second = (value.contiguous().reshape(-1).view(torch.uint8) for value in (actual, other))
+    return torch.equal(first, second)

@@ -1,0 +1,121 @@
+"""Runs the operators of a forward that may move, and notes what they cost and what their values are.
+
+Called by `partition.py` in the training process, once as the trainer runs them and once with one thread, as data
+workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hetstream.mpi_dataworkers.partitioner.describe import Observed
+from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
+
+# The fastest of so many runs counts: the first pays for memory and for what is loaded at first use.
+_NUM_RUNS = 3
+
+
+def observe(
+    calls: Sequence[Call], functions: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Observed], dict[str, str]]:
+    """Run operators one by one.
+
+    Args:
+        calls: in the order in which they run.
+        functions: what each of them calls.
+        values: what goes in, by name.
+
+    Returns:
+        What was seen of each; and of those that failed, and of what needs them, why.
+    """
+    seen: dict[str, Observed] = {}
+    failed: dict[str, str] = {}
+    with _own_random_numbers(values.values()), torch.no_grad():
+        for _ in range(_NUM_RUNS):
+            known = dict(values)
+            for call in calls:
+                _run(call, functions[call.name], known, seen, failed)
+    return seen, failed
+
+
+def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Observed], failed: dict[str, str]) -> None:
+    names = references((call.args, call.kwargs))
+    if any(name not in known for name in names):
+        failed.setdefault(call.name, "what it needs cannot run by itself")
+        return
+
+    def value_of(item: Any) -> Any:
+        return known[item.name] if isinstance(item, Ref) else item
+
+    args, kwargs = replace_in(call.args, value_of), replace_in(call.kwargs, value_of)
+    started = time.perf_counter()
+    try:
+        value = function(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        failed[call.name] = f"it cannot run by itself: {error}"
+        return
+    _finish(value)
+    seconds = time.perf_counter() - started
+    known[call.name] = value
+    before = seen.get(call.name)
+    shares = tuple(name for name in dict.fromkeys(names) if _same_memory(value, known[name]))
+    if before is None or seconds < before.seconds:
+        seen[call.name] = _observed(value, seconds, shares)
+
+
+def _observed(value: Any, seconds: float, shares: tuple[str, ...]) -> Observed:
+    if isinstance(value, torch.Tensor):
+        num_bytes = value.numel() * value.element_size()
+        return Observed(seconds, num_bytes, "tensor", value.dtype, value.numel(), shares)
+    if isinstance(value, bool | int | float):
+        return Observed(seconds, 8, "number")
+    return Observed(seconds, 0, "several", shares=shares)
+
+
+def _finish(value: Any) -> None:
+    """Wait for an accelerator: it works on when the call has returned."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        torch.cuda.synchronize(value.device)
+
+
+def _same_memory(value: Any, other: Any) -> bool:
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    if not isinstance(first, torch.Tensor) or not isinstance(other, torch.Tensor) or first.numel() == 0:
+        return False
+    return first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def _own_random_numbers(values: Any) -> Iterator[None]:
+    """Leave the program's random numbers as they are."""
+    devices = {value.device.index for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run as a data worker does, which has one CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seconds_of(program: OperatorProgram, inputs: Sequence[Any]) -> float:
+    """What a program takes as a whole."""
+    best = float("inf")
+    with _own_random_numbers(inputs), torch.no_grad():
+        for _ in range(_NUM_RUNS):
+            started = time.perf_counter()
+            for value in program(*inputs):
+                _finish(value)
+            best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,326 @@
+"""`partition`: move the stateless part of a model's forward to the data workers of a loader.
+
+    loader = hetstream.DataLoader(...)
+    moved = hetstream.partition(model, example_batch, loader=loader)
+    print(moved.reason)
+    for features, labels in loader:  # the program goes on as it was
+        loss = criterion(model(features), labels)
+
+`unmodified.py` does the same for programs that do not know hetstream.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
+from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse
+from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.classify import Offload
+from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
+from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward, restored
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, plain
+from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
+from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, watch
+from hetstream.mpi_dataworkers.partitioner.split import unpack
+
+_log = logging.getLogger(__name__)
+_pytree: Any = pytree
+# A forward and a backward pass take about three times a forward's time.
+_STEP_PER_FORWARD = 3.0
+NUM_CHECKED = 3
+# Rates are looked at after so many steps, and the cut changes at most so many times in a run: each change makes the
+# batches on their way anew.
+_STEPS_OF_A_LOOK = 100
+_MOST_CHANGES = 8
+
+
+class Partition:
+    """What was moved of a model's forward, and why not more.
+
+    Attributes:
+        reason: in words: what was decided, or why nothing moves.
+        analysis: what is known of the forward; None when it could not be captured.
+        decision: which operators move; None when it could not be captured.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, connection: LoaderConnection, offload: Offload, follows_rates: bool = False
+    ) -> None:
+        self.reason = ""
+        self.analysis: Analysis | None = None
+        self.decision: Decision | None = None
+        self._module = module
+        self._connection = connection
+        self._offload = offload
+        self._forward: PartitionedForward | None = None
+        self._rates = Rates(0.0, 0.0, 0)
+        self._generation = 0
+        self._num_leaves = 0
+        self._first_stage = connection.pipeline.batch_stage
+        self._pace = Pace() if follows_rates else None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether data workers run a part of the forward."""
+        return self._forward is not None and self._forward.split is not None
+
+    @property
+    def counts(self) -> Counts:
+        """How the calls of the forward went since it was partitioned."""
+        return self._forward.counts if self._forward is not None else Counts()
+
+    def begin(self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int) -> None:
+        """Decide for the first time, and stand in for the module's forward.
+
+        Args:
+            analysis: of the forward.
+            num_leaves: of a batch.
+            rates: what the decision depends on.
+            num_checked: calls that are run both ways and compared.
+        """
+        self.analysis, self._num_leaves = analysis, num_leaves
+        self._forward = PartitionedForward(self._module, analysis.guards, num_checked, self.remove)
+        self._rates = rates
+        self.decide(rates)
+        if not self.is_active:
+            _log.warning("hetstream: nothing of %s moves: %s", type(self._module).__name__, self.reason)
+        if self._pace is not None and not self.is_active:
+            self._connection.on_extra = self._deliver  # it may pay later
+
+    def decide(self, rates: Rates) -> None:
+        """Decide again, for other rates, and change the cut if another one is faster; between two steps.
+
+        Args:
+            rates: what the decision depends on.
+        """
+        if self.analysis is None or self._forward is None:
+            return
+        self._rates = rates
+        decision = self.analysis.decide(self._offload, rates)
+        before = self.decision.moved if self.decision is not None else frozenset()
+        self.decision, self.reason = decision, decision.reason
+        if decision.moved == before:
+            return
+        if not decision.moved:
+            self._stop()
+            return
+        self._generation += 1
+        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._first_stage)
+        # Should data workers not take the stage, nothing has changed.
+        self._connection.use_batch_stage(cut.stage, self._deliver)
+        self._forward.use(cut)
+        self._forward.install()
+        text = "hetstream: data workers run %d operators of %s's forward: %s"
+        _log.warning(text, len(decision.moved), type(self._module).__name__, decision.reason)
+
+    def _reconsider(self, pace: Pace) -> None:
+        """Decide again when the rates are other ones than those of the decision."""
+        seen = pace.step_and_wait(time.monotonic(), self._connection.statistics.counters.wait_s)
+        if seen is None or pace.num_changes >= _MOST_CHANGES or self.analysis is None:
+            return
+        client, costs = self._connection.client, self.analysis.costs
+        moved = self.decision.moved if self.is_active and self.decision is not None else frozenset()
+        num_workers = client.num_data_workers if client is not None else self._rates.num_data_workers
+        rates = observed_rates(self._rates, seen, num_workers, [costs[name] for name in moved])
+        if is_other(rates, self._rates):
+            before = self._generation, self.is_active
+            self.decide(rates)
+            pace.num_changes += (self._generation, self.is_active) != before
+
+    def remove(self, reason: str) -> None:
+        """Have the program run as it is written, for good.
+
+        Args:
+            reason: why, for the user.
+        """
+        if self.is_active:
+            _log.warning("hetstream: %s runs as it is written from now on: %s", type(self._module).__name__, reason)
+        self.reason = reason
+        self._stop()
+        self.analysis = None
+
+    def _stop(self) -> None:
+        if self._forward is None or self._forward.split is None:
+            return
+        self._forward.use(None)
+        self._forward.uninstall()
+        kept = self._deliver if self._pace is not None else None
+        self._connection.use_batch_stage(self._first_stage, kept)
+
+    def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
+        """A batch for the program, with what data workers have computed for it."""
+        if self._pace is not None and self.analysis is not None:
+            self._reconsider(self._pace)
+        if not extra or self.analysis is None:
+            return batch
+        generation, values = unpack(extra)
+        wanted = frozenset(form.number for form in self.analysis.leaves.values())
+        return Delivery(values, generation).tag(batch, wanted)
+
+
+class Pace:
+    """How long steps take, from one look at the loader's counters to the next; see `Partition`."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_changes = 0
+        self._before: tuple[float, float] | None = None
+
+    def step_and_wait(self, now: float, wait_s: float) -> tuple[float, float] | None:
+        """After each `_STEPS_OF_A_LOOK` steps: a step's time, and what of it was a wait for data."""
+        self.num_steps += 1
+        if self.num_steps % _STEPS_OF_A_LOOK:
+            return None
+        before, self._before = self._before, (now, wait_s)
+        if before is None:
+            return None
+        return (now - before[0]) / _STEPS_OF_A_LOOK, (wait_s - before[1]) / _STEPS_OF_A_LOOK
+
+
+def partition(
+    model: torch.nn.Module,
+    example_batch: Any,
+    *,
+    loader: Any,
+    inputs: Callable[[Any], tuple[Any, ...]] | None = None,
+    offload: str = "auto",
+    rates: Rates | None = None,
+    num_checked: int = NUM_CHECKED,
+) -> Partition:
+    """Move the part of a model's forward that depends on no state to the data workers of a loader.
+
+    The training loop stays as it is: `model(...)` computes what is left when it gets the loader's own tensors, moved at
+    most, and its own forward for anything else. Where nothing can be moved, nothing changes, and `reason` says why.
+
+    Args:
+        model: in training mode, or wrapped in DistributedDataParallel. Parameters and `state_dict` stay as they are.
+        example_batch: a batch as the loader gives it.
+        loader: a `hetstream.DataLoader`.
+        inputs: makes the forward's arguments of a batch, as the training loop does. Default: the batch, or of a list
+            or tuple its first items, as many as the forward must have.
+        offload: "auto" moves deterministic operators where that makes a step faster; "all" moves all that needs no
+            state, random numbers too, which data workers then draw from the seed of (seed, epoch, step); "off" none.
+        rates: what the decision depends on; default: measured with the example, 1 GB/s for the wire.
+        num_checked: first calls of the forward that are run both ways and compared; a difference ends it.
+
+    Raises:
+        OptionsError: the loader is no `hetstream.DataLoader`, or `offload` is none of the three.
+    """
+    connection = getattr(loader, "_connection", None)
+    if not isinstance(connection, LoaderConnection):
+        raise OptionsError(f"partition(loader={type(loader).__name__}): must be a hetstream.DataLoader")
+    if offload not in [choice.value for choice in Offload]:
+        raise OptionsError(
+            f"partition(offload={offload!r}): must be one of {', '.join(choice.value for choice in Offload)}"
+        )
+    module = inner_module(model)
+    made = Partition(module, connection, Offload(offload), follows_rates=rates is None)
+    tagged = Delivery().tag(example_batch)
+    num_leaves = len(_pytree.tree_leaves(example_batch))
+    try:
+        check_module(module)
+        release(module)
+        args = (inputs or _default_inputs(module))(tagged)
+        args = args if isinstance(args, tuple) else (args,)
+        forward_s, effects = _watched(module, args)
+        analysis = analyse(module, args, {}, effects, made._offload)
+    except NotCaptured as reason:
+        made.reason = str(reason)
+        _log.warning("hetstream: nothing of %s moves: %s", type(module).__name__, reason)
+        return made
+    num_workers = connection.client.num_data_workers if connection.client is not None else loader.num_workers
+    batch_bytes = sum(leaf.nbytes for leaf in _pytree.tree_leaves(example_batch) if isinstance(leaf, torch.Tensor))
+    measured = Rates(forward_s * _STEP_PER_FORWARD, 0.0, num_workers, batch_bytes=batch_bytes)
+    made.begin(analysis, num_leaves, rates or measured, num_checked)
+    return made
+
+
+def inner_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The module whose forward the program has written."""
+    inner = getattr(model, "module", None)
+    wraps = isinstance(model, torch.nn.parallel.DistributedDataParallel) and isinstance(inner, torch.nn.Module)
+    return inner if wraps and inner is not None else model
+
+
+def release(module: torch.nn.Module) -> None:
+    """Give a model that is partitioned its own forward back: the loader that feeds it last has it."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, PartitionedForward):
+        forward.withdraw("another loader feeds this model now")
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Refuse modules whose forward is not one to be captured.
+
+    Raises:
+        NotCaptured: with the reason.
+    """
+    if hasattr(module, "_orig_mod"):
+        raise NotCaptured("the model is compiled by torch.compile as a whole: give its inner part to torch.compile")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotCaptured("the model is a TorchScript module, whose forward is no Python")
+    if isinstance(module, torch.nn.DataParallel):
+        raise NotCaptured("the model is a DataParallel, which cuts each batch; use DistributedDataParallel")
+    if not module.training:
+        raise NotCaptured("the model is in eval mode; only its training is partitioned")
+
+
+def _default_inputs(module: torch.nn.Module) -> Callable[[Any], tuple[Any, ...]]:
+    def inputs(batch: Any) -> tuple[Any, ...]:
+        if not isinstance(batch, list | tuple):
+            return (batch,)
+        parameters = inspect.signature(module.forward).parameters.values()
+        number = sum(parameter.default is parameter.empty and parameter.kind in (0, 1) for parameter in parameters)
+        return tuple(batch[: max(1, number)])
+
+    return inputs
+
+
+def _watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Effects]:
+    """Run the forward twice, once to see what it does and once for its time; the program notices nothing of it.
+
+    Returns:
+        Its time, and what was seen.
+
+    Raises:
+        NotCaptured: it cannot be run apart from the program.
+    """
+    twin = _twin(module)
+    state = ModelState(twin, [])
+    if hooked := state.hooked():
+        raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
+
+    def call() -> Any:
+        copied = _pytree.tree_map(
+            lambda value: plain(value).clone() if isinstance(value, torch.Tensor) else value, args
+        )
+        return twin.forward(*copied)
+
+    with restored(module, _pytree.tree_leaves(args)), generators_kept():
+        _, effects = watch(call)
+        if change := state.change():
+            raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
+        started = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - started
+    return seconds, effects
+
+
+def _twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model with the very same parameters and buffers: what its forward does to attributes stays there."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    try:
+        return copy.deepcopy(module, dict(tensors))
+    except Exception as error:
+        raise NotCaptured(f"the model cannot be copied: {error!r}") from error

@@ -1,0 +1,187 @@
+"""Operators as plain values that travel: a list of calls, from which a process makes one Python function.
+
+What a data worker gets is this list and some tensors, so it needs no module of the user's program.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the program, in the arguments of a call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator.
+
+    Attributes:
+        name: of its value.
+        module, path: where the function is found, as `torch.ops` and `aten.log.default`.
+        args, kwargs: plain values, with a `Ref` for each value of the program.
+    """
+
+    name: str
+    module: str
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def place_of(function: Any) -> tuple[str, str] | None:
+    """Where other processes find a function; None where they do not."""
+    if isinstance(function, torch._ops.OpOverload):
+        return "torch.ops", str(function)
+    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(path, str):
+        return None
+    if module.split(".")[0] not in ("torch", "_operator", "operator", "builtins", "math"):
+        return None
+    try:
+        found = _find(module, path)
+    except (ImportError, AttributeError):
+        return None
+    return (module, path) if found is function else None
+
+
+def _find(module: str, path: str) -> Any:
+    root = torch.ops if module == "torch.ops" else importlib.import_module(module)
+    return operator.attrgetter(path)(root)
+
+
+def replace_in(value: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument with everything that is no container replaced by what `change` makes of it."""
+    if isinstance(value, tuple | list):
+        return type(value)(replace_in(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: replace_in(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(replace_in(part, change) for part in parts))
+    return change(value)
+
+
+@dataclass(frozen=True)
+class OperatorProgram:
+    """Calls, what goes in and what comes out.
+
+    Attributes:
+        inputs: names of the values that are given, in order.
+        calls: in the order in which they run.
+        outputs: names of the values that come out, or plain values.
+        constants: tensors that belong to it, by name.
+    """
+
+    inputs: tuple[str, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Any, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def function(self) -> Callable[..., list[Any]]:
+        """All of it as one function of the inputs, which returns the outputs; drops each value after its last use."""
+        return _Writer(self).function()
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return self.function(*inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "function"}
+
+
+class _Writer:
+    """Writes a program as Python's source: a third of the cost of going through the list for each batch."""
+
+    def __init__(self, program: OperatorProgram) -> None:
+        self._program = program
+        self._names: dict[str, str] = {}
+        self._globals: dict[str, Any] = {}
+
+    def function(self) -> Callable[..., list[Any]]:
+        program = self._program
+        lines = [f"def run({', '.join(self._name(name) for name in program.inputs)}):"]
+        for name, tensor in program.constants.items():
+            self._names[name] = self._constant(tensor)
+        last_uses = self._last_uses()
+        for place, call in enumerate(program.calls):
+            function = self._constant(_find(call.module, call.path))
+            arguments = [self._text(value) for value in call.args]
+            arguments += [f"{key}={self._text(value)}" for key, value in call.kwargs.items()]
+            line = f"    {self._name(call.name)} = {function}({', '.join(arguments)})"
+            done = [self._name(name) for name in last_uses.get(place, ())]
+            lines.append(line + (f"; {' = '.join(done)} = None" if done else ""))
+        lines.append(f"    return [{', '.join(self._text(value) for value in program.outputs)}]")
+        exec(compile("\n".join(lines), "<operators of a forward>", "exec"), self._globals)
+        made: Callable[..., list[Any]] = self._globals["run"]
+        return made
+
+    def _last_uses(self) -> dict[int, list[str]]:
+        last: dict[str, int] = {}
+        for place, call in enumerate(self._program.calls):
+            last[call.name] = place
+            for name in references((call.args, call.kwargs)):
+                last[name] = place
+        kept = {*references(self._program.outputs), *self._program.constants}
+        found: dict[int, list[str]] = {}
+        for name, place in last.items():
+            if name not in kept:
+                found.setdefault(place, []).append(name)
+        return found
+
+    def _name(self, name: str) -> str:
+        return self._names.setdefault(name, f"v{len(self._names)}")
+
+    def _constant(self, value: Any) -> str:
+        name = f"g{len(self._globals)}"
+        self._globals[name] = value
+        return name
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return self._name(value.name)
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._text(item)}, ' for item in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self._text(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self._text, (value.start, value.stop, value.step)))})"
+        return self._constant(value)
+
+
+def references(value: Any) -> list[str]:
+    """Names of the values that arguments refer to."""
+    found: list[str] = []
+
+    def note(item: Any) -> Any:
+        if isinstance(item, Ref):
+            found.append(item.name)
+        return item
+
+    replace_in(value, note)
+    return found
+
+
+def needed_calls(calls: Sequence[Call], wanted: Iterable[str]) -> tuple[Call, ...]:
+    """Those calls that lead to the wanted values."""
+    needed = set(wanted)
+    kept: list[Call] = []
+    for call in reversed(calls):
+        if call.name in needed:
+            kept.append(call)
+            needed.update(references((call.args, call.kwargs)))
+    return tuple(reversed(kept))

@@ -1,0 +1,153 @@
+"""Proves that a tensor is a leaf of a batch, as the loader gave it, up to moves between devices.
+
+User code stands between the loader and the forward. So the loader's tensors come as `BatchLeaf`: what only moves one
+(`.to(device)`, `.pin_memory()`) gives a leaf again, and everything else gives a plain tensor. What arrives in the
+forward as a leaf that nothing has changed in place is what the loader gave, in each step anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_pytree: Any = pytree
+_without_subclass: Any = torch._C.DisableTorchFunctionSubclass
+_OfTensor: Any = torch.Tensor
+_MOVES = frozenset(
+    [
+        *(_OfTensor.to, _OfTensor.cuda, _OfTensor.cpu, _OfTensor.pin_memory, _OfTensor.contiguous),
+        *(_OfTensor.clone, _OfTensor.detach, torch.clone, torch.detach),
+    ]
+)
+# What says something of a tensor without reading it.
+_METADATA = frozenset(
+    [
+        *(_OfTensor.size, _OfTensor.dim, _OfTensor.numel, _OfTensor.stride, _OfTensor.is_contiguous, _OfTensor.__len__),
+        *(_OfTensor.element_size, _OfTensor.is_floating_point, _OfTensor.is_pinned, _OfTensor.get_device),
+    ]
+)
+# What gives away memory, which is then changed without a count of changes.
+_GIVES_MEMORY = frozenset(
+    [
+        *(_OfTensor.numpy, _OfTensor.__array__, _OfTensor.data_ptr, _OfTensor.untyped_storage, _OfTensor.__dlpack__),
+        *(_OfTensor.data.__get__, _OfTensor.set_),
+    ]
+)
+
+
+class Delivery:
+    """One batch, as it came to the training loop.
+
+    Attributes:
+        cut: the values that data workers have computed for it; None when they have computed none.
+        generation: of the partition that they are of.
+        read: numbers of the leaves whose content something else has read.
+    """
+
+    def __init__(self, cut: Sequence[torch.Tensor] | None = None, generation: int = 0) -> None:
+        self.cut = cut
+        self.generation = generation
+        self.read: set[int] = set()
+
+    def tag(self, batch: Any, wanted: frozenset[int] | None = None) -> Any:
+        """The batch with its tensors as leaves.
+
+        Args:
+            batch: tensors in lists, tuples and dictionaries.
+            wanted: numbers of the leaves to tag; None for all.
+        """
+        leaves, spec = _pytree.tree_flatten(batch)
+        if all(not isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return batch
+        tagged = [
+            self._leaf(leaf, number) if type(leaf) is torch.Tensor and (wanted is None or number in wanted) else leaf
+            for number, leaf in enumerate(leaves)
+        ]
+        return _pytree.tree_unflatten(tagged, spec)
+
+    def _leaf(self, tensor: torch.Tensor, number: int) -> BatchLeaf:
+        return _as_leaf(tensor, self, number)
+
+
+class BatchLeaf(torch.Tensor):
+    """A tensor of a batch as the loader gave it."""
+
+    _delivery: Delivery
+    _number: int
+    _version_then: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with _without_subclass():
+            if func in _MOVES and args and type(args[0]) is BatchLeaf:
+                return _moved(func, args[0], args[1:], kwargs)
+            result = func(*args, **kwargs)
+            is_attribute = getattr(func, "__name__", "") == "__get__" and not isinstance(result, torch.Tensor)
+            if func not in _METADATA and not is_attribute:
+                _note_read(args, kwargs)
+            if func in _GIVES_MEMORY and type(args[0]) is BatchLeaf:
+                args[0]._version_then = -1
+            return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _without_subclass():
+            tensor: Any = plain(self)
+            return tensor.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _without_subclass():
+            tensor: Any = plain(self)
+            return tensor.__deepcopy__(memo)
+
+
+def _as_leaf(tensor: torch.Tensor, delivery: Delivery, number: int) -> BatchLeaf:
+    leaf: BatchLeaf = tensor.as_subclass(BatchLeaf)
+    leaf._delivery, leaf._number = delivery, number
+    with _without_subclass():
+        leaf._version_then = leaf._version
+    return leaf
+
+
+def _moved(func: Callable[..., Any], leaf: BatchLeaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(plain(leaf), *args, **kwargs)
+    is_same = result.dtype == leaf.dtype and result.shape == leaf.shape
+    if not is_same or not is_unchanged(leaf) or result.requires_grad:
+        leaf._delivery.read.add(leaf._number)
+        return result
+    return _as_leaf(result, leaf._delivery, leaf._number)
+
+
+def _note_read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if type(value) is BatchLeaf:
+            value._delivery.read.add(value._number)
+        elif isinstance(value, list | tuple):
+            _note_read(tuple(value), {})
+
+
+def is_unchanged(leaf: BatchLeaf) -> bool:
+    """Whether nothing has changed it in place."""
+    with _without_subclass():
+        return leaf._version == leaf._version_then and not leaf.requires_grad
+
+
+def plain(leaf: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, which shares its memory and its count of changes."""
+    if type(leaf) is not BatchLeaf:
+        return leaf
+    with _without_subclass():
+        tensor: torch.Tensor = leaf.as_subclass(torch.Tensor)
+        return tensor
+
+
+def origin(value: Any) -> tuple[Delivery, int] | None:
+    """The batch that a value is a leaf of, and which; None when it is no leaf, or was changed."""
+    if type(value) is not BatchLeaf or not is_unchanged(value):
+        return None
+    return value._delivery, value._number

@@ -1,0 +1,193 @@
+"""The two sides of a forward that was cut: a batch stage for data workers, and what is left for the trainer.
+
+Called by `partition.py`. Both are `OperatorProgram`s, which need no module of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward
+from hetstream.mpi_dataworkers.partitioner.cut import Decision
+from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph
+from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
+
+_pytree: Any = pytree
+# What an operator raises for data that it cannot work with. The trainer then runs the forward itself, and raises it.
+_OPERATOR_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class LeafForm:
+    """What a leaf of the batch must be like.
+
+    Attributes:
+        number: which leaf of the batch.
+        dtype, num_dimensions: as it was when the forward was captured.
+    """
+
+    number: int
+    dtype: torch.dtype
+    num_dimensions: int
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether it is."""
+        return isinstance(leaf, torch.Tensor) and leaf.dtype == self.dtype and leaf.dim() == self.num_dimensions
+
+
+@dataclass(frozen=True)
+class DataStage:
+    """The moved operators, as a batch stage: adds their values to each batch.
+
+    A batch of another form, or one that the operators cannot work with, goes without; then the trainer does all.
+
+    Attributes:
+        program: the operators.
+        forms: the leaves of the batch that they take, in the order of the program's inputs.
+        num_leaves: of a batch.
+        generation: which cut this is; the trainer does not use the values of another one.
+        first: the program's own batch stage, which runs before.
+    """
+
+    program: OperatorProgram
+    forms: tuple[LeafForm, ...]
+    num_leaves: int
+    generation: int
+    first: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Run for one batch."""
+        if self.first is not None:
+            batch = self.first(batch)
+        leaves = _pytree.tree_leaves(batch)
+        if len(leaves) != self.num_leaves or not all(form.fits(leaves[form.number]) for form in self.forms):
+            return StagedBatch(batch, ())
+        try:
+            values = self.program(*(leaves[form.number] for form in self.forms))
+        except _OPERATOR_ERRORS:
+            return StagedBatch(batch, ())
+        return StagedBatch(batch, pack(values, self.generation))
+
+
+def pack(values: Sequence[Any], generation: int) -> list[torch.Tensor]:
+    """Values of one step as tensors, with a header that says how their memory was laid out."""
+    header = [generation]
+    packed: list[torch.Tensor] = []
+    for value in values:
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        order = sorted(range(tensor.dim()), key=lambda place, of=tensor: (-of.stride(place), place))  # type: ignore[misc]
+        if not tensor.permute(order).is_contiguous():
+            order = list(range(tensor.dim()))
+        header += [len(order), *order]
+        packed.append(tensor.permute(order).contiguous())
+    return [torch.tensor(header), *packed]
+
+
+def unpack(tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
+    """The generation and the values of what `pack` made, each laid out in memory as it was."""
+    header = tensors[0].tolist()
+    place = 1
+    values: list[torch.Tensor] = []
+    for tensor in tensors[1:]:
+        order = header[place + 1 : place + 1 + header[place]]
+        place += 1 + len(order)
+        values.append(tensor if order == sorted(order) else tensor.permute(_inverse(order)))
+    return header[0], values
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(place) for place in range(len(order))]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A forward that was cut.
+
+    Attributes:
+        stage: for the data workers.
+        training: what is left: its inputs are `given`, then the sent values.
+        given: the graph's inputs that the training side takes, by name.
+        sent: names of the values that come from the data workers.
+        numbers: those of them that are no tensors.
+        copied: qualified names of the buffers that data workers have a copy of.
+    """
+
+    stage: DataStage
+    training: OperatorProgram
+    given: tuple[str, ...]
+    sent: tuple[str, ...]
+    numbers: frozenset[str]
+    copied: frozenset[str]
+
+
+def split(
+    captured: CapturedForward,
+    graph: ForwardGraph,
+    decision: Decision,
+    stage_of: StageInputs,
+    numbers: frozenset[str],
+) -> Split:
+    """Make the two sides.
+
+    Args:
+        captured: the forward.
+        graph: its operators; what is not among them is not needed.
+        decision: which of them move.
+        stage_of: what the batch stage takes.
+        numbers: names of the values that are no tensors.
+    """
+    needed = {operator.name for operator in graph.operators}
+    calls = [call for call in captured.calls if call.name in needed]
+    moved = tuple(_for_host(call) for call in calls if call.name in decision.moved)
+    read = set(references([(call.args, call.kwargs) for call in moved]))
+    constants = {name: tensor for name, tensor in stage_of.buffers.items() if name in read}
+    leaves = tuple(name for name in stage_of.leaves if name in read)
+    sent = tuple(name for name in decision.sent)
+    program = OperatorProgram(leaves, moved, tuple(map(Ref, sent)), constants)
+    stage = DataStage(
+        program,
+        tuple(stage_of.leaves[name] for name in leaves),
+        stage_of.num_leaves,
+        stage_of.generation,
+        stage_of.first,
+    )
+    staying = tuple(call for call in calls if call.name not in decision.moved)
+    taken = {*references([(call.args, call.kwargs) for call in staying]), *references(captured.outputs)}
+    given = tuple(graph_input.name for graph_input in captured.inputs if graph_input.name in taken)
+    training = OperatorProgram((*given, *sent), staying, captured.outputs)
+    copied = frozenset(graph_input.target for graph_input in captured.inputs if graph_input.name in constants)
+    return Split(stage, training, given, sent, numbers & set(sent), copied)
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What the batch stage takes.
+
+    Attributes:
+        leaves: of the graph's inputs those that are leaves of the batch, with their form.
+        buffers: copies of what the forward only reads, by name.
+        num_leaves: of a batch.
+        generation: which cut this is.
+        first: the program's own batch stage.
+    """
+
+    leaves: Mapping[str, LeafForm]
+    buffers: Mapping[str, torch.Tensor]
+    num_leaves: int
+    generation: int
+    first: Any = None
+
+
+def _for_host(call: Call) -> Call:
+    """The same operator in host memory: data workers have no other device."""
+
+    def on_host(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    return replace(call, args=replace_in(call.args, on_host), kwargs=replace_in(call.kwargs, on_host))

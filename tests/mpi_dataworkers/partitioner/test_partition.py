@@ -1,0 +1,364 @@
+"""`partition` in a program's own hands: the same losses, bit for bit, with the forward's stateless part elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sample_models as models
+import torch
+from torch.utils.data import default_collate
+
+from benchmarks.partition_programs.catalogue import PROGRAMS
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.partitioner.cut import Rates
+from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
+
+LOADER_OPTIONS: dict[str, Any] = {}
+MOVES = sorted(PROGRAMS.keys() - {"nothing_to_move", "depends_on_data"})
+FAST = Rates(step_s=1e-4, batch_s=0.0, num_data_workers=1000, wire_bytes_per_s=1e15, receive_bytes_per_s=1e15)
+
+
+def example(dataset: Any, size: int) -> Any:
+    return default_collate([dataset[number] for number in range(size)])
+
+
+def train(
+    loader: Any, model: torch.nn.Module, num_inputs: int = 1, between: Callable[[int, Any], Any] | None = None
+) -> list[str]:
+    """Losses of a plain training loop; `between` is what the program does to a batch before the forward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for number, batch in enumerate(loader):
+        if between is not None:
+            batch = between(number, batch)
+        optimizer.zero_grad()
+        outputs = model(*batch[:num_inputs])
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(outputs, batch[-1])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def both(
+    loaders: Callable[..., Any],
+    make: Callable[[], torch.nn.Module],
+    between: Callable[[int, Any], Any] | None = None,
+    num_rows: int = 80,
+    inputs: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> tuple[Partition, torch.nn.Module]:
+    """Train as it is and partitioned; both must give the same."""
+    dataset = models.Rows(num_rows)
+    random.seed(0)
+    torch.manual_seed(0)
+    expected = train(loaders(dataset, batch_size=8), make(), between=between)
+    random.seed(0)
+    torch.manual_seed(0)
+    model, loader = make(), loaders(dataset, batch_size=8)
+    done = partition(model, example(dataset, 8), loader=loader, inputs=inputs, **{"offload": "all"} | options)
+    assert train(loader, model, between=between) == expected
+    return done, model
+
+
+def check_program(name: str, loaders: Callable[..., Any], **options: Any) -> None:
+    program = PROGRAMS[name]
+    dataset = program.dataset(6 * 32)
+    torch.manual_seed(0)
+    expected = train(loaders(dataset, batch_size=32), program.model(), program.num_inputs)
+    torch.manual_seed(0)
+    model, loader = program.model(), loaders(dataset, batch_size=32, **options)
+    done = partition(model, example(dataset, 32), loader=loader, offload="all")
+    assert train(loader, model, program.num_inputs) == expected
+    if name in MOVES:
+        assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 3, 0), done.reason
+    else:
+        assert not done.is_active
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_each_program_has_the_losses_that_it_has_without(name: str, loaders: Callable[..., Any], three: Any) -> None:
+    check_program(name, loaders, service=three.name)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_in_process_runs_the_stage_as_well(num_workers: int, loaders: Callable[..., Any]) -> None:
+    check_program("dlrm", loaders, num_workers=num_workers)
+
+
+def test_nothing_moves_in_a_model_that_begins_with_parameters(loaders: Callable[..., Any]) -> None:
+    program = PROGRAMS["nothing_to_move"]
+    dataset = program.dataset(64)
+    done = partition(program.model(), example(dataset, 32), loader=loaders(dataset, batch_size=32), offload="all")
+    assert done.reason == "no operator of the forward may move"
+
+
+BAD = {
+    models.InPlace: "aten.nan_to_num_.default (sample_models.py:55) changes it in place",
+    models.DecidesByData: "the forward takes a decision that depends on the data (sample_models.py:61)",
+    models.ReadsFile: "io.open (",
+    models.ReadsTime: "the forward uses the module time, whose results no graph can hold (sample_models.py:",
+    models.DrawsPythonNumbers: "the forward uses the module random",
+    models.UsesNumpy: "the forward uses the module numpy",
+    models.ReadsObject: "the forward reads the global OTHER, a object, which may change (sample_models.py:",
+    models.WritesGlobal: "the forward writes the global FACTOR",
+    models.Counts: "calls was 0 and is 1",
+    models.Prints: "the forward calls print (sample_models.py",
+    models.OwnOperator: "a custom operator, hetstream_tests::twice, which data workers may not have",
+}
+
+
+@pytest.mark.parametrize("kind", BAD, ids=lambda kind: kind.__name__)
+def test_what_no_graph_can_hold_is_named_and_the_program_runs_as_before(
+    kind: type[torch.nn.Module], loaders: Callable[..., Any]
+) -> None:
+    done, _ = both(loaders, kind, num_rows=40)
+    reasons = [done.reason, *done.counts.reasons]
+    if done.analysis is not None:
+        reasons += [verdict.reason for verdict in done.analysis.verdicts.values()]
+    assert any(BAD[kind] in reason for reason in reasons), reasons
+
+
+def test_random_numbers_stay_where_they_are_unless_asked_for(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(80)
+
+    def losses(offload: str, service: str | None = None) -> tuple[list[str], Partition | None]:
+        torch.manual_seed(0)
+        model, loader = models.Noisy(), loaders(dataset, batch_size=8, service=service)
+        done = partition(model, example(dataset, 8), loader=loader, offload=offload, rates=FAST, num_checked=0)
+        return train(loader, model), done
+
+    as_written, _ = losses("off")
+    default, done = losses("auto")
+    assert default == as_written
+    assert done is not None
+    assert done.counts.partitioned == 10
+    moved, _ = losses("all")
+    assert moved != as_written, "data workers draw from the seeds of the steps"
+    assert losses("all")[0] == moved
+
+
+def test_dropout_draws_the_same_numbers(loaders: Callable[..., Any]) -> None:
+    done, _ = both(loaders, models.Drops, offload="auto", rates=FAST)
+    assert done.counts.partitioned == 7
+
+
+def test_running_statistics_that_no_schema_names_stay_right(loaders: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    plain = models.Normalises()
+    train(loaders(models.Rows(80), batch_size=8), plain)
+    done, model = both(loaders, models.Normalises)
+    assert done.counts.partitioned == 7
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+
+
+def test_jagged_values_move_as_far_as_the_table(loaders: Callable[..., Any]) -> None:
+    done, _ = both(loaders, models.Jagged)
+    assert done.decision is not None
+    assert done.counts.partitioned == 7, done.reason
+    assert any("unique" in name for name in done.decision.moved)
+
+
+def test_an_error_of_the_program_is_raised_as_it_is(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(160)
+    loader, model = loaders(dataset, batch_size=8), models.LooksUp()
+    done = partition(model, example(dataset, 8), loader=loader, offload="all")
+    with pytest.raises(IndexError, match="index out of range") as raised:
+        train(loader, model)
+    assert done.counts.partitioned == 10
+    assert any(entry.path.name == "sample_models.py" for entry in raised.traceback)
+
+
+def test_what_stands_between_loader_and_forward_is_proved_to_only_move(loaders: Callable[..., Any]) -> None:
+    def moved(_: int, batch: Any) -> Any:
+        return [batch[0].to("cpu", non_blocking=True), batch[1]]
+
+    done, _ = both(loaders, models.Clean, between=moved, inputs=lambda batch: (batch[0].to("cpu"),))
+    assert done.counts.partitioned == 7
+
+    def mixed(number: int, batch: Any) -> Any:
+        return [batch[0] if number % 2 else batch[0].flip(0) * 0.5, batch[1]]
+
+    done, _ = both(loaders, models.Clean, between=mixed)
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 2, 5)
+    assert [*done.counts.reasons] == ["its arguments are not, or no longer, the loader's own tensors"]
+    done, _ = both(loaders, models.Clean, inputs=lambda batch: (batch[0] * 2,))
+    assert "no argument of the forward is a tensor of the loader" in done.reason
+
+
+def test_a_leaf_that_the_program_changes_in_place_is_no_leaf_any_more(loaders: Callable[..., Any]) -> None:
+    def changed(number: int, batch: Any) -> Any:
+        if number == 5:
+            batch[0].mul_(2)
+        if number == 6:
+            batch[0].numpy()[:] = 1
+        return batch
+
+    done, _ = both(loaders, models.Clean, between=changed)
+    assert done.counts.original == 2
+
+
+def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Module], None]) -> Partition:
+    """The reason under which the steps after the fifth run as they are written."""
+    dataset = models.Rows(80)
+
+    def losses(partitioned: bool) -> tuple[list[str], Partition | None]:
+        torch.manual_seed(0)
+        model, loader = models.ReadsGlobals(), loaders(dataset, batch_size=8)
+        done = partition(model, example(dataset, 8), loader=loader, offload="all") if partitioned else None
+
+        def between(number: int, batch: Any) -> Any:
+            if number == 5:
+                change(model)
+            return batch
+
+        try:
+            return train(loader, model, between=between), done
+        finally:
+            models.SETTINGS["scale"] = 3.0
+
+    expected, _ = losses(partitioned=False)
+    found, done = losses(partitioned=True)
+    assert found == expected
+    assert done is not None
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 2, 5)
+    return done
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda model: setattr(model, "factor", 3.0), "ReadsGlobals.factor was 1.5 and is 3.0"),
+    "global": (lambda _: models.SETTINGS.update(scale=4.0), "the global SETTINGS was {'scale': 3.0}"),
+    "structure": (lambda model: setattr(model, "layer", torch.nn.Linear(4, 1)), "ReadsGlobals.layer is another"),
+    "more parts": (lambda model: model.add_module("more", torch.nn.Linear(1, 1)), "other parts than it had"),
+    "hook": (lambda model: model.layer.register_forward_hook(lambda *_: None), "layer has a hook"),
+    "buffer": (lambda model: model.mean.add_(1), "the buffer mean, of which data workers have a copy, has changed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_runs_as_it_is_written(change: str, loaders: Callable[..., Any]) -> None:
+    done = change_in_mid_run(loaders, CHANGES[change][0])
+    assert any(CHANGES[change][1] in reason for reason in done.counts.reasons), done.counts.reasons
+
+
+def test_hooks_inside_the_model_are_named(loaders: Callable[..., Any]) -> None:
+    def hooked() -> torch.nn.Module:
+        model = models.Clean()
+        model.layer.register_forward_hook(lambda module, args, output: output * 2)
+        return model
+
+    done, _ = both(loaders, hooked)
+    assert done.reason == "the module layer has hooks, which a graph does not call"
+
+
+def test_a_batch_of_another_size_is_taken_and_of_another_form_runs_as_written(loaders: Callable[..., Any]) -> None:
+    done, _ = both(loaders, models.Clean, num_rows=77)
+    assert (done.counts.partitioned, done.counts.original) == (7, 0)
+    done, _ = both(loaders, models.Clean, num_rows=73)  # torch.export makes a graph of its own for one row
+    assert (done.counts.partitioned, done.counts.original) == (6, 1)
+    done, _ = both(
+        loaders,
+        models.Clean,
+        between=lambda number, batch: [batch[0].double().float(), batch[1]] if number > 3 else batch,
+    )
+    assert done.counts.original == 6
+
+
+def test_evaluation_copies_and_checkpoints_know_nothing_of_it(loaders: Callable[..., Any]) -> None:
+    done, model = both(loaders, models.Clean)
+    assert done.counts.partitioned == 7
+    assert [*model.state_dict()] == [*models.Clean().state_dict()]
+    batch = example(models.Rows(8), 8)
+    model.eval()
+    expected = models.Clean.forward(model, batch[0])
+    assert torch.equal(model(batch[0]), expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.__self__ is other
+        with torch.no_grad():
+            other.layer.weight.add_(1)
+        assert not torch.equal(other(batch[0]), expected)
+    done.remove("the test ends")
+    assert "forward" not in vars(model)
+
+
+def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hetstream.mpi_dataworkers.partitioner import split
+
+    real = split.pack
+    monkeypatch.setattr(
+        split, "pack", lambda values, generation: real([value * 1.0000001 for value in values], generation)
+    )
+    done, _ = both(loaders, models.Clean)
+    assert not done.is_active
+    assert "the check of a batch failed: value 0 differs" in done.reason
+    assert done.counts.partitioned == 0
+
+
+def test_work_in_vain_ends(loaders: Callable[..., Any]) -> None:
+    done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0] + 0, batch[1]], num_rows=480)
+    assert not done.is_active
+    assert "50 steps in a row could not use it" in done.reason
+
+
+def test_another_decision_takes_effect_between_two_steps(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(80)
+    torch.manual_seed(0)
+    expected = train(loaders(dataset, batch_size=8), models.Clean())
+    torch.manual_seed(0)
+    model, loader = models.Clean(), loaders(dataset, batch_size=8)
+    slow = Rates(step_s=1e-4, batch_s=0.0, num_data_workers=0)
+    done = partition(model, example(dataset, 8), loader=loader, rates=slow, num_checked=1)
+    assert (done.is_active, done.reason) == (False, "there are no data workers")
+
+    def between(number: int, batch: Any) -> Any:
+        if number == 2:
+            done.decide(Rates(1e-4, 0.0, 4, 1e12, 1e12))
+        if number == 7:
+            done.decide(slow)
+        return batch
+
+    assert train(loader, model, between=between) == expected
+    assert (done.counts.checked, done.counts.partitioned) == (1, 3)
+    assert not done.is_active
+
+
+def test_mixed_precision_and_ddp(loaders: Callable[..., Any], tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        dataset = models.Rows(80)
+        results = []
+        for partitioned in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.parallel.DistributedDataParallel(models.Clean())
+            loader = loaders(dataset, batch_size=8)
+            done = partition(model, example(dataset, 8), loader=loader, offload="all") if partitioned else None
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                results.append(train(loader, model))
+            del model
+        assert results[0] == results[1]
+        assert done is not None
+        assert done.counts.partitioned == 7
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_that_is_no_plain_module_stays_as_it_is(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(16)
+    loader = loaders(dataset, batch_size=8)
+    compiled = partition(torch.compile(models.Clean(), backend="eager"), example(dataset, 8), loader=loader)
+    assert "compiled by torch.compile" in compiled.reason
+    evaluated = partition(models.Clean().eval(), example(dataset, 8), loader=loader)
+    assert "eval mode" in evaluated.reason
+    anything = partition(
+        models.TakesAnything(), example(dataset, 8), loader=loader, inputs=lambda one: (one[0], object())
+    )
+    assert "argument 1 of the forward is a object" in anything.reason
+    with pytest.raises(OptionsError, match="must be a hetstream"):
+        partition(models.Clean(), example(dataset, 8), loader=[])
+    with pytest.raises(OptionsError, match="must be one of auto, all, off"):
+        partition(models.Clean(), example(dataset, 8), loader=loader, offload="some")

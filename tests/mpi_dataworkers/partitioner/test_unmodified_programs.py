@@ -1,0 +1,117 @@
+"""Programs that do not know hetstream, under the start-up hook: what of their forward moves, and that losses stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sample_models as models
+import torch
+from hooking import hooked
+from torch.utils.data import DataLoader
+
+from benchmarks.partition_programs.catalogue import PROGRAMS
+from benchmarks.partition_programs.training import train
+from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
+from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
+
+
+@pytest.fixture
+def offloading(three: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hook with three data workers, and everything that may move does."""
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "all")
+    with hooked(three.name, monkeypatch):
+        yield
+    assert not _calls.followers, "a loader is followed for ever"
+
+
+def losses_of(model: torch.nn.Module, loader: Any, epochs: int = 1) -> list[str]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(epochs):
+        for values, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(values.to("cpu")), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def model_of(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("name", ["dlrm", "cnn", "depends_on_data"])
+def test_a_program_that_knows_nothing_has_its_losses(
+    name: str, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train(PROGRAMS[name], 6)
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "all")
+    with hooked(three.name, monkeypatch):
+        assert train(PROGRAMS[name], 6) == expected
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    if name == "depends_on_data":
+        assert "the forward takes a decision that depends on the data (others.py:" in said
+    else:
+        assert "data workers run" in said
+    assert not _calls.followers
+
+
+def test_evaluation_between_two_epochs_and_a_second_loader_change_nothing(
+    three: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = losses_of(model_of(models.Clean), DataLoader(models.Rows(48), 8))
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "all")
+    with hooked(three.name, monkeypatch):
+        model = model_of(models.Clean)
+        loader, validation = DataLoader(models.Rows(48), 8), DataLoader(models.Rows(16), 8)
+        assert losses_of(model, loader) == expected
+        forward = vars(model)["forward"]
+        assert isinstance(forward, PartitionedForward)
+        model.eval()
+        with torch.no_grad():
+            for values, _ in validation:
+                assert torch.equal(model(values), models.Clean.forward(model, values))
+        model.train()
+        losses_of(model, loader)
+        assert forward.counts.partitioned == 6
+        _end_followers()
+
+
+def _end_followers() -> None:
+    for follower in list(_calls.followers):
+        follower._end("the test ends")
+
+
+def test_a_loader_whose_batches_arrive_nowhere_is_followed_no_more(
+    offloading: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(list(DataLoader(models.Rows(120), 2))) == 60
+    assert not _calls.followers
+    assert "its batches arrive in no model's forward as the loader gives them" in caplog.text
+
+
+def test_two_models_of_one_loader_stay_where_they_are(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = model_of(models.Clean), model_of(models.Drops)
+    for values, _ in DataLoader(models.Rows(32), 8):
+        one(values)
+        other(values)
+    assert "its batches go to several models" in caplog.text
+    assert "forward" not in vars(one)
+
+
+def test_nothing_is_followed_unless_asked_for(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hooked(three.name, monkeypatch):
+        assert len(list(DataLoader(models.Rows(32), 8))) == 4
+        assert not _calls.followers
+
+
+def test_what_is_said_of_a_model(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    losses_of(model_of(models.Clean), DataLoader(models.Rows(48), 8))
+    assert "data workers run 5 operators of Clean's forward: everything that may move was asked for" in caplog.text

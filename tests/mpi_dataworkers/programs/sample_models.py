@@ -1,0 +1,186 @@
+"""Models of the tests that a partitioner meets, in a module beside the programs as a user's would be."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+FACTOR = 2.0
+SETTINGS = {"scale": 3.0}
+OTHER = object()
+DRAWN = []
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows of four numbers with a gap now and then, and a label."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.arange(4.0) + index % 13
+        values[index % 4] = float("nan") if index % 5 == 0 else index
+        return values, torch.tensor([float(index % 2)])
+
+
+class Clean(nn.Module):
+    """Cleans its numbers, then a layer: what other models here do beside that is in `also`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.linspace(0.0, 1.0, 4))
+        self.layer = nn.Linear(4, 1)
+        self.factor = 1.5
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        clean = torch.nan_to_num(values).clamp(0, 50).log1p() - self.mean
+        return self.layer(self.also(clean * self.factor))
+
+
+class InPlace(Clean):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values.nan_to_num_()
+        return self.layer(values - self.mean)
+
+
+class DecidesByData(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values / 2 if values.sum() > 0 else values
+
+
+class ReadsFile(Clean):
+    path = Path(__file__)
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values * len(self.path.read_text())
+
+
+class ReadsTime(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0 * time.time()
+
+
+class DrawsPythonNumbers(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values * random.random()
+
+
+class UsesNumpy(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values * float(np.sqrt(2.0))
+
+
+class ReadsObject(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values if OTHER else values * 2
+
+
+class ReadsGlobals(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values * FACTOR * SETTINGS["scale"]
+
+
+class WritesGlobal(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        global FACTOR
+        FACTOR = 2.0
+        return values
+
+
+class Counts(Clean):
+    """Changes an attribute of its own in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return values * self.calls
+
+
+class Prints(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return values
+
+
+@torch.library.custom_op("hetstream_tests::twice", mutates_args=())
+def twice(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+@twice.register_fake
+def _(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+class OwnOperator(Clean):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(twice(torch.nan_to_num(values)) - self.mean)
+
+
+class Noisy(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0.1 * torch.rand_like(values)
+
+
+class Drops(Clean):
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(values, 0.5, self.training)
+
+
+class Normalises(Clean):
+    """Running statistics without parameters, which no schema names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return self.norm(values)
+
+
+class Jagged(Clean):
+    """Ids with lengths: unique ones are looked up, and empty rows give zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 4)
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        ids = values.long() % 8
+        kept = ids[ids > 2]
+        unique, inverse = torch.unique(kept, return_inverse=True)
+        return values + self.table(unique)[inverse].sum(0)
+
+
+class TakesAnything(Clean):
+    """Arguments that are no tensors."""
+
+    def forward(self, values: torch.Tensor, how: Any = 1) -> torch.Tensor:
+        return super().forward(values * (how if isinstance(how, int) else 1))
+
+
+class LooksUp(Clean):
+    """Ids outside of the table are an error of the program's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(torch.nan_to_num(values)[:, 0].long()))

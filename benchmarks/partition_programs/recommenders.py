@@ -29,21 +29,21 @@ class CleanNumbers(nn.Module):
 
 
 class HashWords(nn.Module):
-    """Words of bytes as rows of a table: a polynomial hash over the bytes, several times for several tables."""
+    """Words of bytes as rows of a table: polynomial hashes over the bytes, put together."""
 
     def __init__(self, num_hashes: int) -> None:
         super().__init__()
         self.num_hashes = num_hashes
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Row numbers, [batch, words, hashes]."""
-        rows = []
+        """Row numbers, [batch, words]."""
+        together = torch.zeros(words.shape[:2], dtype=torch.int64)
         for number in range(self.num_hashes):
-            value = torch.zeros(words.shape[:2], dtype=torch.int64)
+            value = torch.zeros_like(together)
             for place in range(words.shape[2]):
                 value = (value * (257 + 2 * number) + words[:, :, place]) % _PRIME
-            rows.append((value ^ (value >> 7)) % _ROWS)
-        return torch.stack(rows, dim=2)
+            together = together * 31 + (value ^ (value >> 7))
+        return together % _ROWS
 
 
 def layers(*sizes: int) -> nn.Sequential:
@@ -88,16 +88,15 @@ class DeepFm(nn.Module):
         self.clean = CleanNumbers(8)
         self.hash = HashWords(3)
         self.linear = nn.Embedding(_ROWS, 1)
-        self.factors = nn.Embedding(_ROWS, 8)
-        self.deep = layers(8 + 48 * 3 * 8, 32, 1)
+        self.factors = nn.Embedding(_ROWS, 4)
+        self.deep = layers(8 + 48 * 4, 32, 1)
 
     def forward(self, numbers: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """Logits of a click."""
-        clean = self.clean(numbers)
-        rows = self.hash(words).flatten(1)
+        rows = self.hash(words)
         factors = self.factors(rows)
         pairs = (factors.sum(1) ** 2 - (factors**2).sum(1)).sum(1) / 2
-        deep = self.deep(torch.cat([clean, factors.flatten(1)], dim=1)).squeeze(1)
+        deep = self.deep(torch.cat([self.clean(numbers), factors.flatten(1)], dim=1)).squeeze(1)
         return self.linear(rows).sum((1, 2)) + pairs * 0.01 + deep
 
 
@@ -109,16 +108,15 @@ class WideAndDeep(nn.Module):
         self.clean = CleanNumbers(8)
         self.hash = HashWords(2)
         self.wide = nn.Embedding(_ROWS, 1)
-        self.deep_table = nn.Embedding(_ROWS, 8)
-        self.deep = layers(8 + 48 * 8, 64, 32, 1)
+        self.table = nn.Embedding(_ROWS, 4)
+        self.deep = layers(8 + 48 * 4, 32, 1)
 
     def forward(self, numbers: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """Logits of a click."""
         rows = self.hash(words)
-        first = rows[:, :, 0]
-        crossed = (first[:, :24] * 40503 + first[:, 24:]) % _PRIME % _ROWS
+        crossed = (rows[:, :24] * 40503 + rows[:, 24:]) % _PRIME % _ROWS
         wide = self.wide(crossed).sum((1, 2))
-        deep = self.deep(torch.cat([self.clean(numbers), self.deep_table(rows[:, :, 1]).flatten(1)], dim=1))
+        deep = self.deep(torch.cat([self.clean(numbers), self.table(rows).flatten(1)], dim=1))
         return wide + deep.squeeze(1)
 
 

@@ -13,7 +13,7 @@ class ClickRows(Dataset[tuple[torch.Tensor, ...]]):
         num_rows: how many.
         num_numbers: numbers of a row.
         num_ids: ids of a row.
-        with_text: the ids are words of bytes, padded with zeros to 8 bytes each.
+        with_text: the ids are words of bytes, padded with zeros to 12 bytes each.
     """
 
     def __init__(self, num_rows: int, num_numbers: int, num_ids: int, with_text: bool = False) -> None:
@@ -36,6 +36,6 @@ class ClickRows(Dataset[tuple[torch.Tensor, ...]]):
         label = ((index * 31 + 7) % 3 == 0).float()[:, 0]
         ids = (index * 2654435761 + torch.arange(self._num_ids) * 40503) % 1_000_003
         if self._with_text:
-            ids = ids.unsqueeze(2) // 7 ** torch.arange(8) % 26 + 97
+            ids = ids.unsqueeze(2) // 7 ** torch.arange(12) % 26 + 97
             ids = ids.to(torch.uint8)
         return numbers, ids, label

@@ -31,8 +31,15 @@ class Program:
     accelerator_ms: float = 0.0
 
 
-def train(program: Program, num_steps: int, num_workers: int = 0) -> list[str]:
-    """Train from a seed, and give the losses as exact numbers."""
+def train(program: Program, num_steps: int, num_workers: int = 0, ends: list[float] | None = None) -> list[str]:
+    """Train from a seed, and give the losses as exact numbers.
+
+    Args:
+        program: what to train.
+        num_steps: so many.
+        num_workers: of the loader.
+        ends: is given the time at the end of each step.
+    """
     torch.manual_seed(0)
     model = program.model()
     dataset = program.dataset(num_steps * program.batch_size)
@@ -48,4 +55,6 @@ def train(program: Program, num_steps: int, num_workers: int = 0) -> list[str]:
             time.sleep(program.accelerator_ms / 1e3)
         optimizer.step()
         losses.append(float(loss.detach()).hex())
+        if ends is not None:
+            ends.append(time.perf_counter())
     return losses

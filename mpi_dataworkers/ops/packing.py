@@ -196,6 +196,16 @@ def owned(buffer: memoryview) -> memoryview:
 
 def bytes_of_tensor(tensor: torch.Tensor) -> Buffer:
     """A tensor's bytes in row-major order, uncopied where they lie so."""
+    if tensor.dtype in _NUMPY_DTYPES and tensor.is_contiguous():
+        try:
+            return tensor.numpy().data.cast("B")
+        except (RuntimeError, TypeError):  # rare, and costs more to ask than to try
+            return _bytes_of_special(tensor)
+    return _bytes_of_special(tensor)
+
+
+def _bytes_of_special(tensor: torch.Tensor) -> Buffer:
+    """The same where it is empty, part of a graph, not contiguous, a view that conjugates or negates, or no NumPy's."""
     if tensor.numel() == 0:
         return b""
     if tensor.requires_grad or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -59,6 +59,10 @@ class _Unwatched:
 
 _UNWATCHED = _Unwatched()
 
+# What `random.seed` does with a whole number, without its look at what kind of seed it is: this runs for each sample.
+_python_generator: Any = vars(random)["_inst"]
+_seed_python = super(random.Random, _python_generator).seed
+
 # torch draws a base seed from 0 to this.
 LARGEST_BASE_SEED = 2**63 - 1
 
@@ -131,7 +135,7 @@ class Pipeline:
         """
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         roots = () if is_stream else (self.dataset, self.collate_fn)
-        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage))
+        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage) or None)
 
     @property
     def threads_help(self) -> bool:
@@ -373,7 +377,8 @@ def make_step(
 
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch's CPU."""
-    random.seed(seed)
+    _seed_python(seed)
+    _python_generator.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
     # torch's generator makes the same numbers of it, and user code can put `torch.initial_seed()` into a tensor.
     torch.default_generator.manual_seed(seed & LARGEST_BASE_SEED)

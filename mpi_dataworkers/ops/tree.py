@@ -72,6 +72,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
         spec = _encoder.encode((plan.table, plan.numbers, tree))
     if len(plan.packs) == 1 and not plan.alone:
         return spec, [plan.packs[0].of(tensors), *arrays]
+    if not plan.packs:
+        return spec, [*map(bytes_of_tensor, tensors), *arrays]
     buffers: list[Leaf] = [pack.of([tensors[number] for number in pack.numbers]) for pack in plan.packs]
     buffers += [bytes_of_tensor(tensors[number]) for number in plan.alone]
     return spec, buffers + arrays

@@ -42,11 +42,12 @@ _SILENCE_S = 5
 # What is read before a message's length is known: many small messages at once, but little of a large one, since it is
 # copied from here.
 _STAGE_BYTES = 64 << 10
-# Of a large message, the loader's thread is woken for this much and not for each segment.
+# Of a large message, the loader's thread is woken for a quarter and not for each segment: for so much, and no more.
 _WAKE_BYTES = 1 << 20
+_MOST_WAKE_BYTES = 2 << 20
 # How long more of a large message is waited for where the last bytes of it came: the way back to whoever waits for all
 # connections costs more than to wait here. On a network of 10 Gb/s so much more comes in this time.
-_INSIDE_S = 0.001
+_INSIDE_S = 0.002
 # Then the dispatcher's messages have their turn again.
 _BURST_S = 0.01
 # Bytes taken off one connection in one go: others have their turn, and so have the dispatcher's messages.
@@ -129,8 +130,10 @@ class _Connection:
 
     def wait_for_more(self) -> None:
         """Be readable when a good part of what is missing has come (SO_RCVLOWAT, socket(7))."""
-        missing = self.whole.nbytes - self.filled if self.whole is not None else 1
-        wake_bytes = min(missing, _WAKE_BYTES)
+        wake_bytes = 1
+        if self.whole is not None:
+            quarter = min(max(self.whole.nbytes // 4, _WAKE_BYTES), _MOST_WAKE_BYTES)
+            wake_bytes = min(self.whole.nbytes - self.filled, quarter)
         if wake_bytes != self._wake_bytes and self._is_tcp:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes

@@ -30,6 +30,7 @@ from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
 # supervisor knows it; which pipeline it was forked with and uses.
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
+_BEGUN = struct.Struct("<qdqq64sdq")  # both, of thread 0
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
 _SINCE = _TOLD = struct.Struct("<d")
 _TOLD_AT = _PAGE.size + _THREADS_BYTES
@@ -99,8 +100,7 @@ class WorkPage:
     def begin(self, session_id: str, token: int, step: int, limit_s: float) -> None:
         """User code is about to run for a step."""
         self._steps += 1
-        _PAGE.pack_into(self._page, 0, self._steps, limit_s, token, step, session_id.encode())
-        _THREAD.pack_into(self._page, _PAGE.size, time.monotonic(), -1)
+        _BEGUN.pack_into(self._page, 0, self._steps, limit_s, token, step, session_id.encode(), time.monotonic(), -1)
 
     def at_sample(self, sample_index: int, thread: int = 0) -> None:
         """A thread, below `MAX_THREADS`, comes to a sample, or with -1 to something else."""
@@ -129,9 +129,9 @@ class WorkPage:
         """How often another process was asked for."""
         return int(_ASKED.unpack_from(self._page, _ASKED_AT)[0])
 
-    def note_made(self) -> None:
-        """A step was made."""
-        _SINCE.pack_into(self._page, _MADE_AT, time.monotonic())
+    def note_made(self, now: float) -> None:
+        """A step was made, on the monotonic clock, s."""
+        _SINCE.pack_into(self._page, _MADE_AT, now)
 
     @property
     def made_at(self) -> float:

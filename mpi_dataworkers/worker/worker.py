@@ -162,9 +162,9 @@ class DataWorker:
                     return
                 finally:
                     self._page.rest()
-                self._page.note_made()
-                reach("worker.after_make")
                 now = time.monotonic()
+                self._page.note_made(now)
+                reach("worker.after_make")
                 waited_s += self._send(receivers, gathered.due(now, now - begun))
                 if not goes_on:
                     break

@@ -32,9 +32,28 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     load_pipeline,
     pickle_pipeline,
 )
-from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, seed_generators
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
+
+
+def drawn() -> list[float]:
+    python = random.random(), random.gauss(0, 1), random.randrange(10**30)
+    return [*python, np.random.rand(), np.random.normal(), torch.rand(()).item()]
+
+
+def test_generators_are_seeded_as_a_program_seeds_them() -> None:
+    seed = 2**64 - 3
+    with generators_kept():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed % 2**63)
+        random.gauss(0, 1)  # its second number is kept for the next call, until the generator is seeded
+        random.seed(seed)
+        expected = drawn()
+        random.gauss(0, 1)
+        seed_generators(seed)
+        assert drawn() == expected
 
 
 def pipeline_of(dataset: Any, **options: Any) -> Pipeline:

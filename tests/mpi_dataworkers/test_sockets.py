@@ -6,6 +6,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -305,3 +306,26 @@ def test_both_ends_notice_that_the_network_between_them_is_cut(sends: bool) -> N
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "is gone" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "filled", "expected"),
+    [
+        (100 << 10, 0, 100 << 10),
+        (3 << 20, 0, 1 << 20),
+        (6 << 20, 0, 3 << 19),
+        (38 << 20, 0, 2 << 20),
+        (38 << 20, (38 << 20) - 5000, 5000),
+    ],
+)
+def test_a_loader_is_woken_for_a_quarter_of_a_large_message(num_bytes: int, filled: int, expected: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            connection = sockets._Connection(accepted, "tcp://127.0.0.1:1", bytes(32))
+            connection.whole, connection.filled = memoryview(bytearray(num_bytes)), filled
+            connection.wait_for_more()
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == expected
+            connection.whole = None
+            connection.wait_for_more()
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1

@@ -170,29 +170,29 @@ class Pipeline:
         Raises:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
-        wanted = indices.tolist()
+        wanted, step_seed = indices.tolist(), seeds[0]  # which is computed at each look
         # Most steps have this form, and comparing costs more than looking: one that is equal gives the same.
         given = wanted if form is INTS else form.given(indices)
         seeds_all = not self.thread_safe
         if not self.batched:
             read = partial(getitem, self.dataset, wanted[0] if form is INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
-            samples = self._make_sample(read, sample, seeds[0], seeds_all, watched)
+            samples = self._make_sample(read, sample, step_seed, seeds_all, watched)
         elif reads_apart(self.dataset):
-            samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
+            samples = self._together(self.dataset.read_samples, wanted, step_seed, watched)
             transform = self.dataset.transform
             if transform is not None:
                 work = [partial(transform, raw) for raw in samples], wanted, seeds
                 samples = self._each(*work, seeds_all, watched, team)
         elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self._together(self.dataset.__getitems__, given, seeds[0], watched)
+            samples = self._together(self.dataset.__getitems__, given, step_seed, watched)
         else:
             reads = [partial(getitem, self.dataset, index) for index in given]
             samples = self._each(reads, wanted, seeds, seeds_all, watched, team)
         watched.at_sample(-1)
         if not seeds_all:
-            self._seed(seeds[0])
-        return self.collated(samples, seeds[0])
+            self._seed(step_seed)
+        return self.collated(samples, step_seed)
 
     def _each(
         self,

@@ -238,7 +238,7 @@ class EpochPlan:
         start, stop = self._round_bounds(step)
         share, extra = divmod(stop - start, self.world_size)
         first = start + rank * share + min(rank, extra)
-        positions = np.arange(first, first + share + (rank < extra), 1, np.int64)  # by place: a keyword costs a tenth
+        positions = np.arange(first, first + share + (rank < extra), dtype=np.int64)
         if self.shuffle:
             positions = permute(positions, self.num_samples, self.seed, self.epoch)
         return positions if self.num_shards == 1 else positions * self.num_shards + self.shard

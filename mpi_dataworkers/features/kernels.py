@@ -6,12 +6,14 @@ and is called for every tile of every batch. What the operators mean is said in 
 
 from __future__ import annotations
 
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hetstream.mpi_dataworkers.features.operators import (
@@ -28,7 +30,7 @@ from hetstream.mpi_dataworkers.features.operators import (
     Operator,
     SigridHash,
 )
-from hetstream.mpi_dataworkers.features.tiles import Parameter, Tile, ranges
+from hetstream.mpi_dataworkers.features.tiles import Parameter, Tile, ranges, repeated
 from hetstream.mpi_dataworkers.features.types import RANGES, FeatureType
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "int32", "int64")}
@@ -79,9 +81,18 @@ class ByValue(Kernel):
 
 
 def _clamp_(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-    if isinstance(low, torch.Tensor) == isinstance(high, torch.Tensor):
+    if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor):
         return x.clamp_(low, high)
-    return x.clamp_min_(low).clamp_max_(high)
+    return _at_most(_at_least(x, low), high)
+
+
+def _at_least(x: torch.Tensor, low: Any) -> torch.Tensor:
+    # torch's clamp takes six times as long where its bound is a tensor.
+    return torch.maximum(x, low) if isinstance(low, torch.Tensor) else x.clamp_min_(low)
+
+
+def _at_most(x: torch.Tensor, high: Any) -> torch.Tensor:
+    return torch.minimum(x, high) if isinstance(high, torch.Tensor) else x.clamp_max_(high)
 
 
 class _Logit(ByValue):
@@ -93,8 +104,9 @@ class _Logit(ByValue):
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         low, high = arguments
-        t = _clamp_(x.to(torch.float32), low, high)
-        return t.div_(1 - t).log_()
+        x = x.to(torch.float32)
+        # One pass, where there is one eps; it computes 1 - eps as it is computed above.
+        return torch.logit_(_clamp_(x, low, high)) if isinstance(low, torch.Tensor) else torch.logit_(x, eps=low)
 
 
 class _BoxCox(ByValue):
@@ -123,6 +135,30 @@ def _xor_of_shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
+def _hash_in_place(x: npt.NDArray[np.uint64], salt: Any) -> None:
+    """What `_SigridHash.compute` says with torch. NumPy has unsigned words: fewer passes, and faster products."""
+    other = np.empty_like(x)
+    own_salt = salt.numpy().view(np.uint64) if isinstance(salt, torch.Tensor) else np.uint64(salt % 2**64)
+
+    def mix(bits: int, factor: int) -> None:
+        np.right_shift(x, np.uint64(bits), out=other)
+        np.bitwise_xor(x, other, out=x)
+        if factor != 1:
+            np.multiply(x, np.uint64(factor % 2**64), out=x)
+
+    np.multiply(x, np.uint64(2**21 - 1), out=x)
+    np.subtract(x, np.uint64(1), out=x)
+    mix(24, 265)
+    mix(14, 21)
+    mix(28, 2**31 + 1)
+    np.bitwise_xor(x, own_salt, out=x)
+    np.multiply(x, np.uint64(_FACTOR % 2**64), out=x)
+    mix(47, 1)
+    np.bitwise_xor(x, own_salt, out=x)
+    np.multiply(x, np.uint64(_FACTOR % 2**64), out=x)
+    mix(47, _FACTOR)
+
+
 class _SigridHash(ByValue):
     def __init__(self, operators: Sequence[SigridHash], given: FeatureType) -> None:
         super().__init__(operators, given)
@@ -133,6 +169,9 @@ class _SigridHash(ByValue):
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         salt, max_value = arguments
+        if not torch.compiler.is_compiling():
+            _hash_in_place(x.numpy().view(np.uint64), salt)
+            return x.remainder_(max_value)
         # ~x + (x << 21) is x * (2**21 - 1) - 1 modulo 2**64; the other sums of shifted words are products, too.
         x.mul_(2**21 - 1).sub_(1)
         _xor_of_shifted(x, 24).mul_(265)
@@ -157,21 +196,50 @@ class _Clamp(ByValue):
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if self.has == (True, True):
             return _clamp_(x, *arguments)
-        return x.clamp_min_(*arguments) if self.has[0] else x.clamp_max_(*arguments)
+        return _at_least(x, *arguments) if self.has[0] else _at_most(x, *arguments)
 
 
 class _Bucketize(ByValue):
+    """Borders are found by a grid, because a binary search takes a mispredicted branch at every second border.
+
+    The values between a feature's first and last border fall into cells of one size. Which cell never decreases from a
+    value to a larger one, however it is rounded, so that all borders of earlier cells are below a value. The few of its
+    own cell are compared one by one. Where borders are so uneven that a cell has many, they are searched after all.
+    """
+
     def __init__(self, operators: Sequence[Bucketize], given: FeatureType) -> None:
         super().__init__(operators, given)
         tables = [self._without_repeats(np.asarray(one.borders, dtype=given.dtype)) for one in operators]
-        longest = max(map(len, tables))
-        # No value is above infinity, so that it is never counted.
-        padded = [np.pad(table, (0, longest - len(table)), constant_values=np.inf) for table in tables]
-        self._table = torch.from_numpy(np.stack(padded))
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            scales = [(_CELLS - 1) / (table[-1] - table[0]) if len(table) > 1 else 0.0 for table in tables]
+        largest = float(np.finfo(np.float32).max)
+        self._tables = [torch.from_numpy(table) for table in tables]
+        lows, scales = [float(table[0]) for table in tables], [min(float(scale), largest) for scale in scales]
+        # Behind the borders of each feature stands infinity: no value is above it.
+        places = [0, *np.cumsum([len(table) + 1 for table in tables[:-1]]).tolist()]
+        self.parameters = tuple(
+            Parameter(numbers, dtype)
+            for numbers, dtype in (
+                (lows, self.dtype),
+                (scales, self.dtype),
+                ([(_CELLS + 1) * at for at in range(len(tables))], torch.int64),
+                (places, torch.int64),
+            )
+        )
         self._of_nan = Parameter([int(len(one.borders) > 1) for one in operators], torch.int32)
-        self._is_same = all(one.borders == operators[0].borders for one in operators)
-        # Jagged features with borders of their own are searched one by one, in pieces of other sizes for each batch.
-        self.may_compile = self._is_same
+        cells = [
+            _cells(table, *torch.tensor([low, scale], dtype=self.dtype))
+            for table, low, scale in zip(self._tables, lows, scales, strict=True)
+        ]
+        firsts = []
+        for of, place, one in zip(cells, places, operators, strict=True):
+            of_nan = torch.tensor([place + int(len(one.borders) > 1)])
+            firsts += [of_nan, torch.searchsorted(of, torch.arange(1, _CELLS + 1)) + place]
+        self._first_of_cell = torch.cat(firsts)
+        self._borders = torch.cat([piece for table in self._tables for piece in (table, torch.tensor([np.inf]))])
+        self._borders = self._borders.to(self.dtype)
+        self._most_in_a_cell = max(int(torch.bincount(of).max()) for of in cells)
+        self.may_compile = self._most_in_a_cell <= _MOST_COMPARED
 
     @staticmethod
     def _without_repeats(borders: np.ndarray) -> np.ndarray:
@@ -181,23 +249,42 @@ class _Bucketize(ByValue):
         return lower
 
     def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
+        return *super().arguments(tile, as_tensors), self._first_of_cell, self._borders
+
+    def __call__(self, tile: Tile) -> Tile:
+        if self.may_compile:
+            return super().__call__(tile)
         span = tile.span
-        table = self._table[0] if self._is_same else self._table[span.first : span.last]
-        return table, self._of_nan.over(tile, as_tensors), None if self._is_same or tile.is_even else tile.sizes
+        pieces = zip(torch.split(tile.values, list(tile.sizes)), self._tables[span.first : span.last], strict=True)
+        found = torch.cat([torch.bucketize(piece, borders, out_int32=True) for piece, borders in pieces])
+        is_nan = torch.isnan(tile.values.view(tile.shape))
+        return tile.with_values(_filled(found.view(tile.shape), is_nan, self._of_nan.over(tile)))
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        table, of_nan, sizes = arguments
-        if sizes is not None:
-            pieces = zip(torch.split(x, sizes), table, strict=True)
-            found = torch.cat([torch.bucketize(piece, borders, out_int32=True) for piece, borders in pieces])
-        elif table.dim() == 1:
-            found = torch.bucketize(x, table, out_int32=True)
-        else:
-            found = torch.searchsorted(table, x, out_int32=True)
-        is_nan = torch.isnan(x)
-        if isinstance(of_nan, torch.Tensor):
-            return torch.where(is_nan, of_nan, found)
-        return found.masked_fill_(is_nan, of_nan)
+        low, scale, cells_at, place, first_of_cell, borders = arguments
+        at = _taken(first_of_cell, _cells(x, low, scale).add_(cells_at))
+        for _ in range(self._most_in_a_cell):
+            at = at.add_(_taken(borders, at) < x)
+        return at.sub_(place).to(torch.int32)
+
+
+_CELLS = 1024
+# So many comparisons take as long as a search of some hundred borders.
+_MOST_COMPARED = 6
+
+
+def _cells(x: torch.Tensor, low: Any, scale: Any) -> torch.Tensor:
+    """In which cell of the grid each value is, 1 to _CELLS; NaN is in cell 0."""
+    places: torch.Tensor = (x - low).mul_(scale).clamp_(0, _CELLS - 1)
+    return places.add_(1).nan_to_num_(nan=0.0).to(torch.int64)
+
+
+def _taken(table: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return table[at] if torch.compiler.is_compiling() else table.index_select(0, at.view(-1)).view_as(at)
+
+
+def _filled(x: torch.Tensor, where: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.where(where, value, x) if isinstance(value, torch.Tensor) else x.masked_fill_(where, value)
 
 
 class _MapId(ByValue):
@@ -221,8 +308,8 @@ class _MapId(ByValue):
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         size, place, joined = arguments
-        at = x.to(torch.int64).clamp_min_(-1).clamp_max_(size).add_(place)
-        return joined[at] if torch.compiler.is_compiling() else torch.take(joined, at)
+        at = _at_most(x.to(torch.int64).clamp_min_(-1), size).add_(place)
+        return _taken(joined, at)
 
 
 class _FillNull(ByValue):
@@ -243,10 +330,12 @@ class _FillNull(ByValue):
         value, valid = arguments
         if valid is None and not self.nan:
             return x
+        if valid is None and not isinstance(value, torch.Tensor):
+            return x.nan_to_num_(nan=value, posinf=np.inf, neginf=-np.inf)
         missing = torch.isnan(x) if valid is None else ~valid
         if self.nan and valid is not None:
             missing = missing.logical_or_(torch.isnan(x))
-        return torch.where(missing, value, x) if isinstance(value, torch.Tensor) else x.masked_fill_(missing, value)
+        return _filled(x, missing, value)
 
 
 class _Cast(ByValue):
@@ -292,7 +381,8 @@ class _Onehot(Kernel):
             firsts, empty = tile.values.view(-1, self.given.width)[:, 0].to(torch.float32), None
         elif len(tile.values):
             starts = torch.cumsum(tile.lengths, 0).sub_(tile.lengths)
-            firsts, empty = tile.values[starts.clamp_max_(len(tile.values) - 1)].to(torch.float32), tile.lengths == 0
+            starts.clamp_max_(len(tile.values) - 1)
+            firsts, empty = tile.values.index_select(0, starts).to(torch.float32), tile.lengths == 0
         else:
             firsts, empty = torch.zeros(len(tile.lengths)), torch.ones(len(tile.lengths), dtype=torch.bool)
         by_row = replace(tile, values=firsts, sizes=(tile.num_rows,) * count)
@@ -327,7 +417,7 @@ class _Lists(Kernel):
         if taken is None:
             return tile
         sizes = tuple(new_lengths.sum(1).tolist())
-        return replace(tile, values=tile.values[taken], sizes=sizes, lengths=new_lengths.view(-1))
+        return replace(tile, values=tile.values.index_select(0, taken), sizes=sizes, lengths=new_lengths.view(-1))
 
     @abstractmethod
     def pick(self, lengths: torch.Tensor, n: Any, starts: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -353,7 +443,7 @@ class _Ngram(_Lists):
         if torch.equal(made, windows * largest):
             # All windows have one size: a matrix of places instead of a list for each.
             return (window_starts.unsqueeze(1) + torch.arange(largest)).view(-1), made
-        counts = torch.repeat_interleave(sizes.view(-1), windows.view(-1), output_size=num_windows)
+        counts = repeated(sizes.view(-1), windows.view(-1))
         return ranges(window_starts, counts, int(made.sum())), made
 
 
@@ -384,7 +474,7 @@ class Run(Kernel):
         super().__init__((), kernels[0].given)
         self._kernels = kernels
         self._compiled = compiler is not None and all(kernel.may_compile for kernel in kernels)
-        self._function = compiler(self._in_turn) if compiler is not None and self._compiled else None
+        self._function = compiler(_with_code_of_its_own(self._in_turn)) if compiler and self._compiled else None
 
     def __call__(self, tile: Tile) -> Tile:
         if self._function is None:
@@ -400,3 +490,10 @@ class Run(Kernel):
         for kernel, own in zip(self._kernels, arguments, strict=True):
             x = kernel.compute(x, *own)
         return x
+
+
+def _with_code_of_its_own(method: Any) -> Callable[..., Any]:
+    """torch.compile counts how often a code object was compiled, and gives up: each run of kernels has its own."""
+    function = method.__func__
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return types.MethodType(copied, method.__self__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 # Of int64 a quarter of a MiB: with what an operator needs beside it, within the second-level cache of a core.
@@ -87,7 +88,7 @@ class Parameter:
         tensor = self._tensor[span.first : span.last]
         if tile.is_even:
             return tensor.unsqueeze(1)
-        return torch.repeat_interleave(tensor, torch.tensor(tile.sizes), output_size=sum(tile.sizes))
+        return repeated(tensor, torch.tensor(tile.sizes))
 
 
 def spans(sizes: Sequence[int], most: int = TILE_VALUES, *, whole: bool = False) -> Iterator[Span]:
@@ -114,4 +115,9 @@ def spans(sizes: Sequence[int], most: int = TILE_VALUES, *, whole: bool = False)
 def ranges(starts: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
     """`start, start + 1, ...`, `count` numbers for each pair, one after the other; `total` is the sum of the counts."""
     before = torch.cumsum(counts, 0) - counts
-    return torch.repeat_interleave(starts - before, counts, output_size=total).add_(torch.arange(total))
+    return repeated(starts - before, counts).add_(torch.arange(total))
+
+
+def repeated(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Each value so many times. NumPy takes a third of the time of `torch.repeat_interleave`."""
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ _log = logging.getLogger(__name__)
 _COMPILED_TILE_VALUES = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Values:
+class _Values(NamedTuple):
     """A feature of the batch at hand.
 
     Attributes:
@@ -150,7 +149,7 @@ class _Group:
     def run(self, features: Mapping[str, _Values], num_rows: int) -> dict[str, _Values]:
         """The features that the chains make."""
         given = [features[chain.source] for chain in self._chains]
-        sizes = [len(one.values) for one in given]
+        sizes = [one.values.numel() for one in given]
         if self._by_value:
             values = torch.empty(sum(sizes), dtype=self._dtype)
             for tile in self._tiles(given, sizes, num_rows, values):
@@ -182,7 +181,7 @@ class _Group:
                 before = sum(sizes[: span.first])
                 part = slice(span.begin - before, span.end - before)
                 pieces, valid = [pieces[0][part]], [None if valid[0] is None else valid[0][part]]
-            tile_sizes = tuple(map(len, pieces))
+            tile_sizes = tuple(piece.numel() for piece in pieces)
             if goal is not None and goal.dtype == dtype:
                 values = goal[span.begin : span.end]
             else:
@@ -256,6 +255,10 @@ def _read(one: Input, batch: Mapping[str, Any]) -> tuple[_Values, int]:
     if one.name not in batch:
         raise FeatureError(f"it has no {one.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
     found, valid, lengths = batch[one.name], None, None
+    if type(found) is torch.Tensor and found.is_cpu and found.dtype is TORCH_DTYPES[one.type.dtype]:
+        shape = found.shape
+        if len(shape) == 1 and one.type.width == 1 and not one.type.is_jagged:  # as most are
+            return _Values(found), shape[0]
     if one.type.is_jagged:
         if not (isinstance(found, tuple) and len(found) == 2):
             raise FeatureError(f"{one.name} is {_described(found)}; a jagged feature is Jagged(values, lengths)")
@@ -335,7 +338,7 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     for piece in pieces:
         if piece.storage_offset() != end or piece.untyped_storage().data_ptr() != storage or not piece.is_contiguous():
             return torch.cat(list(pieces))
-        end += len(piece)
+        end += piece.numel()
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 

@@ -155,6 +155,10 @@ class FeatureGraph:
         flat = tuple(Step(name, of, operator) for (of, operator), name in steps.items())
         return cls(tuple(inputs), flat, tuple(made))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without what is computed: the same graph is the same bytes, whatever was asked of it before.
+        return FeatureGraph, (self.inputs, self.steps, self.outputs)
+
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits that two graphs share if they are the same, on every machine."""

@@ -212,9 +212,13 @@ class _Bucketize(ByValue):
         tables = [self._without_repeats(np.asarray(one.borders, dtype=given.dtype)) for one in operators]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             scales = [(_CELLS - 1) / (table[-1] - table[0]) if len(table) > 1 else 0.0 for table in tables]
-        largest = float(np.finfo(np.float32).max)
+        # Neither 0 nor infinity, which would make NaN of infinite values and of the first border.
+        smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
         self._tables = [torch.from_numpy(table) for table in tables]
-        lows, scales = [float(table[0]) for table in tables], [min(float(scale), largest) for scale in scales]
+        lows, scales = (
+            [float(table[0]) for table in tables],
+            [min(max(float(scale), smallest), largest) for scale in scales],
+        )
         # Behind the borders of each feature stands infinity: no value is above it.
         places = [0, *np.cumsum([len(table) + 1 for table in tables[:-1]]).tolist()]
         self.parameters = tuple(

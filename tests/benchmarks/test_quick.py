@@ -60,6 +60,22 @@ def test_tensors(tmp_path: Path) -> None:
         assert float(str(rows[f"{ratio}: least"]["value"])) > 1, "what the ratio is at least, beside it"
 
 
+def test_features_beside_loops(tmp_path: Path) -> None:
+    """It measures its own process; each operator has computed the same as the loop, else it fails."""
+    rows = run("features", tmp_path, "width 8,256 rows")
+    assert {"hetstream", "torch loop", "NumPy loop", "torch loop / hetstream", "hetstream: of memcpy"} <= set(rows)
+    assert rows["torch loop / hetstream"]["target"] == ">= 3"
+    cases = {row["case"] for row in json.loads((tmp_path / "features.json").read_text())["rows"]}
+    assert len(cases) == 12
+
+
+@pytest.mark.slow
+def test_fusion(tmp_path: Path) -> None:
+    rows = run("fusion", tmp_path, "hetstream")
+    assert all(row["value"] is not None for row in rows.values()), rows
+    assert rows["hetstream, 141 tensors together / hetstream, one by one"]["target"] == ">= 1.3"
+
+
 @pytest.mark.slow
 def test_tensors_of_peers(tmp_path: Path) -> None:
     rows = run("tensors", tmp_path, "torch DataLoader,tf.data,Ray")

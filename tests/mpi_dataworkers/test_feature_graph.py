@@ -136,6 +136,7 @@ def test_outputs_have_features_that_go_together() -> None:
 def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> None:
     again = from_json(to_json(EVERY))
     assert again == EVERY == pickle.loads(pickle.dumps(EVERY))
+    assert pickle.dumps(again) == pickle.dumps(pickle.loads(pickle.dumps(EVERY)))
     assert again.digest == EVERY.digest != FeatureGraph.of({"y": dense("a")}).digest
     assert {type(step.operator) for step in EVERY.steps} == set(OPERATORS)
     program = "import sys; from hetstream.mpi_dataworkers.features.graph_json import from_json\n"

@@ -73,7 +73,11 @@ def test_hashes_are_torcharrow_s() -> None:
 def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> None:
     values = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, NAN, INF, -INF]
     assert of_values(Bucketize((1.0, 2.0, 2.0, 3.0)), values, "float32") == [0, 0, 1, 2, 3, 3, 4, 1, 4, 0]
-    assert of_values(Bucketize((2.0,)), [1, 2, 3, NAN], "float64") == [0, 0, 1, 0]
+    assert of_values(Bucketize((2.0,)), [1, 2, 3, NAN, INF, -INF], "float64") == [0, 0, 1, 0, 1, 0]
+    apart = Bucketize((-3e38, 3e38))
+    assert of_values(apart, [-INF, INF, NAN, 0, 3.3e38, -3.3e38], "float32") == [0, 2, 1, 1, 2, 0]
+    crowded = Bucketize([0.0, *(1e30 + at * 1e24 for at in range(20)), 2e38])
+    assert of_values(crowded, [-1.0, 0.5, 1e30 + 1.5e24, 3e38], "float64") == [0, 1, 3, 22]
     assert of_values(Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
 
 

@@ -21,7 +21,8 @@ import torch
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step
-from hetstream.mpi_dataworkers.features.kernels import KERNELS, TORCH_DTYPES, ByValue, Kernel, Run
+from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Kernel
+from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
 from hetstream.mpi_dataworkers.features.tiles import TILE_VALUES, Tile, spans
 from hetstream.mpi_dataworkers.features.types import FeatureType
 

@@ -1,0 +1,310 @@
+"""Kernels of operators that make one value of each: all but Onehot, FirstX and Ngram. See `kernels.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue
+from hetstream.mpi_dataworkers.features.operators import (
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    Logit,
+    MapId,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.tiles import Parameter, Tile
+from hetstream.mpi_dataworkers.features.types import RANGES, FeatureType
+
+
+def _clamp_(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+    if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor):
+        return x.clamp_(low, high)
+    return _at_most(_at_least(x, low), high)
+
+
+def _at_least(x: torch.Tensor, low: Any) -> torch.Tensor:
+    # torch's clamp takes six times as long where its bound is a tensor.
+    return torch.maximum(x, low) if isinstance(low, torch.Tensor) else x.clamp_min_(low)
+
+
+def _at_most(x: torch.Tensor, high: Any) -> torch.Tensor:
+    return torch.minimum(x, high) if isinstance(high, torch.Tensor) else x.clamp_max_(high)
+
+
+class LogitKernel(ByValue):
+    def __init__(self, operators: Sequence[Logit], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        lows = [float(np.float32(one.eps)) for one in operators]
+        highs = [float(np.float32(1) - np.float32(one.eps)) for one in operators]
+        self.parameters = Parameter(lows, torch.float32), Parameter(highs, torch.float32)
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        low, high = arguments
+        x = x.to(torch.float32)
+        # One pass, where there is one eps; it computes 1 - eps as it is computed above.
+        return torch.logit_(_clamp_(x, low, high)) if isinstance(low, torch.Tensor) else torch.logit_(x, eps=low)
+
+
+class BoxCoxKernel(ByValue):
+    def __init__(self, operators: Sequence[BoxCox], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        self.is_log = operators[0].lmbda == 0
+        self.parameters = () if self.is_log else (Parameter([one.lmbda for one in operators], torch.float64),)
+
+    @classmethod
+    def kind(cls, operator: BoxCox) -> Hashable:
+        return operator.lmbda == 0
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self.is_log:
+            return torch.where(x > 0, torch.log(x), x).to(torch.float32)
+        [lmbda] = arguments
+        powers = torch.expm1_(x.to(torch.float64, copy=True).log_().mul_(lmbda)).div_(lmbda)
+        return torch.where(x > 0, powers.to(torch.float32), x.to(torch.float32))
+
+
+_FACTOR = 0x9DDFEA08EB382D69 - 2**64
+
+
+def _xor_of_shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x ^ (x >> bits) of unsigned words, which torch's int64 are not."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def _hash_in_place(x: npt.NDArray[np.uint64], salt: Any) -> None:
+    """What `SigridHashKernel.compute` says with torch. NumPy has unsigned words: fewer passes, and faster products."""
+    other = np.empty_like(x)
+    own_salt = salt.numpy().view(np.uint64) if isinstance(salt, torch.Tensor) else np.uint64(salt % 2**64)
+
+    def mix(bits: int, factor: int) -> None:
+        np.right_shift(x, np.uint64(bits), out=other)
+        np.bitwise_xor(x, other, out=x)
+        if factor != 1:
+            np.multiply(x, np.uint64(factor % 2**64), out=x)
+
+    np.multiply(x, np.uint64(2**21 - 1), out=x)
+    np.subtract(x, np.uint64(1), out=x)
+    mix(24, 265)
+    mix(14, 21)
+    mix(28, 2**31 + 1)
+    np.bitwise_xor(x, own_salt, out=x)
+    np.multiply(x, np.uint64(_FACTOR % 2**64), out=x)
+    mix(47, 1)
+    np.bitwise_xor(x, own_salt, out=x)
+    np.multiply(x, np.uint64(_FACTOR % 2**64), out=x)
+    mix(47, _FACTOR)
+
+
+class SigridHashKernel(ByValue):
+    def __init__(self, operators: Sequence[SigridHash], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        self.parameters = tuple(
+            Parameter(numbers, torch.int64)
+            for numbers in ([one.salt for one in operators], [one.max_value for one in operators])
+        )
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        salt, max_value = arguments
+        if not torch.compiler.is_compiling():
+            _hash_in_place(x.numpy().view(np.uint64), salt)
+            return x.remainder_(max_value)
+        # ~x + (x << 21) is x * (2**21 - 1) - 1 modulo 2**64; the other sums of shifted words are products, too.
+        x.mul_(2**21 - 1).sub_(1)
+        _xor_of_shifted(x, 24).mul_(265)
+        _xor_of_shifted(x, 14).mul_(21)
+        _xor_of_shifted(x, 28).mul_(2**31 + 1)
+        for _ in range(2):
+            _xor_of_shifted(x.bitwise_xor_(salt).mul_(_FACTOR), 47)
+        return x.mul_(_FACTOR).remainder_(max_value)
+
+
+class ClampKernel(ByValue):
+    def __init__(self, operators: Sequence[Clamp], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        self.has = self.kind(operators[0])
+        bounds = [[getattr(one, side) for one in operators] for side in ("lower", "upper")]
+        self.parameters = tuple(Parameter(side, self.dtype) for side in bounds if side[0] is not None)
+
+    @classmethod
+    def kind(cls, operator: Clamp) -> tuple[bool, bool]:
+        return operator.lower is not None, operator.upper is not None
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self.has == (True, True):
+            return _clamp_(x, *arguments)
+        return _at_least(x, *arguments) if self.has[0] else _at_most(x, *arguments)
+
+
+class BucketizeKernel(ByValue):
+    """Borders are found by a grid, because a binary search takes a mispredicted branch at every second border.
+
+    The values between a feature's first and last border fall into cells of one size. Which cell never decreases from a
+    value to a larger one, however it is rounded, so that all borders of earlier cells are below a value. The few of its
+    own cell are compared one by one. Where borders are so uneven that a cell has many, they are searched after all.
+    """
+
+    def __init__(self, operators: Sequence[Bucketize], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        tables = [self._without_repeats(np.asarray(one.borders, dtype=given.dtype)) for one in operators]
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            scales = [(_CELLS - 1) / (table[-1] - table[0]) if len(table) > 1 else 0.0 for table in tables]
+        # Neither 0 nor infinity, which would make NaN of infinite values and of the first border.
+        smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        self._tables = [torch.from_numpy(table) for table in tables]
+        lows, scales = (
+            [float(table[0]) for table in tables],
+            [min(max(float(scale), smallest), largest) for scale in scales],
+        )
+        # Behind the borders of each feature stands infinity: no value is above it.
+        places = [0, *np.cumsum([len(table) + 1 for table in tables[:-1]]).tolist()]
+        self.parameters = tuple(
+            Parameter(numbers, dtype)
+            for numbers, dtype in (
+                (lows, self.dtype),
+                (scales, self.dtype),
+                ([(_CELLS + 1) * at for at in range(len(tables))], torch.int64),
+                (places, torch.int64),
+            )
+        )
+        self._of_nan = Parameter([int(len(one.borders) > 1) for one in operators], torch.int32)
+        cells = [
+            _cells(table, *torch.tensor([low, scale], dtype=self.dtype))
+            for table, low, scale in zip(self._tables, lows, scales, strict=True)
+        ]
+        firsts = []
+        for of, place, one in zip(cells, places, operators, strict=True):
+            of_nan = torch.tensor([place + int(len(one.borders) > 1)])
+            firsts += [of_nan, torch.searchsorted(of, torch.arange(1, _CELLS + 1)) + place]
+        self._first_of_cell = torch.cat(firsts)
+        self._borders = torch.cat([piece for table in self._tables for piece in (table, torch.tensor([np.inf]))])
+        self._borders = self._borders.to(self.dtype)
+        self._most_in_a_cell = max(int(torch.bincount(of).max()) for of in cells)
+        self.may_compile = self._most_in_a_cell <= _MOST_COMPARED
+
+    @staticmethod
+    def _without_repeats(borders: np.ndarray) -> np.ndarray:
+        """The first of two equal borders becomes the number before it: an equal value is then above one of the two."""
+        is_first = np.append(borders[1:] == borders[:-1], False)
+        lower: np.ndarray = np.where(is_first, np.nextafter(borders, borders.dtype.type(-np.inf)), borders)
+        return lower
+
+    def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
+        return *super().arguments(tile, as_tensors), self._first_of_cell, self._borders
+
+    def __call__(self, tile: Tile) -> Tile:
+        if self.may_compile:
+            return super().__call__(tile)
+        span = tile.span
+        pieces = zip(torch.split(tile.values, list(tile.sizes)), self._tables[span.first : span.last], strict=True)
+        found = torch.cat([torch.bucketize(piece, borders, out_int32=True) for piece, borders in pieces])
+        is_nan = torch.isnan(tile.values.view(tile.shape))
+        return tile.with_values(_filled(found.view(tile.shape), is_nan, self._of_nan.over(tile)))
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        low, scale, cells_at, place, first_of_cell, borders = arguments
+        at = _taken(first_of_cell, _cells(x, low, scale).add_(cells_at))
+        for _ in range(self._most_in_a_cell):
+            at = at.add_(_taken(borders, at) < x)
+        return at.sub_(place).to(torch.int32)
+
+
+_CELLS = 1024
+# So many comparisons take as long as a search of some hundred borders.
+_MOST_COMPARED = 6
+
+
+def _cells(x: torch.Tensor, low: Any, scale: Any) -> torch.Tensor:
+    """In which cell of the grid each value is, 1 to _CELLS; NaN is in cell 0."""
+    places: torch.Tensor = (x - low).mul_(scale).clamp_(0, _CELLS - 1)
+    return places.add_(1).nan_to_num_(nan=0.0).to(torch.int64)
+
+
+def _taken(table: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return table[at] if torch.compiler.is_compiling() else table.index_select(0, at.view(-1)).view_as(at)
+
+
+def _filled(x: torch.Tensor, where: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.where(where, value, x) if isinstance(value, torch.Tensor) else x.masked_fill_(where, value)
+
+
+class MapIdKernel(ByValue):
+    def __init__(self, operators: Sequence[MapId], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        # All tables one behind the other, each once and with a 0 before and behind it.
+        joined: list[int] = []
+        places: dict[tuple[int, ...], int] = {}
+        for one in operators:
+            if one.table not in places:
+                places[one.table] = len(joined)
+                joined += [0, *one.table, 0]
+        self._joined = torch.tensor(joined, dtype=torch.int64)
+        self.parameters = tuple(
+            Parameter(numbers, torch.int64)
+            for numbers in ([len(one.table) for one in operators], [places[one.table] + 1 for one in operators])
+        )
+
+    def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
+        return *super().arguments(tile, as_tensors), self._joined
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        size, place, joined = arguments
+        at = _at_most(x.to(torch.int64).clamp_min_(-1), size).add_(place)
+        return _taken(joined, at)
+
+
+class FillNullKernel(ByValue):
+    def __init__(self, operators: Sequence[FillNull], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        self.nan = operators[0].nan
+        self.parameters = (Parameter([one.value for one in operators], self.dtype),)
+
+    @classmethod
+    def kind(cls, operator: FillNull) -> Hashable:
+        return operator.nan
+
+    def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
+        valid = None if tile.valid is None else tile.valid.view(tile.shape)
+        return *super().arguments(tile, as_tensors), valid
+
+    def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        value, valid = arguments
+        if valid is None and not self.nan:
+            return x
+        if valid is None and not isinstance(value, torch.Tensor):
+            return x.nan_to_num_(nan=value, posinf=np.inf, neginf=-np.inf)
+        missing = torch.isnan(x) if valid is None else ~valid
+        if self.nan and valid is not None:
+            missing = missing.logical_or_(torch.isnan(x))
+        return _filled(x, missing, value)
+
+
+class CastKernel(ByValue):
+    def __init__(self, operators: Sequence[Cast], given: FeatureType) -> None:
+        super().__init__(operators, given)
+        self.to = operators[0].dtype
+
+    @classmethod
+    def kind(cls, operator: Cast) -> Hashable:
+        return operator.dtype
+
+    def compute(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        goal = TORCH_DTYPES[self.to]
+        if self.to not in RANGES or self.given.dtype in (self.to, "int32"):
+            return x.to(goal)
+        low, high = RANGES[self.to]
+        if not self.given.is_float:
+            return x.clamp_(low, high).to(goal)
+        x = x.to(torch.float64).nan_to_num_(nan=0.0)
+        if self.to == "int32":
+            return x.clamp_(low, high).to(goal)
+        # 2**63 - 1 is no floating-point number: what is above the largest one below it is filled in afterwards.
+        too_large = x >= 2.0**63
+        return x.clamp_(-(2.0**63), float(np.nextafter(2.0**63, 0))).to(goal).masked_fill_(too_large, high)

@@ -6,6 +6,7 @@ watched.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,30 @@ def export_option(job_id: str, script: Sequence[SbatchOption], given: Sequence[S
     kept = [word for word in present.split(",") if word not in ("NONE", "NIL", "") and not word.startswith(TAKES_OVER)]
     value = ",".join([*kept, f"{TAKES_OVER}={job_id}"])
     return SbatchOption("export", value, "hetstream", (f"--export={value}",))
+
+
+# As sbatch has them in a script; --mem is not the beginning of --mem-bind.
+_MEMORY = re.compile(r"(?<=\s)--mem(?:-per-[cg]pu)?(?:=|\s+)\S+")
+_HET = re.compile(r"#SBATCH\s+(?:hetjob|packjob)\b")
+
+
+def with_memory(script: str, given: Sequence[SbatchOption]) -> str:
+    """The script with the memory of the command line in the place of its own; unchanged if that names none.
+
+    sbatch ends with an error where a script has `--mem-per-cpu` and its command line `--mem`. Written into the script,
+    it is also what the next migration finds. Components that the user wrote have each their own memory: they are left
+    alone.
+    """
+    memory = [word for option in given if option.name in ("mem", "mem-per-cpu", "mem-per-gpu") for word in option.words]
+    lines = script.splitlines(keepends=True)
+    if not memory or any(_HET.match(line) for line in lines):
+        return script
+    for number, line in enumerate(lines):
+        if line.strip() and not line.startswith("#"):
+            break  # sbatch reads no further
+        if line.startswith("#SBATCH"):
+            lines[number] = _MEMORY.sub(lambda _: " ".join(memory), line)
+    return "".join(lines)
 
 
 def arguments_of(command: str, files: Collection[str], given: Sequence[str] | None, job_id: str) -> list[str]:

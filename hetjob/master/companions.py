@@ -43,6 +43,11 @@ class CompanionJobs:
         self._next = self._number_after_those_of_before()
 
     @property
+    def job_id(self) -> str:
+        """Of the job whose companions they are."""
+        return self._job.job_id
+
+    @property
     def mark(self) -> str:
         """The word in the comment of those of this start of the job."""
         return f"hets:start={self._job.job_id}.{self._job.restarts}"

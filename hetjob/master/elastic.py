@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,9 @@ from hetstream.hetjob.master.companion_memory import CompanionMemory
 from hetstream.hetjob.master.companion_moves import CompanionMoves, Placed, hosts_of
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
+from hetstream.hetjob.master.job_cgroup import read_job_memory
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.trainer_memory import TrainerMemory, counted_left_s
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
 from hetstream.hetjob.site.measured import Measured
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
@@ -98,6 +101,7 @@ class Elastic:
         self._controller_state_file = controller_state_file
         self._site = site
         self._measuring = measuring
+        self._trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
@@ -135,6 +139,7 @@ class Elastic:
             "data_worker_cpus": controller.cpus,
             "data_worker_mb": self._memory.most_mb(controller.cpus),
             "trainer_cpus_recommended": controller.trainer_cpus,
+            "trainer_memory": self._trainer_memory.first_warning,
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
         }
@@ -173,6 +178,8 @@ class Elastic:
             self._last_read = snapshot
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
+        if self._trainer_memory.look(now, counted_left_s(measured)):
+            log.warning("%s", self._trainer_memory.warning)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
@@ -407,7 +414,9 @@ class Elastic:
             if state is not CompanionState.WORKING and snapshot.of(state)
         ]
         site = "" if snapshot.site_limit is None else f", by the site {snapshot.site_limit}"
+        warning = self._trainer_memory.warning
         return (
+            f"{f'{warning}; ' if warning else ''}"
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "
             f"{self._controller.stage.value}: {decision.reason}"
         )

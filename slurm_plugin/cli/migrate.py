@@ -27,7 +27,7 @@ from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, submit_script
 from hetstream.slurm_plugin.client.users import is_own
 from hetstream.slurm_plugin.conversion import Conversion, convert_script
-from hetstream.slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
+from hetstream.slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage, with_memory
 from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
@@ -38,7 +38,7 @@ Submit the script of a running training job once more. The new job starts and ma
 when it is ready the old one saves and stops, and the new one goes on from that very step. Both need FlashCheckpointer.
 
   JOBID          the running job; yours
-  OPTIONS        such as --nodelist, --exclude, --partition, --time: they win over the script's. Options that were
+  OPTIONS        such as --nodelist, --exclude, --mem, --time: they win over the script's. Options that were
                  given to the first sbatch on its command line are not in the script: repeat them
   --dry-run      print the script and the command, submit nothing
   --json         print one JSON document at the end
@@ -47,6 +47,7 @@ when it is ready the old one saves and stops, and the new one goes on from that 
 
 example:
   hetstream migrate 8123 --exclude=gpu7
+  hetstream migrate 8123 --mem=96G
 
 exit codes:
   0  the new job has taken over, or was submitted (--no-wait)
@@ -169,6 +170,7 @@ def _prepare(
             f"job {old} was converted with options of the command line, which its script does not hold. Repeat them, "
             f"as in: hetstream migrate {old} --checkpoint=DIR --checkpoint-size=SIZE"
         )
+    text = with_memory(text, request.options)
     outside = list(request.options)
     if not SbatchOptions(tuple(outside)).has("job-name"):
         outside.append(SbatchOption("job-name", job.name, "hetstream", (f"--job-name={job.name}",)))

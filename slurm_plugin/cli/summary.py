@@ -97,6 +97,8 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
             f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
             for row in decisions[-_DECISIONS_SHOWN:]
         ]
+    if elastic.get("trainer_memory"):
+        lines += ["", str(elastic["trainer_memory"])]
     ended = ended_of(summary, directory.name, "", 0.0)
     if ended and ended.advice:
         lines += ["", f"{ended.advice}: next time --trainer-cpus={ended.needed_cpus}"]

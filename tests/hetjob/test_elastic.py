@@ -23,6 +23,7 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.hetjob.site.measured import Measured, RemainingWork
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
@@ -303,6 +304,28 @@ def test_a_companion_that_runs_out_of_memory_leaves_when_the_larger_one_works(
     assert int(memory.removeprefix("--mem-per-cpu=")[:-1]) >= 3000
     wait_until(lambda: world.alive() == ["1001"], what="the larger one alone")
     assert len(world.submissions()) == 2
+
+
+def test_a_trainer_that_runs_out_of_memory_is_told_of_in_the_log_the_headline_and_the_summary(
+    world: World, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    script = Script()
+    elastic = world.run(script, clock=lambda: now[0])
+    elastic._trainer_memory = TrainerMemory("7", lambda: MemoryReading((32 << 30) + int(now[0]) * (8 << 20), 64 << 30))
+
+    def goes_on() -> bool:
+        now[0] += 10.0
+        orders = world.dispatcher.orders
+        return bool(orders) and "the trainer runs out of memory" in orders[-1].elastic
+
+    wait_until(goes_on, what="the warning")
+    line = elastic.summary()["trainer_memory"]
+    assert line.startswith("the trainer runs out of memory: ")
+    assert "hetstream migrate 7 --mem=" in line
+    warnings = [record for record in caplog.records if "the trainer runs out of memory" in record.getMessage()]
+    assert len(warnings) == 1, "once"
+    assert script.seen[-1].num_companions == 0, "nothing is done about it"
 
 
 def test_a_node_that_slurm_refuses_is_left_out(world: World, wait_until: WaitUntil) -> None:

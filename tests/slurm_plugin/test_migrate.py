@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from hetstream.hetjob.render import render, without_block
 from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.slurm_plugin.cli import main, migrate
 from hetstream.slurm_plugin.client.model import Job
-from hetstream.slurm_plugin.migration import Sight, arguments_of, export_option, stage
+from hetstream.slurm_plugin.migration import Sight, arguments_of, export_option, stage, with_memory
 
 OLD, NEW = JobIdentity("31", "gpu0", 5), JobIdentity("40", "gpu1", 6)
 
@@ -222,6 +223,41 @@ def test_a_dry_run_submits_nothing(
     assert without_block(printed.out.decode()) == SCRIPT
     assert b"sbatch --time=10 --job-name=train --export=ALL,HETSTREAM_TAKES_OVER=31" in printed.err
     assert b"train.sbatch 'a b'" in printed.err
+
+
+@pytest.mark.parametrize("memory", ["--mem=4G", "--mem-per-cpu=1G", "--mem-per-gpu 4G"])
+def test_more_memory_takes_the_place_of_the_scripts_whatever_it_asked_by(
+    submitted: list[tuple[list[str], str, str]],
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    memory: str,
+) -> None:
+    """sbatch: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive."""
+    monkeypatch.setattr(FakeSlurm, "script", SCRIPT.replace("--mem=4G", memory))
+    assert main(["migrate", "31", "--dry-run", "--mem=96G"]) == 0
+    printed = capfdbinary.readouterr()
+    script = printed.out.decode()
+    assert without_block(script) == SCRIPT.replace("--mem=4G", "--mem=96G")
+    assert set(re.findall(r"--mem\S*", script)) == {"--mem=96G", "--mem=99G"}, "with a replica of the checkpoint"
+    assert b"--mem-per" not in printed.err
+    assert submitted == []
+
+
+@pytest.mark.parametrize(
+    ("script", "changed"),
+    [
+        ("#SBATCH --mem-per-cpu 1G -n 2\n", "#SBATCH --mem=8G -n 2\n"),
+        ("#SBATCH --mem-bind=local --mem=1\n", "#SBATCH --mem-bind=local --mem=8G\n"),
+        ("#SBATCH -n 2\necho\n#SBATCH --mem=1\n", "#SBATCH -n 2\necho\n#SBATCH --mem=1\n"),
+        ("#SBATCH --mem=1\n#SBATCH hetjob\n#SBATCH --mem=2\n", "#SBATCH --mem=1\n#SBATCH hetjob\n#SBATCH --mem=2\n"),
+        ("# --mem=1\n", "# --mem=1\n"),
+        ("", ""),
+    ],
+)
+def test_only_options_of_sbatch_are_replaced(script: str, changed: str) -> None:
+    given = parse_words(["--mem=8G", "--time=5"], "command line")[0]
+    assert with_memory(f"#!/bin/sh\n{script}", given) == f"#!/bin/sh\n{changed}"
+    assert with_memory(script, parse_words(["--time=5"], "command line")[0]) == script
 
 
 def test_only_a_running_job_can_hand_over(

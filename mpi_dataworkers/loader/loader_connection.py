@@ -85,8 +85,8 @@ class LoaderConnection:
         pipeline: the program's own objects; steps that the fallback makes are made with a copy.
         sent_pipelines: what data workers were given; None without a service.
         local_workers: with persistent_workers, what is kept from pass to pass in process.
-        on_extra: told each step's number in its pass and the `extra` of its `StagedBatch`, just before the program gets
-            the batch.
+        on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
+            program gets the batch; what it returns is what the program gets.
         closed: it has left the service, or the interpreter ends.
     """
 

@@ -342,7 +342,12 @@ def test_the_program_gets_the_batch_and_the_rest_is_told_just_before(three: Any,
     assert [batch[0].tolist() for batch in loader] == [ids.tolist() for _, ids in plain], "nobody asks for the rest"
     loader.set_epoch(0)
     events: list[Any] = []
-    loader._connection.use_batch_stage(stages.Annotating(), lambda step, extra: events.append((step, extra)))
+
+    def on_extra(step: int, batch: Any, extra: Any) -> Any:
+        events.append((step, extra))
+        return batch
+
+    loader._connection.use_batch_stage(stages.Annotating(), on_extra)
     for number, batch in enumerate(loader):
         events.append(batch)
         step, extra = events[2 * number]
@@ -373,7 +378,12 @@ def test_a_loader_of_torch_changes_its_stage_under_the_hook(hook: str, persisten
     loader, told = make(), []
     batches = iter(loader)
     got = [next(batches).tolist() for _ in range(2)]
-    use_batch_stage(loader, stages.doubled_beside, lambda step, extra: told.append((step, extra[0].tolist())))
+
+    def on_extra(step: int, batch: Any, extra: Any) -> Any:
+        told.append((step, extra[0].tolist()))
+        return batch
+
+    use_batch_stage(loader, stages.doubled_beside, on_extra)
     got += [batch.tolist() for batch in batches]
     assert [got, [batch.tolist() for batch in loader]] == plain, hook
     doubled = [[[2 * value for value in batch] for batch in epoch] for epoch in plain]

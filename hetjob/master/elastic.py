@@ -282,9 +282,17 @@ class Elastic:
             self._submit(decision)
         if decision.action is Action.CANCEL:
             for job_id in decision.jobs:
-                self._companions.cancel(job_id)
-                self._given_up.add(job_id)
-                del self._tracked[job_id]
+                self._cancel(job_id)
+        if decision.action is not Action.GROW:
+            # Whoever was to take over from those is not needed either.
+            for job_id in [new for new, companion in self._tracked.items() if companion.takes_over in decision.jobs]:
+                log.info("companion job=%s is cancelled: what it was to take over leaves", job_id)
+                self._cancel(job_id)
+
+    def _cancel(self, job_id: str) -> None:
+        self._companions.cancel(job_id)
+        self._given_up.add(job_id)
+        del self._tracked[job_id]
 
     def _replace_one(
         self, working: Mapping[str, int], hosts: Mapping[str, str], measured: Measured | None, now: float
@@ -375,9 +383,7 @@ class Elastic:
             if companion.node and companion.state is CompanionState.PENDING and now - companion.since >= _PREFER_S:
                 again = "the other one stays where it is" if companion.takes_over else "it is submitted again for any"
                 log.info("companion job=%s waits for node=%s: %s", job_id, companion.node, again)
-                self._companions.cancel(job_id)
-                self._given_up.add(job_id)
-                del self._tracked[job_id]
+                self._cancel(job_id)
                 if companion.takes_over:
                     self._moves.not_possible(companion.node, now)
                 else:

@@ -283,6 +283,21 @@ def test_a_successor_for_whom_there_is_no_room_leaves_everything_as_it_is(world:
     assert world.dispatcher.drained == set()
 
 
+def test_nobody_takes_over_from_one_that_is_not_needed_any_more(world: World, wait_until: WaitUntil) -> None:
+    world.dispatcher.hosts = {"1001": "far"}
+    world.slurm.full = {"h"}
+    script = Script(grow(2))
+    script.stage = Stage.COUNT
+    world.run(script, clock=lambda: 0.0, measuring=AnHourLeft())
+    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="two companions")
+    world.elastic._site = BesideTheTrainer()  # type: ignore[union-attr]
+    wait_until(lambda: world.slurm.waiting == {"1002"}, what="the successor")
+    script.script.append(Decision(Action.DRAIN, 1, "enough", ("1001",)))
+    wait_until(lambda: world.alive() == ["1000"], what="one companion")
+    assert world.slurm.waiting == set()
+    assert len(world.submissions()) == 3
+
+
 def test_a_companion_that_runs_out_of_memory_leaves_when_the_larger_one_works(
     world: World, wait_until: WaitUntil
 ) -> None:

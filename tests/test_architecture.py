@@ -33,6 +33,7 @@ MAY_IMPORT_WITHIN = {
         "dispatcher": {"", "wire", "order", "transports"},
         "loader": {"", "wire", "order", "transports", "ops"},
         "partitioner": {"", "ops", "loader"},
+        "stages": {"", "wire", "ops", "loader", "worker"},
         "hook": {"", "wire", "loader", "partitioner"},
     },
     "hetjob": {

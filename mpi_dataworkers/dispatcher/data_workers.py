@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import ForgetWorker, Instruction, RememberWorker, Send
@@ -43,10 +43,19 @@ class WorkerMessages:
         _leasing: makes, changes and ends leases.
         _reachability: tells loaders how many data workers they have.
         _rooms: lets data workers drain.
+        _drop_loader: ends a loader, with the reason.
     """
 
-    def __init__(self, tables: Tables, leasing: Leasing, reachability: Reachability, rooms: Rooms) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        leasing: Leasing,
+        reachability: Reachability,
+        rooms: Rooms,
+        drop_loader: Callable[[str, str], list[Instruction]],
+    ) -> None:
         self._tables = tables
+        self._drop_loader = drop_loader
         self._leasing = leasing
         self._reachability = reachability
         self._rooms = rooms
@@ -254,6 +263,9 @@ class WorkerMessages:
                 out += self._leasing.lifecycle.revoke(lease, f"its data worker was lost: {reason}", orderly=orderly)
             else:
                 tables.forget(lease)
+        # What was made for it, nobody needs.
+        for loader in [name for name, one in tables.loaders.items() if one.registration.feeds == peer]:
+            out += self._drop_loader(loader, f"the data worker that it feeds was lost: {reason}")
         return out + self._reachability.announce(now)
 
 
@@ -271,6 +283,7 @@ def _registered(number: int, known: WorkerRecord | None, message: RegisterWorker
         slot=message.slot,
         binding=known.binding if known is not None else binding,
         interpreter=message.interpreter,
+        device=message.device,
     )
 
 

@@ -79,6 +79,7 @@ class LoaderMessages:
     def register(self, peer: str, message: RegisterLoader, now: float) -> list[Instruction]:
         """A loader introduces itself, or is back after a cut."""
         tables = self._tables
+        message = self._for_whom_it_feeds(message)
         out: list[Instruction] = []
         for other_peer, other in list(tables.loaders.items()):
             theirs = other.registration
@@ -104,6 +105,15 @@ class LoaderMessages:
         pipeline_id = message.pipeline_id
         out.append(Send(peer, LoaderRegistered(pipeline_id not in tables.pipelines, count, pipeline_id)))
         return out
+
+    def _for_whom_it_feeds(self, message: RegisterLoader) -> RegisterLoader:
+        """A data worker's loader works for the trainer that the data worker serves: it is of the same run."""
+        worker = self._tables.workers.get(message.feeds)
+        if worker is None or worker.binding is None or not worker.binding.trainers:
+            return message
+        there = {loader.registration.trainer for loader in self._tables.loaders.values()}
+        served = worker.binding.trainers
+        return msgspec.structs.replace(message, trainer=min(served & there or served))
 
     def _supersede(self, old_peer: str, old: RegisterLoader, new: RegisterLoader) -> list[Instruction]:
         """The same rank registered its loader again: the process that had it is told."""
@@ -211,7 +221,7 @@ class LoaderMessages:
         if message.session_id in self._tables.sessions:
             self._tables.sessions[message.session_id].consumed = message.consumed
         cause = "the program left the loop or reached its end"
-        return [RememberStats(loader.registration, message.stats), *self._end_session(message.session_id, cause)]
+        return [*_remember(loader), *self._end_session(message.session_id, cause)]
 
     def _leave(self, peer: str, message: LeaveLoader, _: float) -> list[Instruction]:
         self._tables.loaders[peer].stats = message.stats
@@ -226,7 +236,7 @@ class LoaderMessages:
         if not any(other.registration.job_name == job_name for other in tables.loaders.values()):
             self._notices.ranks_seen.forget(job_name)
         out = tables.tell(events.LoaderLost(**who, steps=loader.stats.steps, orderly=orderly, cause=cause))
-        out.append(RememberStats(loader.registration, loader.stats))
+        out += _remember(loader)
         for worker in tables.workers.values():
             worker.unreachable.pop(peer, None)
         ended = [key for key, session in tables.sessions.items() if session.loader == peer]
@@ -247,6 +257,11 @@ class LoaderMessages:
         step, num_steps = session.consumed, session.num_steps
         out = tables.tell(events.SessionClosed(session=session_id, step=step, num_steps=num_steps, cause=cause))
         return out + [Send(worker, DropSession(session_id)) for worker in tables.workers]
+
+
+def _remember(loader: LoaderRecord) -> list[Instruction]:
+    """Keep what a trainer's loader has delivered; what data workers hand to each other is no batch of the job."""
+    return [] if loader.registration.feeds else [RememberStats(loader.registration, loader.stats)]
 
 
 def refuse(tables: Tables, peer: str, code: str, text: str) -> list[Instruction]:

@@ -71,6 +71,9 @@ class Placement:
         Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
         """
         spec = session.spec
+        # One that works for a stage of the program works for no other one.
+        if worker.device != self._tables.loaders[session.loader].registration.device:
+            return None
         if self.works_for(worker, session) or self.fits(worker, spec.pipeline_id, session.loader):
             return spec.pipeline_id
         if spec.sharing is None or worker.binding is None:
@@ -87,7 +90,7 @@ class Placement:
         """
         tables = self._tables
         binding, trainer = worker.binding, tables.loaders[loader].registration.trainer
-        if not self.runs_its_python(worker, loader):
+        if not self.suits(worker, loader):
             return False
         if binding is None:
             siblings = [tables.workers[peer] for peer in tables.slots.get(worker.slot, ())]
@@ -104,9 +107,10 @@ class Placement:
             return True
         return any(other.registration.trainer in trainers for other in tables.loaders.values())
 
-    def runs_its_python(self, worker: WorkerRecord, loader: str) -> bool:
-        """Whether a data worker's Python is as good as that of a loader's program."""
-        return not why_unfit(worker.interpreter, self._tables.loaders[loader].registration.interpreter)
+    def suits(self, worker: WorkerRecord, loader: str) -> bool:
+        """Whether a data worker has what a loader's stage needs, and a Python as good as that of its program."""
+        registration = self._tables.loaders[loader].registration
+        return worker.device == registration.device and not why_unfit(worker.interpreter, registration.interpreter)
 
     def bind(self, worker: WorkerRecord, session: Session, pipeline_id: str) -> None:
         """The data worker process gets a lease, and is one of the session's program from now on."""

@@ -55,7 +55,7 @@ class Reachability:
         if tables.is_mixed:
             return self._num_slots(loader, now)
         return sum(
-            worker.unreachable.get(loader, 0.0) <= now and self._placement.runs_its_python(worker, loader)
+            worker.unreachable.get(loader, 0.0) <= now and self._placement.suits(worker, loader)
             for worker in tables.workers.values()
         )
 
@@ -66,7 +66,7 @@ class Reachability:
         count = 0
         unreached: set[str] = set()
         for worker in tables.workers.values():
-            if not self._placement.runs_its_python(worker, loader):
+            if not self._placement.suits(worker, loader):
                 continue
             reaches = worker.unreachable.get(loader, 0.0) <= now
             fits = self._placement.fits(worker, pipeline_id, loader)

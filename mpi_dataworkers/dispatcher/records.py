@@ -16,6 +16,7 @@ from hetstream.mpi_dataworkers.dispatcher.standing import Standing
 from hetstream.mpi_dataworkers.failures import StepFailures
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
+    Device,
     Interpreter,
     LoaderStats,
     Program,
@@ -123,6 +124,7 @@ class WorkerRecord:
         renews: it leaves to be forked anew.
         interpreter: its Python.
         resident_bytes: of its memory; 0 while that is not known.
+        device: what it makes steps with.
     """
 
     number: int
@@ -142,6 +144,7 @@ class WorkerRecord:
     renews: bool = False
     interpreter: Interpreter = field(default_factory=Interpreter)
     resident_bytes: int = 0
+    device: Device = "cpu"
 
     def standing(self, pipeline_id: str) -> Standing:
         """How it does with a pipeline."""

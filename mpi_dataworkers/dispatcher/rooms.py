@@ -73,8 +73,8 @@ class Rooms:
         sessions = self._tables.sessions.values()
         kinds = {(each.spec.pipeline_id, each.loader, each.spec.sharing): each for each in sessions}
         for session in kinds.values():
-            # A slot's processes all run one Python: another one would make no difference.
-            at_home = not workers or self._placement.runs_its_python(workers[0], session.loader)
+            # A slot's processes all run one Python with one device: another one would make no difference.
+            at_home = not workers or self._placement.suits(workers[0], session.loader)
             if at_home and all(self._placement.pipeline_for(worker, session) is None for worker in workers):
                 return session
         return None

@@ -38,6 +38,7 @@ def status_of(tables: Tables, now: float) -> Status:
                 [
                     (key_of(loader.registration), _loader_status(tables, peer, loader, now))
                     for peer, loader in tables.loaders.items()
+                    if not loader.registration.feeds  # a data worker, which has a row of its own
                 ]
             ),
             key=lambda row: (row.job, row.rank, row.ordinal),
@@ -96,6 +97,7 @@ def _worker_status(tables: Tables, worker: WorkerRecord, now: float) -> DataWork
         silent_s=now - worker.last_seen,
         slurm_job=worker.slurm_job,
         resident_bytes=worker.resident_bytes,
+        device=worker.device,
     )
 
 

@@ -11,7 +11,7 @@ from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.wire.messages import Program
 
 
-def batch_stage(name: str, value: Any) -> Iterator[str]:
+def picklable_stage(name: str, value: Any) -> Iterator[str]:
     """A function of a batch that data workers can have, or None."""
     if value is None:
         return

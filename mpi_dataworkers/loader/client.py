@@ -183,13 +183,14 @@ class ServiceClient:
         self._wake()
 
     def take(
-        self, sessions: Sequence[LoaderSession], deadline: float | None
+        self, sessions: Sequence[LoaderSession], deadline: float | None, waiting_since: float = math.inf
     ) -> tuple[int, Step | LocalFallback | Ended]:
         """Wait for the next step, or the end, of whichever of the sessions has it first.
 
         Args:
             sessions: one for the order to be kept, several for the order of arrival.
             deadline: on the monotonic clock; None waits until a step is there or has to be made in process.
+            waiting_since: when the wait for this step began, if not with this call.
 
         Returns:
             The number of the session in `sessions`, and its step.
@@ -203,7 +204,6 @@ class ServiceClient:
                 f"process {os.getpid()} was forked from the one that began this iteration; only that one gets its "
                 "batches. Iterate the DataLoader anew in the forked process."
             )
-        waiting_since = math.inf
         while True:
             with self._lock:
                 for number, session in enumerate(sessions):

@@ -118,7 +118,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
         boundaries = tuple(options.bucket_boundaries or ())
         in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
-        return make_connection(self, service_options, self._buckets or in_rounds, options.batch_stage)
+        stages = options.batch_stage, options.gpu_stage
+        return make_connection(self, service_options, self._buckets or in_rounds, *stages)
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
         if self._buckets is not None:
@@ -194,7 +195,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             PipelineError: the dataset has another length, and a pass that begins here must have the one that it had.
         """
         before = self._connection.pipeline
-        pipeline = pipeline_of(self, before.buckets or before.stream_buckets, before.batch_stage)
+        stages = before.batch_stage, before.gpu_stage
+        pipeline = pipeline_of(self, before.buckets or before.stream_buckets, *stages)
         if pipeline.num_samples != before.num_samples and (reason := self._why_same_length(at)):
             raise PipelineError(
                 f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now: {reason}. "

@@ -120,6 +120,7 @@ class LoaderConnection:
                 options.buffer_bytes or buffer_bytes_from_environment(),
                 transports_from_environment(),
                 compression_from_environment(),
+                device="cpu" if pipeline.gpu_stage is None else "gpu",
             )
             self._client = ServiceClient(client_options, self.sent_pipeline().message)
         _open_connections.add(self)
@@ -152,7 +153,7 @@ class LoaderConnection:
             OptionsError: it is no function, or cannot be pickled.
             PipelineError: the pipeline cannot be handed to data workers.
         """
-        if problems := [*batch_stages.batch_stage("batch_stage", batch_stage)]:
+        if problems := [*batch_stages.picklable_stage("batch_stage", batch_stage)]:
             raise OptionsError("DataLoader: " + "; ".join(problems))
         pipeline = replace(self.pipeline, batch_stage=batch_stage)
         if self.sent_pipelines is not None and self.sent_pipelines.last is not None:

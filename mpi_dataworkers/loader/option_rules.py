@@ -78,6 +78,9 @@ def _combination_rules(options: LoaderOptions) -> Iterator[str]:
         )
     if options.sharing is not None and (options.sharding, options.visitation, options.in_order) != (None, None, True):
         yield f"sharing={options.sharing!r} with sharding, visitation or in_order: jobs share one stream of steps"
+    divided = (options.sharding, options.visitation, options.in_order) != (None, None, True)
+    if options.gpu_stage is not None and (options.is_iterable or divided or options.sharing is not None):
+        yield "gpu_stage with an IterableDataset, sharding, visitation, in_order or sharing: give batch_stage instead"
     if options.quarantine_dir is not None and options.on_error != "quarantine":
         yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
     if options.pipeline_name is not None and options.sharing is None:

@@ -21,7 +21,7 @@ import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.config import TrainerIdentity, identity_from_environment, quarantine_dir_from_environment
-from hetstream.mpi_dataworkers.loader.batch_stages import batch_stage
+from hetstream.mpi_dataworkers.loader.batch_stages import picklable_stage
 from hetstream.mpi_dataworkers.loader.device import check_device
 from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.keyword import (
@@ -119,6 +119,8 @@ class LoaderOptions:
         batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
             workers or here; what it returns is the batch. Random generators are seeded before it from (seed, epoch,
             step). `set_batch_stage` changes it between two steps.
+        gpu_stage: the same, after `batch_stage`, on data workers with a GPU each (`hetstream worker --device gpu`);
+            they get batches from those without. What it returns is in host memory.
         device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
     """
 
@@ -175,7 +177,8 @@ class LoaderOptions:
     sample_timeout_s: float = field(default=300.0, metadata=must_be(limit_s))
     quarantine_dir: str | os.PathLike[str] | None = field(default=None, metadata=must_be(folder))
 
-    batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(batch_stage))
+    batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
+    gpu_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
     device: torch.device | str | int | None = field(default=None, metadata=must_be(_device))
 
     @property

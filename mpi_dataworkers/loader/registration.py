@@ -24,6 +24,7 @@ from hetstream.mpi_dataworkers.loader.session import LoaderSession
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
+    Device,
     Message,
     ProvidePipeline,
     RegisterLoader,
@@ -46,6 +47,8 @@ class ClientOptions:
         buffer_bytes: finished batches to hold ahead of the training loop.
         transports: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
+        device: what data workers make its batches with.
+        feeds: id of the data worker that this loader belongs to; "" for a trainer's.
     """
 
     address_file: Path
@@ -57,6 +60,8 @@ class ClientOptions:
     buffer_bytes: int
     transports: frozenset[str]
     compress: bool = False
+    device: Device = "cpu"
+    feeds: str = ""
 
 
 _trainer: tuple[int, str] = (0, "")
@@ -106,6 +111,8 @@ class Registration:
             trainer=_trainer_name(),
             interpreter=this_interpreter(),
             title=title_of(identity, name, options.description),
+            device=options.device,
+            feeds=options.feeds,
         )
 
     @property

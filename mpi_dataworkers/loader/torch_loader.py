@@ -91,9 +91,12 @@ def torch_options(loader: Any) -> dict[str, Any]:
 
 
 def pipeline_of(
-    loader: Any, buckets: LengthBuckets | StreamBuckets | None = None, batch_stage: BatchStage | None = None
+    loader: Any,
+    buckets: LengthBuckets | StreamBuckets | None = None,
+    batch_stage: BatchStage | None = None,
+    gpu_stage: BatchStage | None = None,
 ) -> Pipeline:
-    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and batch stages."""
+    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     try:
         num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
@@ -110,6 +113,7 @@ def pipeline_of(
         stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
         num_workers=max(1, loader.num_workers),
         batch_stage=batch_stage,
+        gpu_stage=gpu_stage,
     )
 
 
@@ -128,8 +132,9 @@ def make_connection(
     options: ServiceOptions,
     buckets: LengthBuckets | StreamBuckets | None = None,
     batch_stage: BatchStage | None = None,
+    gpu_stage: BatchStage | None = None,
 ) -> LoaderConnection:
     """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
-    pipeline = pipeline_of(loader, buckets, batch_stage)
+    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage)
     described = replace(options, description=pipeline.description() | options.description)
     return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))

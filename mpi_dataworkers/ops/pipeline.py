@@ -25,11 +25,13 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
 
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
+from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, run_stage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
@@ -71,7 +73,7 @@ LARGEST_BASE_SEED = 2**63 - 1
 _MOST_TEXT = 64 << 10
 
 # So that the numbers that a batch stage draws are none of those of samples and of collate functions.
-_STAGE_SEED = 0x7374616765
+_STAGE_SEED, _GPU_STAGE_SEED = 0x7374616765, 0x677075
 
 
 class SampleError(Exception):
@@ -107,6 +109,7 @@ class Pipeline:
         buckets: the samples by length, when they are read in rounds of like lengths.
         stream_buckets: the same for the elements of an IterableDataset, whose lengths nobody knows before they come.
         batch_stage: what each batch goes through after `collate_fn`, if there is one.
+        gpu_stage: what it goes through then, on data workers that have a GPU.
         num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
     """
@@ -119,6 +122,7 @@ class Pipeline:
     buckets: LengthBuckets | None = None
     stream_buckets: StreamBuckets | None = None
     batch_stage: BatchStage | None = None
+    gpu_stage: BatchStage | None = None
     num_workers: int = 1
     own_generators: OwnGenerators | None = field(default=None, compare=False)
 
@@ -135,7 +139,7 @@ class Pipeline:
         """
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         roots = () if is_stream else (self.dataset, self.collate_fn)
-        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage) or None)
+        return replace(self, own_generators=OwnGenerators(*roots, self.batch_stage, self.gpu_stage) or None)
 
     @property
     def threads_help(self) -> bool:
@@ -251,11 +255,30 @@ class Pipeline:
         """
         try:
             batch = self.collate_fn(samples)
-            if self.batch_stage is None:
-                return batch
-            seed = derive_seed(step_seed, _STAGE_SEED)
-            self._seed(seed)
-            return run_stage(self.batch_stage, batch, seed)
+        except Exception as error:
+            raise SampleError(-1) from error
+        if self.batch_stage is not None:
+            batch = self._staged(self.batch_stage, batch, derive_seed(step_seed, _STAGE_SEED))
+        return self.on_gpu(batch, step_seed)
+
+    def on_gpu(self, batch: Any, step_seed: int) -> Any:
+        """Run the last stage on what `collated` makes without it; `step_seed` as there.
+
+        Raises:
+            SampleError: user code raised.
+        """
+        if self.gpu_stage is None:
+            return batch
+        batch = self._staged(self.gpu_stage, batch, derive_seed(step_seed, _GPU_STAGE_SEED))
+        if device := device_of(batch):
+            error = PipelineError(f"gpu_stage returned a tensor on {device}: give what it makes back with .cpu()")
+            raise SampleError(-1) from error
+        return batch
+
+    def _staged(self, stage: BatchStage, batch: Any, seed: int) -> Any:
+        self._seed(seed)
+        try:
+            return run_stage(stage, batch, seed)
         except Exception as error:
             raise SampleError(-1) from error
 

@@ -6,6 +6,7 @@ import msgspec
 
 from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.wire.work import (
+    Device,
     Failure,
     Interpreter,
     LoaderStats,
@@ -27,6 +28,8 @@ class RegisterLoader(Message, frozen=True):
         trainer: random name of its process; the loaders of one process have the same.
         interpreter: of its process.
         title: what a person knows it by.
+        device: what data workers make its batches with.
+        feeds: id of the data worker that makes steps of its batches; "" for a trainer's.
     """
 
     job_name: str
@@ -44,6 +47,8 @@ class RegisterLoader(Message, frozen=True):
     trainer: str = ""
     interpreter: Interpreter = Interpreter()
     title: str = ""
+    device: Device = "cpu"
+    feeds: str = ""
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -54,6 +54,7 @@ from hetstream.mpi_dataworkers.wire.status_messages import (
 )
 from hetstream.mpi_dataworkers.wire.work import (
     PROTOCOL_VERSION,
+    Device,
     ErrorPolicy,
     Failure,
     Interpreter,
@@ -110,6 +111,7 @@ __all__ = [
     "DataWorkerState",
     "DataWorkerStatus",
     "Delivery",
+    "Device",
     "DispatcherToLoader",
     "DispatcherToWorker",
     "DrainWorker",

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from hetstream.base.training_progress import TrainingProgress
-from hetstream.mpi_dataworkers.wire.work import LoaderStats, Message
+from hetstream.mpi_dataworkers.wire.work import Device, LoaderStats, Message
 
 
 class RequestStatus(Message, frozen=True):
@@ -47,6 +47,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         silent_s: since its last message.
         slurm_job: as in `RegisterWorker`.
         resident_bytes: of its memory, without files' pages, and its part of what it shares; 0 while that is not known.
+        device: what it makes steps with.
     """
 
     number: int
@@ -62,6 +63,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     silent_s: float
     slurm_job: str = ""
     resident_bytes: int = 0
+    device: Device = "cpu"
 
 
 class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,8 @@ PROTOCOL_VERSION = 6
 HEARTBEAT_S = 0.5
 
 Ranges = list[tuple[int, int]]
+# What data workers make a stage of the pipeline with.
+Device = Literal["cpu", "gpu"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, forbid_unknown_fields=True):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.work import Failure, Interpreter, Message, Program, Ranges, SessionSpec, StepList
+from hetstream.mpi_dataworkers.wire.work import (
+    Device,
+    Failure,
+    Interpreter,
+    Message,
+    Program,
+    Ranges,
+    SessionSpec,
+    StepList,
+)
 
 
 class HeldLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +52,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
             for a process that nobody can replace.
         program: that it serves; None while it serves none.
         interpreter: of its process.
+        device: what it makes steps with.
     """
 
     host: str
@@ -54,6 +64,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     slot: str = ""
     program: Program | None = None
     interpreter: Interpreter = Interpreter()
+    device: Device = "cpu"
 
 
 class WorkerHeartbeat(Message, frozen=True, omit_defaults=True):

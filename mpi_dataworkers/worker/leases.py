@@ -98,6 +98,11 @@ class HeldLeases:
         with self._lock:
             self._held.pop(token, None)
 
+    def held(self) -> list[GrantLease]:
+        """Those that are to be worked on, the oldest first."""
+        with self._lock:
+            return list(self._held.values())
+
     def take_doubt(self, receivers: Receivers) -> bool:
         """Whether the connection to a loader is to be made afresh; asked once for each time."""
         with self._lock:

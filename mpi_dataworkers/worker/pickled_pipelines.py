@@ -59,14 +59,18 @@ class PickledPipelines:
                     raise LeaseGone
                 found = self._exchange.find(pipeline_id)
                 if found is None:
-                    came = self._fetch(pipeline_id, is_wanted)
+                    came = self.fetch(pipeline_id, is_wanted)
                     found = self._exchange.keep(came, self._directory, shared=is_its_turn)
                     num_bytes = len(came.blob) + sum(came.contents.sizes)
                     _log.info("pipeline=%s fetched for this host: %d bytes", pipeline_id[:8], num_bytes)
         return found
 
-    def _fetch(self, pipeline_id: str, is_wanted: Callable[[], bool]) -> ProvidePipeline:
-        """Ask the dispatcher for a pickled pipeline, once for each connection, and wait for it."""
+    def fetch(self, pipeline_id: str, is_wanted: Callable[[], bool]) -> ProvidePipeline:
+        """Ask the dispatcher for a pickled pipeline, once for each connection, and wait for it.
+
+        Raises:
+            LeaseGone: it is wanted no more.
+        """
         with self._came:
             if pipeline_id not in self._asked_for and pipeline_id not in self._messages:
                 self._asked_for.add(pipeline_id)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
-from hetstream.mpi_dataworkers.wire.messages import Failure, GrantLease
+from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
@@ -45,6 +46,7 @@ class Pipelines:
         leases: loading ends when the lease that it is for is gone.
         page: where the process says what it is doing.
         forks_anew: its supervisor has a large pipeline loaded once for its processes.
+        device: what it makes steps with: without a GPU, all but the last stage of a pipeline that needs one.
         worker_number: what the dispatcher calls this data worker now.
     """
 
@@ -55,10 +57,11 @@ class Pipelines:
         leases: HeldLeases,
         page: WorkPage,
         forks_anew: bool,
+        device: Device,
         worker_number: Callable[[], int],
     ) -> None:
         self._pickled_pipelines, self._loaded, self._leases, self._page = pickled_pipelines, loaded, leases, page
-        self._forks_anew, self._worker_number = forks_anew, worker_number
+        self._forks_anew, self._device, self._worker_number = forks_anew, device, worker_number
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
@@ -128,7 +131,7 @@ class Pipelines:
         self._in_use[pipeline_id] = found
         if found.shared:
             self._write_watches[pipeline_id] = WriteWatch(found.digest_of_shared)
-        return pipeline
+        return pipeline if self._device == "gpu" else replace(pipeline, gpu_stage=None)
 
     def _ask_to_be_forked(self, pickled: PickledPipeline, lease: GrantLease) -> None:
         limit_s = lease.session.errors.sample_timeout_s

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.messages import Fate
+from hetstream.mpi_dataworkers.wire.messages import Device, Fate
+from hetstream.mpi_dataworkers.worker.earlier import MakeEarlierStage
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,19 @@ class WorkerOptions:
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
         over_mpi: it is a rank of an MPI world.
         forks_anew: the supervisor has a large pipeline loaded once for its processes, and forks them anew.
+        make_earlier: makes the stage before, for a data worker that has a GPU; None for one without.
     """
 
     cache_bytes: int = 0
     num_threads: int = 1
     over_mpi: bool = False
     forks_anew: bool = False
+    make_earlier: MakeEarlierStage | None = None
+
+    @property
+    def device(self) -> Device:
+        """What it makes steps with."""
+        return "cpu" if self.make_earlier is None else "gpu"
 
 
 class WorkerStart(msgspec.Struct, frozen=True):

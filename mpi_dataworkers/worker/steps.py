@@ -9,6 +9,8 @@ import logging
 import time
 from typing import Literal
 
+import msgspec
+
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import (
@@ -23,7 +25,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.ops.tree import flatten
-from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
+from hetstream.mpi_dataworkers.order.sharding import Indices, SampleSeeds
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.codec import Leaf, fuse
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -37,10 +39,11 @@ from hetstream.mpi_dataworkers.wire.messages import (
 )
 from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
+from hetstream.mpi_dataworkers.worker.earlier import EarlierStage
 from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
 from hetstream.mpi_dataworkers.worker.gather import Gatherer
 from hetstream.mpi_dataworkers.worker.indices import indices_of, place_of
-from hetstream.mpi_dataworkers.worker.leases import HeldLeases
+from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.pipelines import Pipelines, StepFailed
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
@@ -57,6 +60,7 @@ class StepMaker:
         page: where the process says what it is doing.
         cache_bytes: finished batches to keep for other loaders that share them.
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
+        earlier: has the batches that a GPU stage begins with; None in a data worker without a GPU.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class StepMaker:
         page: WorkPage,
         cache_bytes: int,
         num_threads: int,
+        earlier: EarlierStage | None = None,
     ) -> None:
+        self._earlier, self._waited_s = earlier, 0.0
         self._pipelines, self._leases, self._dispatcher, self._page = pipelines, leases, dispatcher, page
         self._cache = BatchCache(cache_bytes)
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
@@ -77,8 +83,19 @@ class StepMaker:
 
     def close(self) -> None:
         """End its threads."""
+        self.rest()
         if self._team is not None:
             self._team.close()
+
+    def rest(self) -> None:
+        """No session goes on: leave the stage before alone."""
+        if self._earlier is not None:
+            self._earlier.close()
+
+    def take_waited_s(self) -> float:
+        """How long it has waited for the stage before since this was asked last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def make(self, lease: GrantLease, step: int, gathered: Gatherer) -> bool:
         """Make a step's batch, or take it from the cache, and put it where it leaves from.
@@ -152,6 +169,8 @@ class StepMaker:
                 else:
                     made = self._make_of_indices(lease, step, lacking, pipeline)
                 return made, *flatten(made.batch)
+            except (StepFailed, LeaseGone):  # of the stage before
+                raise
             except PipelineError as error:
                 raise StepFailed(describe_failure(error, is_final=True)) from error
             except Exception as error:
@@ -172,11 +191,28 @@ class StepMaker:
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
         seeds = SampleSeeds(indices, session.seed, epoch, None if isinstance(session.order, PlannedOrder) else step)
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
+        if self._earlier is not None and pipeline.gpu_stage is not None and len(kept) > 0:
+            self._page.rest()  # no user code runs while it waits
+            began = time.monotonic()
+            earlier = self._earlier.take(lease, step)
+            self._waited_s += time.monotonic() - began
+            if earlier is not None:
+                return self._on_gpu(earlier, indices, seeds, pipeline, lease)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
         batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if len(kept) > 0 else None
         self._pipelines.check_writes(session.pipeline_id)
         return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
+
+    def _on_gpu(
+        self, earlier: MadeStep, indices: Indices, seeds: SampleSeeds, pipeline: Pipeline, lease: GrantLease
+    ) -> MadeStep:
+        """Make a step of what the stage before has made of it."""
+        if earlier.num_samples == 0:
+            return earlier
+        _, their_seeds = leave_out(indices, seeds, without(lease.session.errors, earlier.left_out))
+        self._page.at_sample(-1)
+        return msgspec.structs.replace(earlier, batch=pipeline.on_gpu(earlier.batch, their_seeds[0]))
 
     def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
         """The shard's reader, which stays where the last lease left it."""

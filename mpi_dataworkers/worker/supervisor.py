@@ -44,6 +44,7 @@ from hetstream.mpi_dataworkers.worker.children import (
     is_signalled,
 )
 from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
+from hetstream.mpi_dataworkers.worker.earlier import MakeEarlierStage
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
@@ -124,6 +125,7 @@ def run_data_workers(
     cache_bytes: int,
     num_threads: int = 1,
     wants_change: Callable[[], bool] = lambda: False,
+    make_earlier: MakeEarlierStage | None = None,
 ) -> int:
     """Fork data worker processes, restart those that die, and wait until the service ends.
 
@@ -133,6 +135,7 @@ def run_data_workers(
         cache_bytes: finished batches that each process keeps for other loaders that share them.
         num_threads: that make the samples of a batch in each process, where the dataset is thread-safe.
         wants_change: asked about once a second whether to end, in order, while nothing is made.
+        make_earlier: as in `WorkerOptions`.
 
     Returns:
         Exit code: 0 after an orderly end, 1 when processes died too often or could not work. `CHANGE` when it ended
@@ -140,7 +143,8 @@ def run_data_workers(
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     ended = partial(has_ended, address_file)
-    options = WorkerOptions(cache_bytes, num_threads, forks_anew=num_processes > 1)  # one alone shares with nobody
+    # One alone shares with nobody.
+    options = WorkerOptions(cache_bytes, num_threads, forks_anew=num_processes > 1, make_earlier=make_earlier)
     return _Supervisor(service, ended, options, Exchange(), wants_change).run(num_processes)
 
 

@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.choice import Receivers, TransportSender
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import Leaf
-from hetstream.mpi_dataworkers.wire.messages import Delivery, FailLease, FailStep, GrantLease, RegisterWorker
+from hetstream.mpi_dataworkers.wire.messages import Delivery, Device, FailLease, FailStep, GrantLease, RegisterWorker
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.control import ControlThread
@@ -72,15 +72,24 @@ class DataWorker:
         self._dispatcher = DispatcherConnection(service, start.worker_id, has_ended)
         self._leases = HeldLeases(self._dispatcher)
         self._pickled_pipelines = PickledPipelines(exchange, service.pipelines_dir, self._dispatcher)
-        registration = _registration(start)
+        registration = _registration(start, options.device)
         self._control = control = ControlThread(
             self._dispatcher, registration, self._leases, self._pickled_pipelines, self._page, loaded
         )
         pipelines = Pipelines(
-            self._pickled_pipelines, loaded, self._leases, self._page, options.forks_anew, lambda: control.number
+            self._pickled_pipelines,
+            loaded,
+            self._leases,
+            self._page,
+            options.forks_anew,
+            options.device,
+            lambda: control.number,
         )
+        earlier = None
+        if options.make_earlier is not None:
+            earlier = options.make_earlier(start.worker_id, self._leases, self._pickled_pipelines.fetch)
         self._steps = StepMaker(
-            pipelines, self._leases, self._dispatcher, self._page, options.cache_bytes, options.num_threads
+            pipelines, self._leases, self._dispatcher, self._page, options.cache_bytes, options.num_threads, earlier
         )
         self._sender = TransportSender(service.batch_key, start.worker_id, options.over_mpi)
         self._used: dict[Receivers, float] = {}  # when a lease for them was begun
@@ -116,9 +125,9 @@ class DataWorker:
 
     def _close(self) -> None:
         deadlines = self._page.deadlines
+        self._steps.close()
         self._sender.close(min(deadlines.batches_by, time.monotonic() + _LINGER_S))
         self._dispatcher.close(deadlines.messages_by)
-        self._steps.close()
         self._pickled_pipelines.close()
 
     def _next_lease(self) -> GrantLease | None:
@@ -134,6 +143,8 @@ class DataWorker:
             return
         self._next_look = now + _KEEP_CONNECTION_S
         in_use = set(self._leases.sessions.values())
+        if not in_use:
+            self._steps.rest()
         for receivers, used_at in list(self._used.items()):
             if receivers not in in_use and now - used_at > _KEEP_CONNECTION_S:
                 self._sender.drop(receivers)
@@ -183,6 +194,7 @@ class DataWorker:
             return
         else:
             reach("worker.before_finish")
+            waited_s += self._steps.take_waited_s()
             report = self._steps.finished(lease, time.monotonic() - started - waited_s, waited_s)
             self._leases.settle(lease.token, report)
             reach("worker.after_finish")
@@ -201,7 +213,7 @@ class DataWorker:
         return waited_s
 
 
-def _registration(start: WorkerStart) -> RegisterWorker:
+def _registration(start: WorkerStart, device: Device) -> RegisterWorker:
     return RegisterWorker(
         socket.gethostname(),
         os.getpid(),
@@ -211,4 +223,5 @@ def _registration(start: WorkerStart) -> RegisterWorker:
         slurm_job_from_environment(),
         start.slot,
         interpreter=this_interpreter(),
+        device=device,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
@@ -46,6 +47,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "HETSTREAM_CACHE_BYTES, or 256 MiB; 0 keeps none)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="gpu: run the last stage (gpu_stage=) of loaders that have one, on this data worker's GPU; batches come "
+        "from data workers with cpu (default), which run the rest",
+    )
+    parser.add_argument(
         "--mpi",
         action="store_true",
         help="send batches by MPI: this process and the trainers are ranks of one MPI world",
@@ -74,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--threads {args.threads}: must be 1 to {MAX_THREADS}")
     if args.mpi and args.processes > 1:
         raise UsageError(f"--processes {args.processes} with --mpi: a rank is one process; start more ranks instead")
+    if args.device == "gpu" and (args.processes > 1 or args.mpi or args.follow_program is not None):
+        raise UsageError("--device gpu with --processes, --mpi or --follow-program: start a data worker for each GPU")
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
     take_hash_seed()
@@ -86,7 +96,13 @@ def run(args: argparse.Namespace) -> int:
         return run_mpi_data_worker(parse_service(args.service), cache_bytes, args.threads)
     from hetstream.mpi_dataworkers.worker.supervisor import run_data_workers
 
-    return run_data_workers(parse_service(args.service), args.processes, cache_bytes, args.threads)
+    address_file = parse_service(args.service)
+    if args.device == "cpu":
+        return run_data_workers(address_file, args.processes, cache_bytes, args.threads)
+    from hetstream.mpi_dataworkers.stages.earlier import LoaderOfEarlierStage
+
+    make_earlier = partial(LoaderOfEarlierStage, address_file)
+    return run_data_workers(address_file, args.processes, cache_bytes, args.threads, make_earlier=make_earlier)
 
 
 def _follow(args: argparse.Namespace, cache_bytes: int) -> int:

@@ -1,0 +1,1 @@
+"""Data workers that feed data workers."""

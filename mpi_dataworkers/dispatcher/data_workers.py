@@ -264,7 +264,7 @@ class WorkerMessages:
             else:
                 tables.forget(lease)
         # What was made for it, nobody needs.
-        for loader in [name for name, one in tables.loaders.items() if one.registration.feeds == peer]:
+        for loader in [name for name, record in tables.loaders.items() if record.registration.feeds == peer]:
             out += self._drop_loader(loader, f"the data worker that it feeds was lost: {reason}")
         return out + self._reachability.announce(now)
 

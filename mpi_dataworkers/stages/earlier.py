@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import (
     TrainerIdentity,
     buffer_bytes_from_environment,
@@ -28,6 +29,7 @@ from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, GrantLease, ListedOrder, ProvidePipeline
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.earlier import FetchProvided, StageLeases
 from hetstream.mpi_dataworkers.worker.leases import LeaseGone
 from hetstream.mpi_dataworkers.worker.pipelines import StepFailed
@@ -64,6 +66,9 @@ class LoaderOfEarlierStage:
                 _, found = client.take([session], time.monotonic() + _LOOK_AGAIN_S, began)
             except TimeoutError:
                 continue
+            except HetstreamError as error:
+                self.close()
+                raise HandoverFailed(f"the stage before cannot be reached: {error}") from error
             if isinstance(found, LocalFallback):
                 # What has come meanwhile wins.
                 found = client.put_local(session, Delivered(None, num_samples=0, num_bytes=0, origin="local"))
@@ -77,7 +82,7 @@ class LoaderOfEarlierStage:
 
     def _open(self, lease: GrantLease, step: int) -> ServiceClient:
         """Open sessions for this lease, and for those that come after it: their batches are made meanwhile."""
-        held = {one.token: one for one in self._leases.held()}
+        held = {ahead.token: ahead for ahead in self._leases.held()}
         pipeline_id = lease.session.pipeline_id
         if pipeline_id not in self._pipelines:
             self._pipelines = {pipeline_id: self._fetch(pipeline_id, lambda: self._leases.holds(lease.token))}
@@ -89,9 +94,10 @@ class LoaderOfEarlierStage:
         mine = self._sessions.get(lease.token)
         if mine is not None and mine.buffer.position != step:  # it was told to begin anew
             client.close_session(self._sessions.pop(lease.token))
-        for one in (lease, *held.values()):
-            if one.token not in self._sessions and one.session.pipeline_id == pipeline_id:
-                self._sessions[one.token] = self._open_session(client, one, step if one is lease else one.first_step)
+        for ahead in (lease, *held.values()):
+            if ahead.token not in self._sessions and ahead.session.pipeline_id == pipeline_id:
+                first_step = step if ahead is lease else ahead.first_step
+                self._sessions[ahead.token] = self._open_session(client, ahead, first_step)
         return client
 
     def _join(self, pipeline: ProvidePipeline) -> ServiceClient:

@@ -21,7 +21,7 @@ class EarlierStage(Protocol):
         Raises:
             StepFailed: it cannot be made.
             LeaseGone: the lease is not held any more.
-            HetstreamError: the service failed for good.
+            HandoverFailed: the service does not let it ask.
         """
 
     def close(self) -> None:

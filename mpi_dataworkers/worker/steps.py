@@ -37,6 +37,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     ShardOrder,
 )
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.earlier import EarlierStage
@@ -169,7 +170,7 @@ class StepMaker:
                 else:
                     made = self._make_of_indices(lease, step, lacking, pipeline)
                 return made, *flatten(made.batch)
-            except (StepFailed, LeaseGone):  # of the stage before
+            except (StepFailed, LeaseGone, HandoverFailed):  # of the stage before
                 raise
             except PipelineError as error:
                 raise StepFailed(describe_failure(error, is_final=True)) from error

@@ -1,4 +1,4 @@
-"""Two stages at the dispatcher, without sockets and clocks: who is leased which steps, and what a loss takes with it."""
+"""Two stages at the dispatcher, without sockets and clocks: who is leased which steps, and what a loss takes away."""
 
 from __future__ import annotations
 

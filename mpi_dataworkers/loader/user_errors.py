@@ -17,10 +17,10 @@ def summary_of(failure: Failure) -> str:
 
 
 def made_at(error: Exception, step: int) -> Exception:
-    """An exception of user code that raised in this process: its traceback says at which step (Python 3.11)."""
-    note = f"hetstream: step {step}"
-    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    """An exception of user code in this process: its traceback says the step, if not the sample (Python 3.11)."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("hetstream: ")]
+    if hasattr(error, "add_note") and not notes:
+        error.add_note(f"hetstream: step {step}")
     return error
 
 

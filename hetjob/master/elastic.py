@@ -168,7 +168,8 @@ class Elastic:
     def _turn(self, client: Steering) -> None:
         status = client.steer(self._order(None))
         now = self._clock()
-        rates = self._rates.by_job(status.data_workers)
+        # Those with a GPU are the program's own, and not grown.
+        rates = self._rates.by_job([row for row in status.data_workers if row.device == "cpu"])
         self._take_in(rates, now)
         self._give_up_nodes(now)
         for handover in self._hand_over(now):

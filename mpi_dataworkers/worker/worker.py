@@ -125,8 +125,8 @@ class DataWorker:
 
     def _close(self) -> None:
         deadlines = self._page.deadlines
-        self._steps.close()
         self._sender.close(min(deadlines.batches_by, time.monotonic() + _LINGER_S))
+        self._steps.close()
         self._dispatcher.close(deadlines.messages_by)
         self._pickled_pipelines.close()
 

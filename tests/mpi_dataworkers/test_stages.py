@@ -149,6 +149,18 @@ def test_a_data_worker_of_either_stage_may_die_at_every_point(
     assert {flag.name for flag in flags if not flag.exists()} == set(), "points at which none has died"
 
 
+def test_the_dispatcher_may_die_between_the_stages(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    service.start_workers(1, "--device", "gpu")
+    loader = loaders(datasets.Augmented(400), service=service.name, **BOTH)
+    batches = iter(loader)
+    got = as_bytes(islice(batches, 10))
+    service.kill_dispatcher()
+    service.start_dispatcher()
+    got += as_bytes(batches)
+    assert got == as_bytes(loaders(datasets.Augmented(400), **BOTH))
+
+
 @pytest.mark.slow
 def test_a_data_worker_with_a_gpu_that_is_stopped_takes_its_sessions_with_it(service: Any, loaders: Any) -> None:
     service.start_workers(1)

@@ -16,6 +16,7 @@ from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 _MINUTE_S = 60.0
+_HOUR_S = 3600.0
 # Slots of 15 minutes up to 900, then of 60 and of 300: late slots hold few jobs.
 _EDGES_MIN = np.concatenate([np.arange(0, 900, 15), np.arange(900, 3000, 60), np.arange(3000, 30001, 300)])
 # Where the square of the work in a slot has its tangents, as shares of the slot.
@@ -73,3 +74,39 @@ def lower_bound_s(workload: Workload, cluster: Cluster) -> float:
         raise RuntimeError(f"HiGHS found no optimum: {found.message}")
     busy_s = float(found.fun) / len(workload)
     return busy_s + float((workload.work_s / 2 - workload.submit_s).mean())
+
+
+def most_effective_hours(workload: Workload, cluster: Cluster, window_s: float) -> float:
+    """GPU-hours at the ideal speed that no schedule exceeds within a window.
+
+    Args:
+        workload: the jobs.
+        cluster: GPUs and CPUs, wherever they are.
+        window_s: from the first submission on.
+
+    Raises:
+        RuntimeError: HiGHS found no optimum.
+    """
+    edges_s = np.unique(np.minimum(_EDGES_MIN * _MINUTE_S, window_s))
+    length_s = np.diff(edges_s)
+    gpus = workload.num_gpus.astype(float)
+    cpus = workload.ideal_cpus * workload.units
+    free_s = np.minimum(length_s, np.maximum(0.0, edges_s[1:] - workload.submit_s[:, None]))
+    job, slot = np.nonzero(free_s > 0)
+    columns = np.arange(len(job))
+    shape = (len(length_s), len(job))
+    limits = [
+        coo_array((of_job[job] / length_s[slot], (slot, columns)), shape=shape) for of_job in (gpus, cpus)
+    ]  # fmt: skip
+    limits.append(coo_array((np.ones(len(job)), (job, columns)), shape=(len(workload), len(job))))
+    there = [np.full(len(length_s), cluster.num_gpus), np.full(len(length_s), cluster.num_cpus), workload.work_s]
+    found = linprog(
+        -gpus[job],
+        A_ub=vstack(limits, format="csr"),
+        b_ub=np.concatenate(there),
+        bounds=np.stack([np.zeros(len(job)), free_s[job, slot]], axis=1),
+        method="highs",
+    )
+    if found.status != 0:
+        raise RuntimeError(f"HiGHS found no optimum: {found.message}")
+    return -float(found.fun) / _HOUR_S

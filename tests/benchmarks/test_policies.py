@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bound import lower_bound_s
+from benchmarks.best_order import best_order
+from benchmarks.bound import lower_bound_s, most_effective_hours
 from benchmarks.job_lists import FROZEN_JOBS, JobLists
+from hetstream.slurm_plugin.policy.table import Pool, job_table
 from hetstream.slurm_plugin.simulate.cluster import parse
 from hetstream.slurm_plugin.simulate.comparison import compare
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
@@ -48,6 +50,27 @@ def test_no_schedule_is_below_the_bound(seed: int) -> None:
     assert bound_s >= load.work_s.mean() * 0.99
     found = compare([load], cluster, ["tuned", "fixed", "fair", "maxtp", "srtf", "stretch"], list(Discipline), BASE)
     assert min(one.runs[0].mean_jct_s for one in found) >= bound_s
+
+
+def test_no_policy_has_more_effective_gpu_hours_than_the_bound() -> None:
+    [load] = JobLists(Path("nowhere")).lists(60, 1)
+    cluster = parse("4*gpus=8,cpus=64")
+    window_s = 300 * 60.0
+    most = most_effective_hours(load, cluster, window_s)
+    found = compare([load], cluster, ["tuned", "maxtp", "srtf"], [Discipline.FIFO, Discipline.GREEDY], BASE, window_s)
+    shares = [one.runs[0].gpu_effective for one in found]
+    assert 0.5 * most < max(shares) * cluster.num_gpus * window_s / 3600 <= most
+    alone = build(["a"], {"submit_s": [0.0], "work_s": [7200.0], "units": [2], "ideal_cpus": [8]})
+    assert most_effective_hours(alone, parse("gpus=2,cpus=16"), 3600.0) == pytest.approx(2.0)
+    assert most_effective_hours(alone, parse("gpus=2,cpus=8"), 3600.0) == pytest.approx(1.0)
+
+
+def test_a_search_over_orders_finds_one_that_is_no_worse() -> None:
+    # SRTF puts B first (60 x 300 CPUs), then A with what is left; C is short and narrow.
+    table = job_table([1, 2, 3], [512, 300, 64], remaining_s=[100.0, 60.0, 300.0])
+    found = best_order(table, Pool(512), 0.0)
+    assert int((found.workers * table.cpus).sum()) == 512
+    assert found.workers.tolist() == [148, 300, 64]
 
 
 def test_without_traces_lists_are_made_up_and_say_so(tmp_path: Path) -> None:

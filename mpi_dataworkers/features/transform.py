@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -27,8 +27,9 @@ from hetstream.mpi_dataworkers.features.tiles import TILE_VALUES, Tile, spans
 from hetstream.mpi_dataworkers.features.types import FeatureType
 
 _log = logging.getLogger(__name__)
-# A call of compiled code costs some 20 us, and it needs no cache between its operators.
-_COMPILED_TILE_VALUES = 1 << 20
+# Memory that is taken in larger pieces comes from the kernel each time, page by page, and that takes longer than most
+# operators do: of int64, 2 MiB.
+_SLAB_VALUES = 1 << 18
 
 
 class _Values(NamedTuple):
@@ -145,35 +146,50 @@ class _Group:
             alike = list(some)
             by_value = [kernel for kernel in alike if isinstance(kernel, ByValue)]
             self._kernels += [Run(by_value, compiler)] if by_value else alike
-        self._tile_values = TILE_VALUES if compiler is None else _COMPILED_TILE_VALUES
+        self._tile_values = TILE_VALUES if compiler is None else _SLAB_VALUES  # it keeps values in registers
 
     def run(self, features: Mapping[str, _Values], num_rows: int) -> dict[str, _Values]:
         """The features that the chains make."""
         given = [features[chain.source] for chain in self._chains]
+        made: list[_Values] = []
+        for slab in spans([one.values.numel() for one in given], _SLAB_VALUES, whole=True):
+            some = given[slab.first : slab.last]
+            made += (self._by_values if self._by_value else self._by_lists)(some, slab.first, num_rows)
+        return {chain.result: values for chain, values in zip(self._chains, made, strict=True)}
+
+    def _by_values(self, given: Sequence[_Values], first: int, num_rows: int) -> list[_Values]:
         sizes = [one.values.numel() for one in given]
-        if self._by_value:
-            values = torch.empty(sum(sizes), dtype=self._dtype)
-            for tile in self._tiles(given, sizes, num_rows, values):
-                made = self._through(tile).values
-                goal = values[tile.span.begin : tile.span.end]
-                if made.data_ptr() != goal.data_ptr():
-                    goal.copy_(made)
-            lengths: Sequence[torch.Tensor | None] = [one.lengths for one in given]
-        else:
-            tiles = [self._through(tile) for tile in self._tiles(given, sizes, num_rows, None)]
-            values = _joined([tile.values for tile in tiles])
-            sizes = [size for tile in tiles for size in tile.sizes]
-            lengths = [one for tile in tiles for one in _by_feature(tile)]
-        made_of = zip(self._chains, torch.split(values, sizes), lengths, strict=True)
-        return {chain.result: _Values(piece, length) for chain, piece, length in made_of}
+        values = torch.empty(sum(sizes), dtype=self._dtype)
+        for tile in self._tiles(given, first, num_rows, values):
+            made = self._through(tile).values
+            goal = values[tile.span.begin : tile.span.end]
+            if made.data_ptr() != goal.data_ptr():
+                goal.copy_(made)
+        pieces = zip(torch.split(values, sizes), given, strict=True)
+        return [_Values(piece, one.lengths) for piece, one in pieces]
+
+    def _by_lists(self, given: Sequence[_Values], first: int, num_rows: int) -> list[_Values]:
+        made: list[_Values] = []
+        for tile in map(self._through, self._tiles(given, first, num_rows, None)):
+            pieces = zip(torch.split(tile.values, list(tile.sizes)), _by_feature(tile), strict=True)
+            made += [_Values(piece, lengths) for piece, lengths in pieces]
+        return made
 
     def _through(self, tile: Tile) -> Tile:
         for kernel in self._kernels:
             tile = kernel(tile)
         return tile
 
-    def _tiles(self, given: Sequence[_Values], sizes: Sequence[int], num_rows: int, goal: torch.Tensor | None) -> Any:
-        """The tiles with their values: where they are to be in the end, if they can be changed there."""
+    def _tiles(self, given: Sequence[_Values], first: int, num_rows: int, goal: torch.Tensor | None) -> Iterator[Tile]:
+        """The tiles with their values: where they are to be in the end, if they can be changed there.
+
+        Args:
+            given: some of the group's features.
+            first: which one of the group the first of them is.
+            num_rows: of each.
+            goal: where the values are to be in the end.
+        """
+        sizes = [one.values.numel() for one in given]
         dtype = given[0].values.dtype
         for span in spans(sizes, self._tile_values, whole=not self._by_value):
             some = given[span.first : span.last]
@@ -191,6 +207,7 @@ class _Group:
             lengths = None
             if not self._by_value and some[0].lengths is not None:
                 lengths = _joined([one.lengths for one in some if one.lengths is not None])
+            span = replace(span, first=span.first + first, last=span.last + first)
             yield Tile(values, tile_sizes, span, num_rows, lengths, _joined_valid(valid, pieces))
 
 

@@ -302,6 +302,10 @@ class CastKernel(ByValue):
         low, high = RANGES[self.to]
         if not self.given.is_float:
             return x.clamp_(low, high).to(goal)
+        if not torch.compiler.is_compiling() and x.numel():
+            smallest, largest = (float(one) for one in torch.aminmax(x))
+            if low <= smallest and largest < high:  # not where one of them is NaN
+                return x.to(goal)
         x = x.to(torch.float64).nan_to_num_(nan=0.0)
         if self.to == "int32":
             return x.clamp_(low, high).to(goal)

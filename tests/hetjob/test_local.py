@@ -110,6 +110,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
         (["dispatcher", "--work-dir", "w", "--address-file", "."], "--address-file '.' is a directory: name a file in"),
         (["worker", "--service", "file:a", "--processes", "0"], "--processes 0: must be 1 to 4096"),
         (["worker", "--service", "file:a", "--processes", "100000"], "--processes 100000: must be 1 to 4096"),
+        (["worker", "--service", "file:a", "--device", "gpu", "--processes", "2"], "--device gpu with --processes"),
     ],
 )
 def test_options_of_the_service_that_cannot_be_meant_are_refused(

@@ -9,6 +9,7 @@ HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus met
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
+HETSTREAM_EXPLAIN        of `hetstream explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
 HETSTREAM_FAULT          for tests: where a process is to die, see `faults.py`
 """
@@ -112,6 +113,11 @@ def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     if value not in OFFLOADS:
         raise ConfigError(f"environment variable HETSTREAM_OFFLOAD={value!r}: must be one of {', '.join(OFFLOADS)}")
     return value
+
+
+def explain_file_from_environment(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where `hetstream explain` wants what was found of a forward; None in other runs."""
+    return Path(environ["HETSTREAM_EXPLAIN"]) if environ.get("HETSTREAM_EXPLAIN") else None
 
 
 def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:

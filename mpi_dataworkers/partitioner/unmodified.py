@@ -11,16 +11,19 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from hetstream.mpi_dataworkers.config import explain_file_from_environment
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
 from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
+from hetstream.mpi_dataworkers.partitioner.findings import Findings
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, watch
@@ -144,6 +147,9 @@ class Follower:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result
         self._leave()
+        if (path := explain_file_from_environment()) is not None:
+            name = type(module).__name__
+            _explain(path, Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates()))
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
         self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED)
         return result
@@ -162,7 +168,15 @@ class Follower:
 
     def _end(self, reason: str) -> None:
         self._leave()
+        if (path := explain_file_from_environment()) is not None:
+            _explain(path, Findings("the model", reason))
         _log.warning("hetstream: a DataLoader's forward stays where it is: %s", reason)
+
+
+def _explain(path: Path, findings: Findings) -> None:
+    """Write what was found, and end the program: it was run for that alone."""
+    path.write_text(findings.to_json())
+    raise SystemExit(0)
 
 
 def follow(connection: LoaderConnection | None, offload: str, num_processes: int) -> None:

@@ -27,6 +27,7 @@ VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
     "sbatch": "submit an sbatch script as a heterogeneous job",
     "run": "run a training program with local data workers, without Slurm",
+    "explain": "show what of a program's forward could move to data workers, and why not more",
     "top": "show what the data workers and loaders of a running job do",
     "events": "print what happened in a job, with its causes",
     "logs": "print what the job master, dispatcher, data workers and checkpoint writers of a job wrote",

@@ -1,0 +1,106 @@
+"""`hetstream explain`: what of a program's forward could move, as table, JSON and drawing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from hetstream.mpi_dataworkers.partitioner.classify import Offload, classify
+from hetstream.mpi_dataworkers.partitioner.cut import OperatorCost, Rates
+from hetstream.mpi_dataworkers.partitioner.findings import Findings
+from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
+from hetstream.slurm_plugin.cli.explain import report_of
+from hetstream.slurm_plugin.render.forward_graph import draw
+from hetstream.slurm_plugin.render.report import as_table
+
+ROOT = Path(__file__).resolve().parents[2]
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
+
+
+def findings() -> Findings:
+    graph = ForwardGraph(
+        (
+            Operator("w", "layer.weight", kind=Kind.PARAMETER),
+            Operator("x", "argument 0", kind=Kind.LEAF),
+            Operator("log", "aten.log.default", ("x",), line="train.py:7", source="y = x.log() < 1 & 2"),
+            Operator("dense", "aten.linear.default", ("log", "w"), line="train.py:8", source="return self.layer(y)"),
+        ),
+        ("dense",),
+    )
+    costs = {"x": OperatorCost(value_bytes=400), "log": OperatorCost(0.02, 0.03, 400)}
+    return Findings("Model", "", graph, classify(graph, Offload.AUTO), costs, Rates(0.1, 0.01, 0))
+
+
+def test_findings_are_read_as_they_were_written() -> None:
+    assert Findings.from_json(findings().to_json()) == findings()
+    refused = Findings("the model", "it reads a file (train.py:3)")
+    assert Findings.from_json(refused.to_json()) == refused
+
+
+def test_each_operator_has_its_line_its_side_and_the_reason() -> None:
+    decision = findings().decide(4, everything=False)
+    lines = as_table(report_of(findings(), decision), color=False)
+    assert lines[1] == "1 of 2 operators move; +400 bytes for each batch"
+    log, dense = lines[-2:]
+    assert " ".join(log.split()) == "aten.log.default train.py:7 20.000 30.000 400 B data worker depends on no state"
+    assert dense.endswith("trainer      it needs w: a parameter, which each step changes")
+
+
+def test_a_forward_that_was_not_captured_is_a_reason() -> None:
+    refused = Findings("the model", "it reads a file (train.py:3)")
+    lines = as_table(report_of(refused, refused.decide(4, everything=False)), color=False)
+    assert lines == ["the model: it reads a file (train.py:3)", "", "no operators"]
+
+
+def test_the_drawing_has_a_box_for_each_line_on_its_side() -> None:
+    found = findings()
+    drawing = draw(found.graph, found.costs, found.decide(4, everything=True))
+    tree = ElementTree.fromstring(drawing)
+    boxes = [element.get("class") for element in tree.iter("{http://www.w3.org/2000/svg}rect")]
+    assert boxes == ["moved", "stays"]
+    texts = ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[2:] == [
+        "y = x.log() < 1 & 2",
+        "train.py:7: 1 operator, 20.00 ms, 400 B",
+        "return self.layer(y)",
+        "train.py:8: 1 operator, not measured",
+    ]
+    assert [element.get("class") for element in tree.iter("{http://www.w3.org/2000/svg}path")] == ["sent"]
+
+
+def test_a_program_is_run_for_three_steps(tmp_path: Path) -> None:
+    drawing = tmp_path / "forward.svg"
+    words = [
+        "explain",
+        "--json",
+        "--offload",
+        "all",
+        "--svg",
+        str(drawing),
+        "--",
+        "-m",
+        "benchmarks.partition_programs",
+    ]
+    done = subprocess.run(
+        [HETSTREAM, *words, "dlrm"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["summary"]["module"] == "Dlrm"
+    sides = {row["operator"]: row["side"] for row in answer["operators"]}
+    assert (sides["aten._unique2.default"], sides["aten.linear.default"]) == ("data worker", "trainer")
+    assert any(row["line"].startswith("recommenders.py:") for row in answer["operators"])
+    assert drawing.read_text().startswith("<svg")
+
+
+def test_a_program_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('nothing')\n")
+    done = subprocess.run(
+        [HETSTREAM, "explain", str(tmp_path / "train.py")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "ended with exit code 0 before a model had been trained for three steps" in done.stderr
+    assert done.stdout == ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetstream.hetjob.site.address import SiteSettings
+from hetstream.slurm_plugin.daemon.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class DaemonOptions:
         allocating: whether jobs are told limits.
         partitions: whose CPUs are divided; None for those without GPUs.
         interval_s: between two readings of the cluster.
+        pace: its other times.
     """
 
     settings: SiteSettings
@@ -25,3 +27,4 @@ class DaemonOptions:
     allocating: bool
     partitions: tuple[str, ...] | None
     interval_s: float
+    pace: Pace = field(default_factory=Pace)

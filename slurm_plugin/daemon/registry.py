@@ -27,6 +27,7 @@ from hetstream.slurm_plugin.daemon.known import (
     own_minimum,
     silent_after_s,
 )
+from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.daemon.preferred import Preference
 from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of
@@ -38,13 +39,6 @@ from hetstream.slurm_plugin.policy.curves import speed_at
 from hetstream.slurm_plugin.policy.reasons import explain
 from hetstream.slurm_plugin.policy.staleness import FALL_BACK_AFTER_S
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool
-
-# Jobs report this often, or less if there are so many that it would be more than so many reports a second.
-REPORT_S = 10.0
-MAX_REPORTS_PER_S = 50.0
-ROUND_S = 1.0
-# A job that Slurm did not know when it was last read; it is read again within a few seconds.
-UNKNOWN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,7 @@ class Registry:
         partitions: whose CPUs are divided; None for those whose nodes have no GPUs.
         settings: see above.
         policy: divides in the place of the one that the settings name.
+        pace: how often jobs report and the policy is asked.
     """
 
     def __init__(
@@ -131,6 +126,7 @@ class Registry:
         partitions: Collection[str] | None = None,
         settings: PolicySettings | None = None,
         policy: Policy | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.jobs = {job.job: job for job in known}
         self.pool_cpus = 0
@@ -142,6 +138,7 @@ class Registry:
         self._allocating = allocating
         self._chosen = partitions
         self._policy = policy
+        self._pace = pace or Pace()
         self._snapshot: Snapshot | None = None
         self._preference: Preference | None = None
         self._leaders: dict[str, Job] = {}
@@ -150,7 +147,7 @@ class Registry:
         self._weights: dict[str, float] = {}
         self._since = Since()
         self._is_due = False
-        self._round_s = -ROUND_S
+        self._round_s = -self._pace.round_s
 
     def report(
         self, names: Collection[str], report: ReportDemand, sent_ns: int, now_s: float
@@ -169,7 +166,7 @@ class Registry:
         if owner is None:
             self.wants_reading = True
             text = f"Slurm has not said yet that job {job_id} is running; it is asked again"
-            return GrantLimit(None, text, UNKNOWN_S), ()
+            return GrantLimit(None, text, self._pace.unknown_s), ()
         # By number where Slurm tells it: names are as each host's own list of users has them.
         if (str(running.uid) if running and running.uid is not None else owner) not in names:
             return RefuseReport(f"job {job_id} is not yours"), ()
@@ -207,12 +204,12 @@ class Registry:
         for job_id, known in self.jobs.items():
             self.jobs[job_id] = self._told_by_slurm(known)
         self._is_due = True
-        self._round_s = now_s - ROUND_S
+        self._round_s = now_s - self._pace.round_s
         return self.decide(now_s)
 
     def decide(self, now_s: float) -> tuple[Change, ...]:
         """Divide anew, if anything is new and the last round is long enough ago."""
-        if not self._is_due or self._snapshot is None or 0 <= now_s - self._round_s < ROUND_S:
+        if not self._is_due or self._snapshot is None or 0 <= now_s - self._round_s < self._pace.round_s:
             return ()
         self._is_due = False
         if self.jobs:
@@ -232,7 +229,7 @@ class Registry:
     def use(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
         """Divide by other settings from now on."""
         self.settings, self._preference = settings, None
-        self._is_due, self._round_s = True, now_s - ROUND_S
+        self._is_due, self._round_s = True, now_s - self._pace.round_s
         return self.decide(now_s)
 
     def would_change(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
@@ -279,7 +276,7 @@ class Registry:
         return sorted(self.jobs.values(), key=lambda job: job.report.job_id)
 
     def _silent_s(self) -> float:
-        return silent_after_s(len(self.jobs), REPORT_S, MAX_REPORTS_PER_S)
+        return silent_after_s(len(self.jobs), self._pace.report_s, self._pace.max_reports_per_s)
 
     def _divide(self, settings: PolicySettings, now_s: float) -> _Round:
         assert self._snapshot is not None
@@ -298,6 +295,7 @@ class Registry:
         pool = pool_of(jobs, room.cpus(wished), settings)
         rules = Rules(
             floor=settings.floor,
+            move=self._pace.move,
             freeze_after_s=silent_s,
             fall_back_after_s=max(FALL_BACK_AFTER_S, 2 * silent_s),
             cpus_per_gpu=settings.cpus_per_gpu,
@@ -347,13 +345,13 @@ class Registry:
         )  # fmt: skip
 
     def _grant(self, job: Registered) -> GrantLimit:
-        next_s = max(REPORT_S, len(self.jobs) / MAX_REPORTS_PER_S)
+        next_s = max(self._pace.report_s, len(self.jobs) / self._pace.max_reports_per_s)
         if not self._allocating:
             return GrantLimit(None, "the site daemon only observes", next_s)
         if job.limit is None:
             # Between two rounds: what it has is its own until everybody's share is reckoned.
             held = first_grant(job.report, self._of(job))
-            return GrantLimit(held, "what it has, until the shares are divided anew", ROUND_S)
+            return GrantLimit(held, "what it has, until the shares are divided anew", self._pace.round_s)
         limit = max(job.limit, own_minimum(job.report, self._of(job)))
         return GrantLimit(limit, job.reason, next_s, nodes=self._preferred(job, limit))
 

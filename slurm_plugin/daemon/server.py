@@ -50,12 +50,13 @@ from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.client.users import names_of
 from hetstream.slurm_plugin.daemon.offer import Offer, offer
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
+from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.policy_settings import decode_settings
-from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
+from hetstream.slurm_plugin.daemon.registry import Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import PolicyError, ServeError
 from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S, Monitor, Reading
+from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.policy.choices import POLICIES
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ _MAX_CONNECTIONS = 256
 # More of one user (over TCP: of one host) make room for each other, and nobody waits behind more of them than these.
 _MAX_OF_ONE = 64
 # Questions of one user (over TCP: of one host) a second; whoever asks more waits for his turn. All jobs of a site
-# together are told to report half as often (`MAX_REPORTS_PER_S`), so only a flood meets it.
-_MAX_QUESTIONS_PER_S = 2 * MAX_REPORTS_PER_S
+# together are told to report half as often, so only a flood meets it.
+_MAX_QUESTIONS_PER_S = 2 * Pace.max_reports_per_s
 # No turn is further away: where a thousand jobs of one user start at once, each is answered while it still asks.
 # With `_MAX_OF_ONE` connections the rate stays what it is, or little more.
 _LONGEST_TURN_S = 0.5
@@ -99,6 +100,7 @@ class Daemon:
             allocating=options.allocating,
             partitions=options.partitions,
             settings=store.settings(),
+            pace=options.pace,
         )
         self._said_problem = ""
         self._munge = Munge(options.settings.munge_socket)
@@ -354,14 +356,15 @@ class Daemon:
                     while not self._stopped.is_set():
                         reading = monitor.read()
                         loop.call_soon_threadsafe(self._take, reading, offer(reading))
-                        self._rest(max(MIN_INTERVAL_S, self._options.interval_s - reading.read_s))
+                        self._rest(self._options.interval_s - reading.read_s)
             except Exception as error:  # noqa: BLE001, the boundary of the thread: the daemon ends with it
                 self._failure = error
                 loop.call_soon_threadsafe(self._stop.set)
 
     def _rest(self, seconds: float) -> None:
-        if not self._stopped.wait(MIN_INTERVAL_S):
-            self._read_now.wait(seconds - MIN_INTERVAL_S)
+        least_s = self._options.pace.least_interval_s
+        if not self._stopped.wait(least_s):
+            self._read_now.wait(max(0.0, seconds - least_s))
         self._read_now.clear()
 
     def _stop_reading(self) -> None:

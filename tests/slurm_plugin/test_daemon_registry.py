@@ -14,11 +14,13 @@ import pytest
 from hetstream.hetjob.site.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
-from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry
+from hetstream.slurm_plugin.daemon.registry import Registry
 from hetstream.slurm_plugin.daemon.room import Size, pool_partitions, room_of, usable_cpus
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
+from hetstream.slurm_plugin.policy.steadiness import MoveCost
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, allocation
 
 ALICE, BOB = ("alice", "1000"), ("bob", "1001")
@@ -65,7 +67,7 @@ def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Re
     assert "until the shares are divided anew" in second.reason
     assert granted(registry, 1, 2, 201.1).limit == 2
     answer = granted(registry, 2, 2, 201.1)
-    assert (answer.limit, answer.next_s) == (6, REPORT_S)
+    assert (answer.limit, answer.next_s) == (6, Pace.report_s)
     assert answer.reason == "6 of 8: 32 CPUs are shared by 2 job(s), its weight is 3"
     assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
 
@@ -213,8 +215,27 @@ def test_many_jobs_report_less_often() -> None:
     registry.observe(snapshot(*(job(number) for number in range(1, 1001))), 100.0)
     for number in range(1, 1001):
         answer = granted(registry, number, 1, 200.0)
-    assert granted(registry, 1, 2, 300.0).next_s == 1000 / MAX_REPORTS_PER_S
+    assert granted(registry, 1, 2, 300.0).next_s == 1000 / Pace.max_reports_per_s
     assert answer.limit == 0
+
+
+def test_all_times_follow_its_pace() -> None:
+    registry = Registry((), allocating=True, pace=Pace(report_s=2.0, round_s=0.25, unknown_s=0.75))
+    assert granted(registry, 1, 1, 99.0).next_s == 0.75
+    registry.observe(snapshot(job(1), job(2)), 100.0)
+    assert granted(registry, 1, 2, 100.1).next_s == 2.0
+    assert granted(registry, 2, 1, 100.2, current=3).next_s == 0.25, "the next round is as soon as that"
+    assert granted(registry, 2, 2, 100.4).limit == 4
+
+
+@pytest.mark.parametrize(("move", "limit"), [(MoveCost(), 1), (MoveCost(0, 0, 0, 0, 0), 8)])
+def test_what_a_change_costs_follows_its_pace(move: MoveCost, limit: int) -> None:
+    """There was room for one data worker, and soon after there is for all."""
+    registry = Registry((), allocating=True, pace=Pace(move=move))
+    registry.observe(snapshot(job(1), companion(11, 1), cpus=0), 100.0)
+    assert granted(registry, 1, 1, 101.0, current=1).limit == 1
+    registry.observe(snapshot(job(1), companion(11, 1)), 105.0)
+    assert registry.jobs["1"].limit == limit
 
 
 def test_a_job_that_may_grow_is_told_where_it_would_be_best() -> None:

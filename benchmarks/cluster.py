@@ -29,20 +29,23 @@ def why_no_cluster() -> str:
 
 @contextmanager
 def throw_away_cluster(
-    shape: ClusterShape | None = None, *, tuned: bool = True
+    shape: ClusterShape | None = None, *, tuned: bool = True, settings: tuple[str, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Start a cluster, and remove it at the end.
 
     Args:
         shape: its nodes.
         tuned: its scheduler looks often; else with Slurm's own timing.
+        settings: more lines of slurm.conf.
 
     Gives:
         An empty directory for jobs, and the environment that reaches the cluster. `HETSTREAM_MUNGE_SOCKET` in it is the
         socket of its munged.
     """
     name = f"bench-{os.getpid()}-{'tuned' if tuned else 'default'}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, shape or ClusterShape(), tuned_scheduler=tuned)
+    request = BootRequest(
+        name, DEFAULT_STATE_ROOT / name, shape or ClusterShape(), tuned_scheduler=tuned, settings=settings
+    )
     record = boot(request, choose_programs(HOST, DEFAULT_CACHE_DIR, say), say)
     state_dir = Path(record.state_dir)
     try:

@@ -74,6 +74,7 @@ class BootRequest:
         network: give each host a network namespace with an address of its own, and shared memory of its own.
         cgroups: see ClusterSpec.
         sites: see ClusterSpec.
+        settings: see ClusterSpec.
     """
 
     name: str
@@ -84,6 +85,7 @@ class BootRequest:
     network: bool = False
     cgroups: bool = False
     sites: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
@@ -98,6 +100,7 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         lua_plugins=request.lua_plugins,
         cgroups=request.cgroups,
         sites=request.sites,
+        settings=request.settings,
         root=root,
     )
     if not request.network:

@@ -134,6 +134,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec, group)} State=UP"
     for name, settings in sites.partitions(spec).items():
         yield f"PartitionName={name} {settings}"
+    yield from spec.settings
 
 
 def _node_line(group: NodeGroup, network: ClusterNetwork | None) -> str:

@@ -110,6 +110,7 @@ class ClusterSpec:
         lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
         cgroups: let Slurm find and constrain the processes of a job by control groups.
         sites: kinds of sites that it is like; see sites.py.
+        settings: more lines of slurm.conf.
         root: where Slurm is when it is not the machine's own.
         network: its hosts' own addresses; None where all are 127.0.0.1.
     """
@@ -123,6 +124,7 @@ class ClusterSpec:
     lua_plugins: bool = False
     cgroups: bool = False
     sites: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     root: RootPaths | None = None
     network: ClusterNetwork | None = None
 

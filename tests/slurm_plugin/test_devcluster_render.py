@@ -51,6 +51,11 @@ def test_cluster_without_gpus_has_one_partition_and_no_gres() -> None:
     assert gres_conf(spec) == ""
 
 
+def test_more_settings_come_last() -> None:
+    more = ("PreemptType=preempt/partition_prio", "PartitionName=workers Nodes=cpu[0-1] State=UP")
+    assert slurm_conf(spec_of(settings=more)) == slurm_conf(spec_of()) + "".join(line + "\n" for line in more)
+
+
 def test_every_node_has_a_port_of_its_own() -> None:
     groups = spec_of(ClusterShape(gpu_nodes=3, cpu_nodes=5)).groups
     ports = [group.first_port + number for group in groups for number in range(group.count)]

@@ -83,7 +83,8 @@ class _Engine:
         self._lost_s = np.zeros(size)
         self._restarts = np.zeros(size, dtype=np.int64)
         self._node_of = np.full(size, -1, dtype=np.int64)
-        self._submit_s: list[float] = workload.submit_s.tolist()
+        # When the scheduler sees them.
+        self._submit_s: list[float] = (workload.submit_s + scenario.queue.submit_s).tolist()
         self._next_job = 0
         self._end_row = -1
         self._now_s = 0.0
@@ -158,7 +159,7 @@ class _Engine:
         self._num_job_events += 1
         if job not in self._rejected:
             at_once = self._scenario.discipline is Discipline.FIFO
-            self._waiting.add(job, Cause.QUEUE if at_once else Cause.CYCLE, self._now_s)
+            self._waiting.add(job, Cause.QUEUE if at_once else Cause.CYCLE, self._now_s - self._scenario.queue.submit_s)
             self._is_due = True
 
     def _start(self, job: int, placement: Placement) -> None:

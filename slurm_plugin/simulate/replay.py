@@ -82,12 +82,13 @@ def error_of(outcome: Outcome) -> ReplayError:
         mean_wait_s=float((start_s - submit_s).mean()),
         real_mean_wait_s=float((real_start_s - submit_s).mean()),
         median_start_s=float(np.median(np.abs(start_s - real_start_s))),
-        order=_same_order(start_s, real_start_s),
+        order=same_order(start_s, real_start_s),
         num_jobs=int(done.sum()),
     )
 
 
-def _same_order(simulated: Floats, real: Floats) -> float:
+def same_order(simulated: Floats, real: Floats) -> float:
+    """Share of pairs of jobs that come in the same order in both; one that has two at one time agrees with any."""
     size = len(simulated)
     if size < 2:
         return 1.0

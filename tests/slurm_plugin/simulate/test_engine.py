@@ -107,6 +107,13 @@ def test_backfill_looks_at_the_queue_in_its_cycles_alone() -> None:
     assert found.waited_s[2].tolist()[Cause.CYCLE] == 3
 
 
+def test_the_scheduler_sees_a_submission_when_it_does() -> None:
+    outcome = run(QUEUE, "1*gpus=2,cpus=64", queue=QueueOptions(interval_s=0.0, submit_s=0.5))
+    assert outcome.start_s.tolist() == [0.5, 10.5, 20.5, 20.5], "who waits for others loses nothing by it"
+    waited_s = outcome.start_s - QUEUE.submit_s
+    assert outcome.waited_s.sum(axis=1) == pytest.approx(waited_s), "and it is time that they waited"
+
+
 def test_a_heterogeneous_job_starts_from_backfill_alone() -> None:
     load = replace(jobs((1, 10, 1), (1, 10, 1)), is_het=np.array([True, False]))
     found = run(load, "gpus=2,cpus=2", Discipline.EASY, queue=QueueOptions(interval_s=30.0))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,21 @@ def run_client(argv: Sequence[str], request: Mapping[str, Any], deadline_s: floa
         return {entry.pop("case"): entry for entry in parsed}
     except (ValueError, KeyError) as error:
         raise ClientFailed(f"printed no sample: {error!r}: {lines[-1:]}") from error
+
+
+@contextlib.contextmanager
+def background(argv: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that runs beside the benchmark, and is ended with it."""
+    with log.open("wb") as out, subprocess.Popen(argv, env=environ, cwd=ROOT, stdout=out, stderr=out) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> bool:

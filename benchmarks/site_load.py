@@ -11,21 +11,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import harness, machine
 from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
-from benchmarks.running import ROOT
+from benchmarks.running import ROOT, background
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress
 from hetstream.hetjob.site.client import ask
@@ -84,11 +82,11 @@ def _measure(
     environ = environ | {"HETSTREAM_DAEMON": str(address), "PYTHONPATH": str(ROOT)}
     settings = SiteSettings(address, Path(environ["HETSTREAM_MUNGE_SOCKET"]))
     argv = [HETSTREAM, "daemon", "--allocate", "--pool", "cpu", "--state-dir", str(directory / "state")]
-    with _process(argv, environ, directory / "daemon.log") as daemon:
+    with background(argv, environ, directory / "daemon.log") as daemon:
         _wait(lambda: (directory / "daemon.log").read_text().count("listen"), "the daemon")
         request = json.dumps({"jobs": list(jobs), "waiting": list(waiting)})
         stub = [sys.executable, "-m", "benchmarks.clients.site_jobs", request]
-        with _process(stub, environ, directory / "jobs.log") as masters:
+        with background(stub, environ, directory / "jobs.log") as masters:
             _wait(lambda: "started" in (directory / "jobs.log").read_text(), "the job masters")
             began = time.monotonic()
             _wait(lambda: len(_status(settings).jobs) == len(jobs), "all reports")
@@ -176,20 +174,6 @@ def _cpu_s(pid: int) -> float:
     """Of a process and its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def _process(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out, subprocess.Popen(argv, env=environ, cwd=ROOT, stdout=out, stderr=out) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
 
 
 def _wait(condition: Callable[[], object], what: str) -> None:

@@ -1,0 +1,47 @@
+"""The site daemon with other times than the usual, for a cluster on which time is compressed.
+
+It is `hetstream daemon --allocate` but for its `Pace`. Its argument is JSON: socket, state_dir, partition, interval_s,
+and the fields of `Pace` and of `MoveCost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+from hetstream.hetjob.site.address import SiteSettings, UnixAddress
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.daemon.options import DaemonOptions
+from hetstream.slurm_plugin.daemon.pace import Pace
+from hetstream.slurm_plugin.daemon.server import Daemon
+from hetstream.slurm_plugin.daemon.store import Store
+from hetstream.slurm_plugin.policy.steadiness import MoveCost
+
+
+def main() -> int:
+    """Serve until SIGTERM."""
+    request = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    pace = Pace(**{**request["pace"], "move": MoveCost(**request["pace"]["move"])})
+    options = DaemonOptions(
+        SiteSettings(UnixAddress(Path(request["socket"])), None),
+        Path(request["state_dir"]),
+        True,
+        (request["partition"],),
+        request["interval_s"],
+        pace,
+    )
+
+    async def serve(store: Store) -> None:
+        await Daemon(options, CommandSlurm(), store).run()
+
+    with Store(options.state_dir) as store:
+        asyncio.run(serve(store))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from hetstream.slurm_plugin.errors import SimulationFault
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.division import Division
 from hetstream.slurm_plugin.simulate.failures import Failures
+from hetstream.slurm_plugin.simulate.freeing import Freeing
 from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement, Shape
 from hetstream.slurm_plugin.simulate.outcome import FragmentationSamples, Outcome, Use
 from hetstream.slurm_plugin.simulate.reservation import Reservation
@@ -65,6 +66,7 @@ class _Engine:
         self._workload, self._cluster, self._scenario = workload, cluster, scenario
         size = len(workload)
         self._nodes = Nodes(cluster)
+        self._freeing = Freeing(scenario.queue.free_s)
         self._running = Running()
         self._waiting = Waiting(workload, scenario.queue)
         self._failures = Failures(scenario.failures, cluster.num_nodes, scenario.seed)
@@ -124,7 +126,7 @@ class _Engine:
         submit_s = self._submit_s[self._next_job] if self._next_job < len(self._submit_s) else math.inf
         ready_s = self._division.next_ready_s() if self._division else math.inf
         end_s, self._end_row = self._running.next_end()
-        then_s = min(submit_s, end_s, ready_s, self._divide_s, self._cycle_s)
+        then_s = min(submit_s, end_s, ready_s, self._divide_s, self._cycle_s, self._freeing.next_s())
         if then_s == math.inf and not self._failures.num_down:
             return then_s
         return min(then_s, self._failures.next_s(), self._sample_s)
@@ -138,6 +140,7 @@ class _Engine:
             while end_s <= now_s:
                 self._end(row)
                 end_s, row = running.next_end()
+        self._free(now_s)
         for node, fails in self._failures.due(now_s):
             self._fail(node) if fails else self._repair(node)
         while self._next_job < len(self._submit_s) and self._submit_s[self._next_job] <= now_s:
@@ -210,12 +213,17 @@ class _Engine:
         running = self._running
         gpus, speed, useful = float(running.gpus[row]), float(running.speed[row]), float(running.useful_cpus[row])
         self._count(-gpus, speed, -float(running.held_cpus[row] + running.target[row]), -useful)
-        self._nodes.give_back(*running.remove(row))
+        self._freeing.add(*running.remove(row), self._now_s)
         if self._division:
             self._division.forget(row)
-        self._no_room.clear()
         self._num_job_events += 1
-        self._is_changed = self._is_due = True
+        self._is_changed = True
+
+    def _free(self, until_s: float) -> None:
+        """What jobs held that have ended is others' now."""
+        if self._freeing.give_back(self._nodes, until_s):
+            self._no_room.clear()
+            self._is_changed = self._is_due = True
 
     # Nodes
 
@@ -238,6 +246,7 @@ class _Engine:
                 self._waiting.add(job, Cause.QUEUE, now_s)
             else:
                 self._rejected[job] = f"given up after {_MOST_RESTARTS:,} restarts: nodes fail under it too often"
+        self._free(math.inf)
         self._nodes.fail(node)
         self._no_room.clear()
         self._is_changed = True
@@ -312,7 +321,7 @@ class _Engine:
                 continue
             if reservation is None:
                 first = self._shapes[shape_of[blocked]]
-                reservation = Reservation(first, self._nodes, self._running, now_s, queue.limit_factor)
+                reservation = Reservation(first, self._nodes, self._running, self._freeing, now_s, queue.limit_factor)
             shape, end_s = self._shapes[number], now_s + self._limit_s(job)
             if reservation.allows(shape, placement, end_s):
                 self._start(job, placement)
@@ -400,7 +409,8 @@ class _Engine:
         running = self._running
         top = running.top
         self._add_up()
-        self._nodes.check(float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum()))
+        gpus, cpus = float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum())
+        self._nodes.check(gpus + self._freeing.gpus, cpus + self._freeing.cpus)
 
     def _sample(self) -> None:
         """Look at the nodes that have GPUs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hetstream.slurm_plugin.simulate.freeing import Freeing
 from hetstream.slurm_plugin.simulate.nodes import Nodes, Placement, Shape
 from hetstream.slurm_plugin.simulate.running import Running
 
@@ -15,11 +16,15 @@ class Reservation:
         start_s: that; infinite if even the empty cluster has no room, with nodes that are away.
     """
 
-    def __init__(self, shape: Shape, nodes: Nodes, running: Running, now_s: float, limit_factor: float) -> None:
+    def __init__(
+        self, shape: Shape, nodes: Nodes, running: Running, freeing: Freeing, now_s: float, limit_factor: float
+    ) -> None:
         self._shape = shape
         self._now_s = now_s
         ends_s = running.planned_ends_s(now_s, limit_factor)
         rows = [row for row in np.argsort(ends_s, kind="stable").tolist() if running.placements[row] is not None]
+        nodes = nodes.copy()
+        nodes.give_back_all(freeing.held)
         held = [placement for placement in (running.placements[row] for row in rows) if placement is not None]
         # The fewest ends with which it fits: that it fits never becomes untrue with one end more.
         low, high = 1, len(rows)

@@ -59,6 +59,7 @@ class QueueOptions:
         max_job_test: jobs that one cycle looks at (bf_max_job_test).
         limit_factor: time limits are so many times the true run times, where the workload knows no limit.
         submit_s: from a submission until the scheduler looks at the job for the first time.
+        free_s: from the end of a job until others can start on what it held.
     """
 
     shortest_first: bool = False
@@ -67,6 +68,7 @@ class QueueOptions:
     max_job_test: int = 500
     limit_factor: float = 1.0
     submit_s: float = 0.0
+    free_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Scenario:
             problems.append(f"cpus of a data worker is {self.workers.cpus}: must be at least 1, and at most {_MOST:g}")
         amounts = {
             "interval_s": self.queue.interval_s, "limit_factor": self.queue.limit_factor, "aging": self.queue.aging,
-            "submit_s": self.queue.submit_s,
+            "submit_s": self.queue.submit_s, "free_s": self.queue.free_s,
             "max_job_test": self.queue.max_job_test, "round_s": self.workers.round_s, "start_s": self.workers.start_s,
             "take_back_s": self.workers.take_back_s, "network_share": self.workers.network_share,
             "estimate_sigma": self.workers.estimate_sigma, "repair_s": self.failures.repair_s,

@@ -114,6 +114,27 @@ def test_the_scheduler_sees_a_submission_when_it_does() -> None:
     assert outcome.waited_s.sum(axis=1) == pytest.approx(waited_s), "and it is time that they waited"
 
 
+@pytest.mark.parametrize("discipline", list(Discipline))
+def test_what_a_job_held_is_free_for_others_when_slurm_has_cleaned_up(discipline: Discipline) -> None:
+    outcome = run(QUEUE, "1*gpus=2,cpus=64", discipline, queue=QueueOptions(interval_s=0.0, free_s=0.5))
+    # As above, and half a second more for each end that somebody waits for.
+    starts = {
+        Discipline.FIFO: [0, 10.5, 21, 21], Discipline.EASY: [0, 10.5, 2, 21], Discipline.GREEDY: [0, 30, 2, 9.5]
+    }  # fmt: skip
+    assert outcome.start_s.tolist() == starts[discipline]
+    assert outcome.finished.all()
+
+
+def test_a_node_that_fails_is_no_matter_of_those_that_have_ended_there() -> None:
+    load = jobs((0, 1, 1), (0, 100, 1))
+    failures = FailureOptions(node_mtbf_s=40.0, repair_s=3.0, checkpoint_s=5.0)
+    for seed in range(5):
+        outcome = run(
+            load, "2*gpus=1,cpus=4", queue=QueueOptions(interval_s=0.0, free_s=60.0), failures=failures, seed=seed
+        )
+        assert outcome.finished.all()
+
+
 def test_a_heterogeneous_job_starts_from_backfill_alone() -> None:
     load = replace(jobs((1, 10, 1), (1, 10, 1)), is_het=np.array([True, False]))
     found = run(load, "gpus=2,cpus=2", Discipline.EASY, queue=QueueOptions(interval_s=30.0))

@@ -139,20 +139,14 @@ def main() -> int:
             for system in systems:
                 if system == NO_TIME_MIN and (args.quick or seed != seeds[0]):
                     continue
-                scenario = scenario_of(system, latencies)
-                limited = asked_for(workload, system)
+                limited, scenario = asked_for(workload, system), scenario_of(system, latencies)
                 try:
                     stubs = run_real(directory, environ, limited, scenario, args.logs)
                 except (StubsFailed, HetstreamError, TimeoutError) as error:
                     failures[f"{system}, list {seed}"] = f"{type(error).__name__}: {error}"
                     continue
-                starts_s, ends_s = (
-                    np.array([getattr(one, name) for one in stubs.ran]) for name in ("start_s", "end_s")
-                )
-                recorded = Recorded(starts_s, ends_s, np.zeros(len(stubs.ran)))
-                outcome = simulate(dataclasses.replace(limited, recorded=recorded), CLUSTER, scenario)
-                found.append(Compared(seed, system, stubs, outcome))
-                harness.say(f"  list {seed}, {system}: {error_of(outcome)}")
+                found.append(Compared(seed, system, stubs, simulate(with_recorded(limited, stubs), CLUSTER, scenario)))
+                harness.say(f"  list {seed}, {system}: {error_of(found[-1].outcome)}")
                 if args.logs:
                     _keep(args.logs, found[-1], latencies)
     rows = [row for one in found for row in rows_of(one)]
@@ -215,6 +209,12 @@ def scenario_of(system: str, latencies: Latencies) -> Scenario:
     )
     policy = under_all_rules(POLICIES[policy_of(system)], Rules(move=MOVE))
     return Scenario(system, Request.ELASTIC, Discipline.EASY, policy, queue, workers)
+
+
+def with_recorded(workload: Workload, stubs: StubJobs) -> Workload:
+    """With what really happened."""
+    starts_s, ends_s = (np.array([getattr(one, name) for one in stubs.ran]) for name in ("start_s", "end_s"))
+    return dataclasses.replace(workload, recorded=Recorded(starts_s, ends_s, np.zeros(len(stubs.ran))))
 
 
 def policy_of(system: str) -> str:

@@ -117,7 +117,7 @@ def main() -> int:
     parser = harness.parser("The same jobs on real Slurm and in the simulator.", repeats=1)
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder with the traces (default: %(default)s)")
     parser.add_argument("--seeds", type=_seeds, default=[2, 3], metavar="A,B", help="which lists (default: 2,3)")
-    parser.add_argument("--add", action="store_true", help="to the report that is in --out: for runs in parts")
+    parser.add_argument("--add", action="store_true", help="to the report that --out has, if any: for runs in parts")
     parser.add_argument("--logs", type=Path, help="keep the daemon's logs and what was measured there")
     args = parser.parse_args()
     if reason := why_no_cluster():
@@ -151,7 +151,7 @@ def main() -> int:
                     _keep(args.logs, found[-1], latencies)
     rows = [row for one in found for row in rows_of(one)]
     told = notes(lists, latencies, args.quick, found)
-    if args.add:
+    if args.add and (args.out / "fidelity.json").exists():
         before = json.loads((args.out / "fidelity.json").read_text())
         rows = [Row(**row) for row in before["rows"]] + rows
         told = [*told, *(note for note in before["notes"] if note not in told), f"Added to: {before['command']}"]

@@ -42,8 +42,9 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
-from hetstream.slurm_plugin.policy.choices import POLICIES, Rules, under_all_rules
+from hetstream.slurm_plugin.policy.choices import Rules
 from hetstream.slurm_plugin.policy.steadiness import MoveCost
+from hetstream.slurm_plugin.simulate import comparison
 from hetstream.slurm_plugin.simulate.cluster import parse
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.outcome import Outcome
@@ -207,8 +208,10 @@ def scenario_of(system: str, latencies: Latencies) -> Scenario:
         start_s=PACE.report_s / 2 + latencies.workers_s,
         take_back_s=latencies.next_s,
     )
-    policy = under_all_rules(POLICIES[policy_of(system)], Rules(move=MOVE))
-    return Scenario(system, Request.ELASTIC, Discipline.EASY, policy, queue, workers)
+    base = Scenario(system, Request.TUNED, Discipline.EASY, queue=queue, workers=workers, rules=Rules(move=MOVE))
+    return dataclasses.replace(
+        comparison.scenario_of(policy_of(system) + comparison.RULES, base.discipline, base), name=system
+    )
 
 
 def with_recorded(workload: Workload, stubs: StubJobs) -> Workload:

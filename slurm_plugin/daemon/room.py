@@ -104,7 +104,8 @@ def room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str
 def free_memory_mb(snapshot: Snapshot, nodes: Sequence[Node]) -> Ints:
     """What jobs can still be given of each node; more than any node has, where Slurm does not count memory."""
     # Such a cluster may not even say how much its nodes have (RealMemory is 1 then).
-    if "Memory" not in snapshot.config.get("SelectTypeParameters", ""):
+    # 22.05 writes CR_Core_Memory, 24.11 CR_CORE_MEMORY.
+    if "MEMORY" not in snapshot.config.get("SelectTypeParameters", "").upper():
         return np.full(len(nodes), _UNCOUNTED_MB, np.int64)
     return np.array([max(node.memory_mb - node.memory_allocated_mb, 0) for node in nodes], np.int64)
 

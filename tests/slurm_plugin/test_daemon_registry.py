@@ -271,6 +271,7 @@ def big_demand(job_id: int, worker_memory_mb: int | None, wanted: int = 8, step_
         (8000, MEMORY, 4),
         (30_000, MEMORY, 2),  # of 64,000 MB
         (65_000, MEMORY, 0),
+        (65_000, {"SelectTypeParameters": "CR_CORE_MEMORY"}, 0),  # as 24.11 writes it
         (1 << 40, MEMORY, 0),
         (65_000, {}, 4),  # Slurm does not count memory there
         (65_000, {"SelectTypeParameters": "CR_CPU"}, 4),

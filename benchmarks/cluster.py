@@ -29,7 +29,7 @@ def why_no_cluster() -> str:
 
 @contextmanager
 def throw_away_cluster(
-    shape: ClusterShape | None = None, *, tuned: bool = True, settings: tuple[str, ...] = ()
+    shape: ClusterShape | None = None, *, tuned: bool = True, settings: tuple[str, ...] = (), label: str = ""
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Start a cluster, and remove it at the end.
 
@@ -37,12 +37,13 @@ def throw_away_cluster(
         shape: its nodes.
         tuned: its scheduler looks often; else with Slurm's own timing.
         settings: more lines of slurm.conf.
+        label: tells clusters apart that run at the same time.
 
     Gives:
         An empty directory for jobs, and the environment that reaches the cluster. `HETSTREAM_MUNGE_SOCKET` in it is the
         socket of its munged.
     """
-    name = f"bench-{os.getpid()}-{'tuned' if tuned else 'default'}"
+    name = f"bench-{os.getpid()}-{label[:12].rstrip('-') or ('tuned' if tuned else 'default')}"
     request = BootRequest(
         name, DEFAULT_STATE_ROOT / name, shape or ClusterShape(), tuned_scheduler=tuned, settings=settings
     )

@@ -11,6 +11,7 @@ The limits are Slurm's (https://slurm.schedmd.com/heterogeneous_jobs.html, "Limi
     ├── CheckpointNotShared        the tasks of a job array would write one checkpoint directory
     ├── MissingPartition           no partition for the data workers, or one that does not exist
     ├── NoSuchNode             no node of the partition could hold one data worker
+    ├── TimeMinTooLong             data workers for holes that are longer than they may run
     ├── NeedsBackfill              heterogeneous jobs start only through sched/backfill
     ├── NotAShellScript            the job master is started by shell lines
     └── WrappedCommand             --wrap leaves no script to convert
@@ -41,6 +42,7 @@ from hetstream.hetjob.sbatch_options import (
     parse_words,
     plain_words,
     refuse_line_breaks,
+    time_limit_s,
     words_of,
 )
 from hetstream.hetjob.spec import NO_RESERVATION, JobSpec
@@ -77,8 +79,12 @@ class NoSuchNode(ConversionError):
     """A data worker that is larger than every node of its partition: the job would wait for ever."""
 
 
+class TimeMinTooLong(ConversionError):
+    """A least time of data workers above the time that they may have."""
+
+
 class NeedsBackfill(ConversionError):
-    """The cluster's scheduler never starts heterogeneous jobs."""
+    """The cluster's scheduler never starts heterogeneous jobs, and looks for no holes."""
 
 
 class NotAShellScript(ConversionError):
@@ -159,7 +165,9 @@ def convert(
         _check_size(spec, worker_mb, partition, cluster, name)
         components, added = _data_workers(spec, options, worker, partition, cluster)
         changes += added
-        master_options = tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options))
+        longest_s = _longest_s(spec, options, partition, cluster, name)
+        worker = [*worker, *_memory_per_cpu(spec, worker_mb)]
+        master_options = tuple(_master_options(spec, worker, options, longest_s))
     writer_options: tuple[str, ...] | None = None
     if spec.checkpoint is not None:
         more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
@@ -210,7 +218,7 @@ def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
 
     Raises:
         MissingPartition: the partition does not exist.
-        NeedsBackfill: the scheduler never starts heterogeneous jobs.
+        NeedsBackfill: the scheduler never starts heterogeneous jobs, or never looks for holes.
     """
     wanted = (spec.data_worker_partition or "").split(",")
     missing = [name for name in wanted if name and cluster.partitions and name not in cluster.partitions]
@@ -223,6 +231,11 @@ def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
         raise NeedsBackfill(
             f"this cluster runs SchedulerType={cluster.scheduler}, and Slurm starts heterogeneous jobs only through "
             f"sched/backfill. Use --data-workers=0-{spec.data_workers_max}: companion jobs start under any scheduler"
+        )
+    if spec.data_worker_time_min is not None and cluster.scheduler not in (None, "sched/backfill"):
+        raise NeedsBackfill(
+            f"--data-worker-time-min={spec.data_worker_time_min}: this cluster runs SchedulerType={cluster.scheduler}, "
+            "and only sched/backfill starts jobs in holes. Remove the option: companion jobs start under any scheduler"
         )
 
 
@@ -248,10 +261,11 @@ def _data_workers(
             )
         )
     if spec.companions:
+        when = f" in backfill holes of {spec.data_worker_time_min} or more" if spec.data_worker_time_min else ""
         changes.append(
             Change(
-                f"up to {spec.companions} companion job(s), one data worker each, submitted while the trainer waits "
-                "for data",
+                f"up to {spec.companions} companion job(s), one data worker each{when}, submitted while the trainer "
+                "waits for data",
                 "the job master measures how many pay, lets those go that do not, and cancels them at the end",
             )
         )
@@ -339,6 +353,31 @@ def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster:
     )
 
 
+def _longest_s(
+    spec: JobSpec, options: SbatchOptions, partitions: str, cluster: Cluster, name: str
+) -> float | None:  # fmt: skip
+    """How long a companion in a hole may run at the most; None where nothing limits it.
+
+    Raises:
+        TimeMinTooLong: that is less than the least time that it asks for.
+    """
+    if spec.data_worker_time_min is None:
+        return None
+    least_s = time_limit_s(spec.data_worker_time_min) or 0.0
+    script_s = time_limit_s(options.value("time") or "")
+    limits = {f"--time={options.value('time')} of the job": script_s} if script_s else {}
+    for partition, one in zip(partitions.split(","), _limits_of(partitions, cluster), strict=False):
+        if one.max_time_s:
+            limits[f"MaxTime of {one.max_time_s / 60:g} minutes of partition {partition}"] = one.max_time_s
+    for what, limit_s in limits.items():
+        if limit_s < least_s:
+            raise TimeMinTooLong(
+                f"{name}: --data-worker-time-min={spec.data_worker_time_min} is above {what}, so no data worker could "
+                "run. Use a shorter one; 2:00 is enough"
+            )
+    return min(limits.values(), default=None)
+
+
 def _of_trainer(spec: JobSpec) -> frozenset[str]:
     """Options that, said outside the script, are the trainer's alone: sbatch would give them to all components."""
     given = {name for name in ("account", "qos", "reservation") if getattr(spec, f"data_worker_{name}") is not None}
@@ -386,7 +425,9 @@ def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: in
     return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
 
 
-def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:
+def _master_options(
+    spec: JobSpec, worker: Sequence[str], options: SbatchOptions, longest_s: float | None
+) -> list[str]:  # fmt: skip
     arguments = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
         arguments.append(f"--data-worker-python={spec.data_worker_python}")
@@ -401,6 +442,9 @@ def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions
             arguments.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
         if spec.data_worker_cooldown is not None:
             arguments.append(f"--cooldown={spec.data_worker_cooldown}")
+        if spec.data_worker_time_min is not None:
+            arguments.append(f"--time-min={time_limit_s(spec.data_worker_time_min):.0f}")
+            arguments += [f"--longest={longest_s:.0f}"] if longest_s else []
         if spec.total_steps is not None:
             arguments.append(f"--total-steps={spec.total_steps}")
         if spec.total_epochs is not None:

@@ -97,11 +97,15 @@ class MarkedJob:
         job_id: its own.
         state: in Slurm's spelling.
         num_cpus: in all.
+        elapsed_s: since its start.
+        left_s: until its time limit ends it; None without a limit, or where nobody has said so.
     """
 
     job_id: str
     state: str
     num_cpus: int
+    elapsed_s: float = 0.0
+    left_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,9 @@ class SlurmClient(Protocol):
             key: a word that names this submission; one that was made already, and whose answer was lost, is not made
                 again.
         """
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        """Change fields of a job, as `scontrol update` names them."""
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job and all its array tasks; one that has ended already is no error."""

@@ -266,6 +266,22 @@ def megabytes(text: str) -> float | None:
     return float(match[1]) * _MEGABYTES[match[2].upper()]
 
 
+def time_limit_s(text: str) -> float | None:
+    """A time of Slurm (`7` minutes, `5:00` with seconds, `02:03:04`, `3-02`) in seconds, or None for another form."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
+    if not match:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:  # days are followed by hours, then minutes
+        hours, minutes, secs = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, secs = numbers
+    else:  # minutes, then seconds
+        hours, (minutes, secs) = 0, [*numbers, 0][:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs)
+
+
 def memory_words(size_mb: float) -> str:
     """A size in MB as Slurm writes it, rounded up to whole MB (`16G`, `1500M`)."""
     whole = math.ceil(size_mb)

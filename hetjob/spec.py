@@ -13,7 +13,7 @@ from typing import Any
 
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.jobs_dir import RULE, is_directory_pattern
-from hetstream.hetjob.sbatch_options import megabytes
+from hetstream.hetjob.sbatch_options import megabytes, time_limit_s
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
@@ -60,6 +60,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     ),
     "data-worker-cooldown": DirectiveOption(
         "SECONDS", "time from one change of the number of data workers to the next at the least", "10"
+    ),
+    "data-worker-time-min": DirectiveOption(
+        "TIME",
+        "those that join later run in backfill holes of at least this time (`2:00`), behind everybody else, and leave "
+        "before the hole ends",
+        "as long as the job, with the job's priority",
     ),
     "total-steps": DirectiveOption(
         "N", "steps of the training loop in all, so that the site knows how much work is left", "not known"
@@ -125,6 +131,7 @@ class JobSpec:
         data_worker_cpus: CPUs of one data worker.
         data_worker_smallest_cpus: CPUs of the smallest companion that is tried; None for `data_worker_cpus`.
         data_worker_cooldown: seconds from one change of the number of companions to the next at the least, or None.
+        data_worker_time_min: least time of a companion as Slurm writes times, or None for the job's.
         data_worker_partition: Slurm partition, or None for the cluster's default.
         data_worker_mem: memory of one data worker as Slurm writes sizes, or None.
         data_worker_constraint: node features, or None.
@@ -165,6 +172,7 @@ class JobSpec:
     total_epochs: int | None = None
     jobs_dir: str | None = None
     journal_dir: str | None = None
+    data_worker_time_min: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -190,6 +198,11 @@ class JobSpec:
             problems.append(
                 f"--data-worker-cpus={smallest}-{cpus}: MIN is at least 1, at most N, and a multiple of "
                 "--data-worker-threads"
+            )
+        if self.data_worker_time_min is not None and low == high:
+            problems.append(
+                f"--data-worker-time-min={self.data_worker_time_min}: only data workers that join later run in holes. "
+                f"Use --data-workers={low}-MAX with a MAX above {low}"
             )
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
@@ -217,6 +230,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return None if value >= 1 else "at least 1"
     if option in ("data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
+    if option == "data-worker-time-min":
+        return None if time_limit_s(value) else "a time above 0 such as 2:00 (minutes and seconds) or 1:30:00"
     if option == "data-worker-python":
         return _broken_command(value)
     if option in ("jobs-dir", "journal-dir"):

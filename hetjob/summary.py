@@ -36,6 +36,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     processes = f"{summary.get('data_workers_seen', 0) - replaced} data worker process(es)"
     if replaced:
         processes += f", {replaced} more in the place of some that died"
+    processes += _companions(summary)
     if not loaders:
         reason = "the program made no DataLoader, or they stayed local, as a warning of the program says"
         return f"no loader connected ({reason}), {processes}"
@@ -45,3 +46,13 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     return (
         f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
     )
+
+
+def _companions(summary: Mapping[str, Any]) -> str:
+    """CPU time of companions, and how much of it came from backfill holes; empty where there was none."""
+    elastic = summary.get("elastic") or {}
+    cpu_s, in_holes_s = elastic.get("companion_cpu_s", 0.0), elastic.get("companion_cpu_s_in_holes", 0.0)
+    if not cpu_s:
+        return ""
+    jobs = f"{elastic.get('companions', 0)} companion job(s)"
+    return f", {cpu_s / 3600:.2f} CPU-hours in {jobs}, {in_holes_s / cpu_s:.0%} of it in backfill holes"

@@ -18,7 +18,7 @@ from collections import deque
 
 from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
 from hetstream.hetjob.elastic.loading_model import LoadingModel, LoadingPoints
-from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, slowest
+from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, rate_of_one, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 
@@ -325,7 +325,14 @@ class Controller:
         """Whether local loading would be slower; taken for granted where it was not measured."""
         if self.local is None or snapshot.fixed:
             return True
-        return remote_pays(self.local.steps_per_s(snapshot), snapshot.steps_per_s)
+        made_per_s = snapshot.steps_per_s
+        if snapshot.of(CompanionState.PENDING):
+            # What is made between two holes says nothing of what all would make.
+            rate = rate_of_one(snapshot, self.cpus)
+            if rate <= 0:
+                return True
+            made_per_s = max(made_per_s, min(demand_per_s(snapshot), rate * snapshot.num_data_workers))
+        return remote_pays(self.local.steps_per_s(snapshot), made_per_s)
 
     def _calm_need(self, now: float) -> int | None:
         """The greatest need of the last time; None as long as it is not known."""

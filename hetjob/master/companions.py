@@ -11,7 +11,9 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from hetstream.base.text import printable
+from hetstream.hetjob.elastic.holes import TimeRequest
 from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.master.companion_time import CompanionTime
 from hetstream.hetjob.ports import MarkedJob, SlurmClient
 from hetstream.hetjob.sbatch_options import SbatchOptions, megabytes, parse_words
 
@@ -27,6 +29,11 @@ class CompanionJobs:
         job: whose they are.
         options: sbatch options that all of them have.
         worker_words: from a number of CPUs to the data worker's command.
+        time: how long they run; None for as long as the options say.
+        hole_options: sbatch options of those in holes, which put them behind everybody else.
+
+    Attributes:
+        time: see there.
     """
 
     def __init__(
@@ -35,11 +42,15 @@ class CompanionJobs:
         job: JobEnvironment,
         options: Sequence[str],
         worker_words: Callable[[int], Sequence[str]],
+        time: CompanionTime | None = None,
+        hole_options: Sequence[str] = (),
     ) -> None:
         self._client = client
         self._job = job
         self._options = options
         self._worker_words = worker_words
+        self.time = time or CompanionTime(None)
+        self._hole_options = hole_options
         self._next = self._number_after_those_of_before()
 
     @property
@@ -57,13 +68,16 @@ class CompanionJobs:
         """Memory that their options ask for; None if the partition decides."""
         return megabytes(SbatchOptions(tuple(parse_words(self._options, "companion")[0])).value("mem-per-cpu") or "")
 
-    def submit(self, cpus: int, mb_per_cpu: int | None = None, node: str = "") -> str:
+    def submit(
+        self, cpus: int, mb_per_cpu: int | None = None, node: str = "", asked: TimeRequest | None = None
+    ) -> str:  # fmt: skip
         """Submit one, and return its job id.
 
         Args:
             cpus: of it.
             mb_per_cpu: its memory, if that is not what the options say.
             node: where it is to run; empty for any.
+            asked: how long, in a hole; None for as long as the options say.
 
         Raises:
             SlurmCommandError: Slurm refused, or was busy for too long.
@@ -75,6 +89,7 @@ class CompanionJobs:
         job_id = self._job.job_id
         options = [
             *self._options,
+            *([*asked.options, *self._hole_options] if asked is not None else []),
             *([f"--mem-per-cpu={mb_per_cpu}M"] if mb_per_cpu is not None else []),
             "--nodes=1",
             "--ntasks=1",
@@ -104,6 +119,10 @@ class CompanionJobs:
         """
         jobs = self._client.marked_jobs(self.mark) if known is None else known
         return [job for job in jobs if job.state not in _COMPLETING]
+
+    def ask_for_less(self, job_id: str, asked: TimeRequest) -> None:
+        """Let one that waits start in a shorter hole."""
+        self._client.update(job_id, {"TimeMin": f"{asked.time_min_s / 60:.0f}"})
 
     def cancel(self, job_id: str) -> None:
         """End one, pending or running."""

@@ -17,6 +17,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.master.companion_time import TimeTally
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ MOST_CHANGES = 1000
 class _FileContent(msgspec.Struct, forbid_unknown_fields=True):
     memory: ControllerState
     changes: list[dict[str, Any]]
+    tally: TimeTally = msgspec.field(default_factory=TimeTally)
 
 
 class ControllerStateFile:
@@ -38,6 +40,7 @@ class ControllerStateFile:
     Attributes:
         memory: of the job master of before; None without one.
         changes: the last ones, oldest first, also those of before.
+        tally: the time of the companions, also of those of before; whoever counts changes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,6 +48,7 @@ class ControllerStateFile:
         self._written = b""
         self._problem = ""
         self.memory: ControllerState | None = None
+        self.tally = TimeTally()
         self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
         try:
             page = typed_json.decode(path.read_bytes(), _FileContent)
@@ -54,11 +58,12 @@ class ControllerStateFile:
             log.warning("%s cannot be read, the elastic controller begins anew: %s", path, error)
             return
         self.memory = page.memory
+        self.tally = page.tally
         self.changes.extend(page.changes)
 
     def write(self, memory: ControllerState) -> None:
         """Write down what is known now, if anything is new: the old page or the new one is there, whole."""
-        page = msgspec.json.encode(_FileContent(memory, [dict(change) for change in self.changes]))
+        page = msgspec.json.encode(_FileContent(memory, [dict(change) for change in self.changes], self.tally))
         if page == self._written:
             return
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")

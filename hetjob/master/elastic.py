@@ -8,14 +8,11 @@ log, in the service's events, in `hetstream top` and in the summary. No decision
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
@@ -29,21 +26,23 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.job_cgroup import read_job_memory
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
 from hetstream.hetjob.master.trainer_memory import TrainerMemory, counted_left_s
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
 from hetstream.hetjob.site.measured import Measured
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import LoaderStatus, Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-# A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
-_LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
 # A companion that waits so long for the node that would be best is submitted again for any node.
 _PREFER_S = 30.0
 # Older readings of the site daemon do not stand for what Slurm would say: it reads once a minute.
 READ_WITHIN_S = 300.0
+
+
+_RUNNING = (CompanionState.STARTING, CompanionState.WORKING)
 
 
 class Steering(Protocol):
@@ -109,6 +108,7 @@ class Elastic:
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._memory = CompanionMemory(companions.mb_per_cpu)
+        self._time = companions.time
         self._moves = CompanionMoves()
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
@@ -142,6 +142,7 @@ class Elastic:
             "trainer_memory": self._trainer_memory.first_warning,
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
+            **self._time.summary(self._clock()),
         }
 
     def _run(self) -> None:
@@ -172,6 +173,7 @@ class Elastic:
         rates = self._rates.by_job([row for row in status.data_workers if row.device == "cpu"])
         self._take_in(rates, now)
         self._give_up_nodes(now)
+        self._ask_for_less(now)
         for handover in self._hand_over(now):
             client.steer(self._order(handover))
         snapshot = self._snapshot(status, rates, now)
@@ -191,6 +193,8 @@ class Elastic:
             if companion.state is CompanionState.WORKING
         }
         self._memory.take_in(status.data_workers, working, now)
+        if not decision.is_change:
+            decision = self._leave_in_time(snapshot, now) or decision
         if not decision.is_change:
             self._replace_one(working, hosts_of(status.data_workers), measured, now)
         self._said = self._headline(snapshot, decision)
@@ -226,19 +230,24 @@ class Elastic:
                 continue
             if job_id in rates and companion.state is not CompanionState.WORKING:
                 companion.state, companion.since = CompanionState.WORKING, now
+                self._time.working(job_id, now)
             elif job_id not in rates and companion.state is CompanionState.WORKING:
                 companion.state, companion.since = CompanionState.STARTING, now
 
     def _look_at_slurm(self, now: float) -> None:
         states = frozenset((job_id, companion.state) for job_id, companion in self._tracked.items())
+        running = [job_id for job_id, companion in self._tracked.items() if companion.state in _RUNNING]
+        needs_ends = self._time.needs_a_look(running)  # which only Slurm tells
         is_settled = all(companion.state is CompanionState.WORKING for companion in self._tracked.values())
+        is_settled = is_settled and not needs_ends
         if not self._looks.is_due(states, is_settled, now):
             return
-        found = self._companions.listed(self._read_by_site(now))
+        found = self._companions.listed(None if needs_ends else self._read_by_site(now))
+        self._time.listed(found, now)
         listed = {job.job_id: job for job in found if job.job_id not in self._given_up}
         for job_id in self._tracked.keys() - listed.keys():
             log.info("companion job=%s ended", job_id)
-            del self._tracked[job_id]
+            self._forget(job_id, now)
         for job_id, job in listed.items():
             state = CompanionState.PENDING if job.state == "PENDING" else CompanionState.STARTING
             if job_id not in self._tracked:
@@ -246,6 +255,10 @@ class Elastic:
                 self._tracked[job_id] = _Tracked(job.num_cpus, state, now)
             elif self._tracked[job_id].state is CompanionState.PENDING and state is CompanionState.STARTING:
                 self._tracked[job_id].state, self._tracked[job_id].since = state, now
+
+    def _forget(self, job_id: str, now: float) -> None:
+        self._time.over(job_id, now)
+        del self._tracked[job_id]
 
     def _read_by_site(self, now: float) -> Sequence[MarkedJob] | None:
         """What the site daemon has read, if that was of late and after the last change, which else is not in it."""
@@ -278,6 +291,7 @@ class Elastic:
         if decision.action is Action.DRAIN:
             for job_id in decision.jobs:
                 self._tracked[job_id].state, self._tracked[job_id].since = CompanionState.DRAINING, now
+                self._time.leaves(job_id, now)
         tell()
         if decision.action is Action.GROW:
             self._submit(decision)
@@ -293,7 +307,41 @@ class Elastic:
     def _cancel(self, job_id: str) -> None:
         self._companions.cancel(job_id)
         self._given_up.add(job_id)
-        del self._tracked[job_id]
+        self._forget(job_id, self._clock())
+
+    def _leave_in_time(self, snapshot: Snapshot, now: float) -> Decision | None:
+        """Let companions go before their time limit ends them; others take their places as far as they are wanted."""
+        running = [job_id for job_id, companion in self._tracked.items() if companion.state in _RUNNING]
+        steps_s = {one.job_id: one.cpus / one.rate_per_s for one in snapshot.companions if one.rate_per_s > 0}
+        due = self._time.due(running, steps_s, now)
+        if not due:
+            return None
+        self._time.lasted(due)
+        # One that is about to take over is counted by nobody, and has no successor.
+        counted = [job_id for job_id in due if not self._tracked[job_id].takes_over]
+        wanted = self._controller.wanted(snapshot, now)
+        allowed = wanted if snapshot.site_limit is None else min(wanted, snapshot.site_limit)
+        count = max(0, min(len(counted), allowed - (snapshot.num_data_workers - len(counted))))
+        successors = [job_id for job_id in counted[:count] if self._submit_one(self._tracked[job_id].cpus, "")]
+        what = f"{len(successors)} more take their places" if successors else "no other takes their places"
+        reason = f"the time of {len(due)} companion(s) ends in {min(due.values()):.0f} s: they leave, {what}"
+        return Decision(Action.DRAIN, len(due), reason, tuple(due))
+
+    def _new(self, cpus: int, mb_per_cpu: int | None, node: str = "", takes_over: str = "", why: str = "") -> str:
+        """Submit a companion and return its id.
+
+        Raises:
+            HetstreamError: Slurm refused, or it would be of no use any more.
+        """
+        asked = self._time.request(time.time())
+        job_id = self._companions.submit(cpus, mb_per_cpu, node, asked)
+        now = self._clock()
+        self._memory.submitted(job_id, cpus, mb_per_cpu)
+        self._time.submitted(job_id, cpus, asked, now)
+        self._tracked[job_id] = _Tracked(
+            cpus, CompanionState.PENDING, now, node=node, takes_over=takes_over, why=why
+        )  # fmt: skip
+        return job_id
 
     def _replace_one(
         self, working: Mapping[str, int], hosts: Mapping[str, str], measured: Measured | None, now: float
@@ -326,15 +374,11 @@ class Elastic:
     def _submit_successor(self, job_id: str, cpus: int, mb_per_cpu: int | None, node: str, why: str) -> bool:
         """Submit a companion that takes over from another one; false if Slurm refuses."""
         try:
-            new = self._companions.submit(cpus, mb_per_cpu, node)
+            new = self._new(cpus, mb_per_cpu, node, job_id, why)
         except HetstreamError as error:
             log.error("%s; Slurm takes none in its place: %s", why, error)
             return False
         log.info("%s; companion job=%s takes its place when it works", why, new)
-        self._memory.submitted(new, cpus, mb_per_cpu)
-        self._tracked[new] = _Tracked(
-            cpus, CompanionState.PENDING, self._clock(), node=node, takes_over=job_id, why=why
-        )
         return True
 
     def _hand_over(self, now: float) -> Iterator[Decision]:
@@ -347,6 +391,7 @@ class Elastic:
                 companion.takes_over = ""
             elif companion.state is CompanionState.WORKING:
                 predecessor.state, predecessor.since = CompanionState.DRAINING, now
+                self._time.leaves(companion.takes_over, now)
                 reason = f"{companion.why}; companion {job_id} works in its place"
                 decision = Decision(Action.DRAIN, 1, reason, (companion.takes_over,))
                 companion.takes_over = ""
@@ -364,7 +409,7 @@ class Elastic:
     def _submit_one(self, cpus: int, node: str) -> bool:
         """Submit a companion, for a node if that is possible: Slurm has the last word."""
         try:
-            job_id = self._companions.submit(cpus, self._memory.mb_per_cpu, node)
+            job_id = self._new(cpus, self._memory.mb_per_cpu, node)
         except HetstreamError as error:
             if node:
                 log.info("no companion for node=%s, any other is as good: %s", node, error)
@@ -373,8 +418,6 @@ class Elastic:
             log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
             return False
         self._controller.accepted()
-        self._memory.submitted(job_id, cpus, self._memory.mb_per_cpu)
-        self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, self._clock(), node=node)
         log.info("companion job=%s of %d CPUs submitted%s", job_id, cpus, f" for node={node}" if node else "")
         return True
 
@@ -389,6 +432,18 @@ class Elastic:
                     self._moves.not_possible(companion.node, now)
                 else:
                     self._submit_one(companion.cpus, "")
+
+    def _ask_for_less(self, now: float) -> None:
+        """Let companions that wait start in shorter holes."""
+        waiting = [job_id for job_id, companion in self._tracked.items() if companion.state is CompanionState.PENDING]
+        for job_id, asked in self._time.impatient(waiting, now).items():
+            self._time.asks(job_id, asked, now)
+            try:
+                self._companions.ask_for_less(job_id, asked)
+            except HetstreamError as error:
+                log.info("companion job=%s cannot ask for a shorter hole, it may have started: %s", job_id, error)
+            else:
+                log.info("companion job=%s waits: it asks for %g min at the least", job_id, asked.time_min_s / 60)
 
     def _cancel_all(self) -> None:
         """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""
@@ -432,50 +487,3 @@ class Elastic:
 def _wait_share(row: LoaderStatus) -> float:
     """A wait counts when it ends: a loop that has taken no step and has none to take has waited all the time."""
     return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share
-
-
-class WorkerRates:
-    """Steps per second that data workers would make if never idle: as they were seen when they last worked."""
-
-    def __init__(self) -> None:
-        self._of_processes: dict[tuple[str, int], float] = {}
-
-    def by_job(self, workers: Iterable[DataWorkerStatus]) -> dict[str, float]:
-        """For each Slurm job with data worker processes what they make together; 0 while nothing was seen of them."""
-        known, self._of_processes = self._of_processes, {}
-        rates: dict[str, float] = {}
-        for worker in workers:
-            process = (worker.host, worker.pid)
-            is_busy = worker.busy_share > _LEAST_BUSY_SHARE
-            rate = worker.steps_per_s / worker.busy_share if is_busy else known.get(process, 0.0)
-            self._of_processes[process] = rate
-            rates[worker.slurm_job] = rates.get(worker.slurm_job, 0.0) + rate
-        return rates
-
-
-class TrainerCpus:
-    """How many CPUs a trainer's process uses, as the kernel counts: of those on this host, the busiest."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[float, float]] = {}
-        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
-
-    def used(self, loaders: Iterable[LoaderStatus], now: float) -> float | None:
-        """CPUs in use since the last call; None on the first, or if no trainer is on this host."""
-        here = {row.pid for row in loaders if row.host == socket.gethostname()}
-        seconds = {pid: (now, used_s) for pid in here if (used_s := self._seconds(pid)) is not None}
-        before, self._before = self._before, seconds
-        shares = [
-            (used_s - before[pid][1]) / (at - before[pid][0])
-            for pid, (at, used_s) in seconds.items()
-            if pid in before and at > before[pid][0]
-        ]
-        return max(shares, default=None)
-
-    def _seconds(self, pid: int) -> float | None:
-        """User and system time of a process, threads included (proc(5), fields 14 and 15 of stat)."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return (int(fields[11]) + int(fields[12])) * self._tick_s

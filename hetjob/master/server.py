@@ -23,9 +23,11 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base import typed_json
+from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.holes import Holes
 from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.remaining_work import UsualLength, Work, nothing_usual
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
@@ -35,12 +37,15 @@ from hetstream.hetjob.job_environment import JobEnvironment, export_variables
 from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.master import journal_place
 from hetstream.hetjob.master.children import Service
+from hetstream.hetjob.master.companion_time import CompanionTime
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
+from hetstream.hetjob.master.hole_options import HOLES_VARIABLE, hole_options
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
+from hetstream.hetjob.site.address import SITE_FILE
 from hetstream.hetjob.summary import read_summary, summary_line
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from hetstream.mpi_dataworkers.errors import ServiceError
@@ -73,6 +78,8 @@ class MasterConfig:
         data_worker_program: how hetstream is called there; () where data workers follow the program.
         jobs_dir: see `JobEnvironment`.
         journal_dir: where the dispatcher's journal is made; None for the job's directory.
+        time_min_s: the least time of companions, which run in backfill holes; None if they run as long as the job.
+        longest_s: the most that they may have, then; None without a limit.
         total_steps, total_epochs: how much the training loop does in all; None where the script does not say.
     """
 
@@ -92,6 +99,8 @@ class MasterConfig:
     journal_dir: Path | None = None
     total_steps: int | None = None
     total_epochs: int | None = None
+    time_min_s: float | None = None
+    longest_s: float | None = None
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -201,8 +210,12 @@ def serve(
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
     elastic = None
     if config.companions:
-        companions = CompanionJobs(client, job, config.companion_options, launcher.worker_words)
+        behind = _hole_options(config)
+        holes = None if behind is None else Holes(config.time_min_s or 0.0, config.longest_s)
         controller_state_file = ControllerStateFile(job.controller_state_file)
+        companion_time = CompanionTime(holes, controller_state_file.tally, work.end_s)
+        options = config.companion_options
+        companions = CompanionJobs(client, job, options, launcher.worker_words, companion_time, behind or ())
         elastic = Elastic(
             Controller(config.limits, controller_state_file.memory),
             companions,
@@ -210,7 +223,7 @@ def serve(
             lambda: StatusClient(running_service(job.address_file)),
             controller_state_file,
             site,
-            measuring=Measuring(work, config.companion_options),
+            measuring=Measuring(work, options),
         )
         launcher.elastic = elastic
     service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
@@ -228,6 +241,22 @@ def serve(
                 elastic.join()
             _tidy(config, job, elastic, work)
     return 0
+
+
+def _hole_options(config: MasterConfig) -> tuple[str, ...] | None:
+    """The options of companions in holes; None if there are none, or the site wants none."""
+    if config.time_min_s is None:
+        return None
+    try:
+        options = hole_options()
+    except ConfigError as error:
+        log.error("companions do not run in holes: %s", error)
+        return None
+    if options is None:
+        log.warning(
+            "companions do not run in holes, this site wants none there: %s=no in %s", HOLES_VARIABLE, SITE_FILE
+        )
+    return options
 
 
 def _work(config: MasterConfig, environ: Mapping[str, str], usual_length: Callable[[], UsualLength | None]) -> Work:

@@ -46,6 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
         p.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
         p.add_argument("--journal-dir", metavar="DIR", help=f"the dispatcher's journal (default: ${JOURNAL_DIR})")
+        p.add_argument("--time-min", type=float, metavar="S", help="least time of companions, in backfill holes")
+        p.add_argument("--longest", type=float, metavar="S", help="the most time that those may have")
         p.add_argument("--total-steps", type=int, metavar="N", help="steps of the training loop in all")
         p.add_argument("--total-epochs", type=int, metavar="N", help="epochs of the training loop in all")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
@@ -67,6 +69,8 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         journal_dir=for_user(args.journal_dir) if args.journal_dir else None,
         total_steps=args.total_steps,
         total_epochs=args.total_epochs,
+        time_min_s=args.time_min,
+        longest_s=args.longest,
     )
 
 

@@ -37,6 +37,7 @@ class FakeSlurm:
         comments: job id -> the words of its comment.
         full: nodes on which nothing starts.
         waiting: jobs that wait for one of them.
+        times: job id -> seconds since its start, and until its time limit ends it.
         seen: what `snapshot` says.
     """
 
@@ -51,6 +52,7 @@ class FakeSlurm:
     comments: dict[str, list[str]] = field(default_factory=dict)
     full: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
     def cluster(self) -> Cluster:
@@ -107,7 +109,11 @@ class FakeSlurm:
         self._record("marked_jobs", "squeue", [mark])
         alive = [job_id for job_id, children in self.jobs.items() if any(child.poll() is None for child in children)]
         found = [(job_id, "PENDING" if job_id in self.waiting else "RUNNING") for job_id in [*alive, *self.waiting]]
-        return [MarkedJob(job_id, state, 1) for job_id, state in sorted(found) if mark in self.comments[job_id]]
+        return [
+            MarkedJob(job_id, state, 1, *self.times.get(job_id, (0.0, None)))
+            for job_id, state in sorted(found)
+            if mark in self.comments[job_id]
+        ]
 
     def hold(self, job_id: str) -> None:
         """Only recorded: everything has started already."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.ports import MarkedJob
+from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import parse_held, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
@@ -97,9 +98,15 @@ class CommandReader:
 
     def marked_jobs(self, mark: str, uid: int) -> list[MarkedJob]:
         """Jobs of a user that are not over and have this word in their comment, whatever else stands there."""
-        rows = self._rows(uid, "JobID", "State", "NumCPUs", "Comment")
+        rows = self._rows(uid, "JobID", "State", "NumCPUs", "TimeUsed", "TimeLeft", "Comment")
         return [
-            MarkedJob(row["JobID"], row["State"], whole(row["NumCPUs"].split("-")[0]))
+            MarkedJob(
+                row["JobID"],
+                row["State"],
+                whole(row["NumCPUs"].split("-")[0]),
+                time_limit_s(row["TimeUsed"]) or 0.0,
+                time_limit_s(row["TimeLeft"]),  # None of UNLIMITED, and of INVALID, which is a limit that is over
+            )
             for row in rows
             if mark in row["Comment"].split()
         ]

@@ -6,8 +6,9 @@ import re
 from datetime import datetime
 from functools import lru_cache
 
+from hetstream.hetjob.sbatch_options import time_limit_s
+
 NONE_WORDS = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "UNLIMITED", "INFINITE", "NOT_SET"})
-_DURATION = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)B?[nc]?")
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 
@@ -26,18 +27,10 @@ def seconds(value: str) -> float | None:
     """
     if value in NONE_WORDS or value == "Partition_Limit":
         return None
-    match = _DURATION.fullmatch(value)
-    if not match:
+    found = time_limit_s(value)
+    if found is None:
         raise ValueError(f"time {value!r}: must be [DAYS-]HOURS:MINUTES:SECONDS")
-    days, *parts = match.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    if days is not None:  # days are followed by hours, then minutes
-        hours, minutes, secs = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, secs = numbers
-    else:  # minutes, then seconds
-        hours, (minutes, secs) = 0, [*numbers, 0][:2]
-    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs)
+    return found
 
 
 @lru_cache(maxsize=16384)

@@ -290,13 +290,49 @@ def test_the_cluster_is_checked() -> None:
     check_cluster(JobSpec(0, 3), builtin)
 
 
+def hole_words(sbatch: str, time_min: str, cluster: Cluster = limits.UNKNOWN_CLUSTER) -> list[str]:
+    spec = JobSpec(0, 2, data_worker_partition="cpu", data_worker_time_min=time_min)
+    plan = convert(spec, f"#!/bin/bash\n#SBATCH {sbatch}\ntrue\n", "train.sbatch", cluster=cluster)
+    assert f"in backfill holes of {time_min} or more" in plan.changes[-2].change
+    return [word for word in plan.master_options or () if word.startswith(("--time-min", "--longest"))]
+
+
+def test_companions_in_holes_run_no_longer_than_the_job_and_the_partition_let_them() -> None:
+    assert hole_words("--gres=gpu:1", "2:00") == ["--time-min=120"]
+    assert hole_words("--time=5", "2:00") == ["--time-min=120", "--longest=300"]
+    short = PartitionLimits((NodeSize(8, 8000, False),), max_time_s=1800.0)
+    cluster = Cluster(frozenset({"cpu"}), "cpu", "sched/backfill", {"cpu": short})
+    assert hole_words("--time=1-0", "1:30:0".removeprefix("1:"), cluster) == ["--time-min=1800", "--longest=1800"]
+    assert hole_words("--time=UNLIMITED", "10", cluster) == ["--time-min=600", "--longest=1800"]
+    with pytest.raises(limits.TimeMinTooLong, match="is above MaxTime of 30 minutes of partition cpu, so no data"):
+        hole_words("--time=1-0", "31", cluster)
+    with pytest.raises(limits.TimeMinTooLong, match="--data-worker-time-min=2:01 is above --time=2 of the job"):
+        hole_words("--time=2", "2:01")
+
+
+def test_holes_need_a_scheduler_that_looks_for_them() -> None:
+    builtin = Cluster(frozenset({"cpu"}), "cpu", "sched/builtin")
+    with pytest.raises(limits.NeedsBackfill, match="only sched/backfill starts jobs in holes"):
+        check_cluster(JobSpec(0, 3, data_worker_time_min="2"), builtin)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "0:00", "", "-1", "UNLIMITED", "1:2:3:4"])
+def test_a_least_time_is_a_time(text: str) -> None:
+    with pytest.raises(DirectiveError, match="a time above 0 such as 2:00"):
+        JobSpec(0, 2, data_worker_time_min=text)
+    with pytest.raises(
+        DirectiveError, match=r"only data workers that join later run in holes\. Use --data-workers=2-MAX"
+    ):
+        JobSpec(2, 2, data_worker_time_min="2:00")
+
+
 def test_arrays_work_with_companions_only() -> None:
     assert len(plan_of("-a 0-5", spec=JobSpec(0, 2, data_worker_partition="cpu")).components) == 1
 
 
 def test_all_limits_are_conversion_errors() -> None:
     named = [value for value in vars(limits).values() if isinstance(value, type) and issubclass(value, ConversionError)]
-    assert len(named) == 10
+    assert len(named) == 11
     assert all(f" {error.__name__} " in (limits.__doc__ or "") for error in named if error is not ConversionError)
 
 

@@ -15,14 +15,17 @@ import pytest
 
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
-from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
+from hetstream.hetjob.elastic.holes import Holes, TimeRequest
+from hetstream.hetjob.elastic.snapshot import Action, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.master.companion_time import CompanionTime
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
-from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
+from hetstream.hetjob.master.elastic import Elastic
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
 from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteReading
 from hetstream.hetjob.site.measured import Measured, RemainingWork
@@ -132,7 +135,9 @@ class World:
         self.job.address_file.touch()
         self.slurm = FakeSlurm(directory, dict(os.environ))
         self.dispatcher = Dispatcher(self.slurm)
-        self.companions = CompanionJobs(self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"])
+        self.companions = CompanionJobs(
+            self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"], None, ["--nice=9"]
+        )
         self.elastic: Elastic | None = None
 
     def run(
@@ -141,10 +146,13 @@ class World:
         site: object = None,
         clock: Callable[[], float] = time.monotonic,
         measuring: object = None,
+        holes: Holes | None = None,
+        left_s: float = 10_000.0,
     ) -> Elastic:
         controller.go_on.set() if isinstance(controller, Script) else None
         controller_state_file = ControllerStateFile(self.job.controller_state_file)
         connect = lambda: self.dispatcher  # noqa: E731
+        self.companions.time = CompanionTime(holes, None, time.time() + left_s)
         self.elastic = Elastic(controller, self.companions, 0, connect, controller_state_file, site, clock, measuring)  # type: ignore[arg-type]
         self.elastic.begin()
         return self.elastic
@@ -343,6 +351,80 @@ def test_a_trainer_that_runs_out_of_memory_is_told_of_in_the_log_the_headline_an
     assert script.seen[-1].num_companions == 0, "nothing is done about it"
 
 
+def test_a_companion_in_a_hole_leaves_before_its_end_and_another_takes_its_place(
+    world: World, wait_until: WaitUntil
+) -> None:
+    now, script = [0.0], Script(grow(1))
+    script.wanted = lambda snapshot, now: 1  # type: ignore[method-assign]
+    world.slurm.times["1000"] = 5.0, 115.0
+    elastic = world.run(script, clock=lambda: now[0], holes=Holes(120))
+    wait_until(lambda: len(script.seen) > 4 and script.seen[-1].of(CompanionState.WORKING), what="a data worker")
+    assert {"--time=60", "--time-min=2", "--nice=9"} <= {*world.submissions()[0]}
+    now[0] = 104.0
+    turns = len(script.seen)
+    wait_until(lambda: len(script.seen) > turns + 2, what="turns")
+    assert world.dispatcher.drained == set()
+    now[0] = 106.0
+    wait_until(lambda: world.alive() == ["1001"], what="its successor alone")
+    assert world.dispatcher.drained == {"1000"}
+    assert "--time-min=4" in world.submissions()[1], "the hole was as long as what was asked for, or longer"
+    told = next(order for order in world.dispatcher.orders if order.action == "drain")
+    assert told.reason == "the time of 1 companion(s) ends in 9 s: they leave, 1 more take their places"
+    wait_until(lambda: job_ids(script.seen[-1].of(CompanionState.WORKING)) == ("1001",), what="it to work alone")
+    elastic.stop()
+    elastic.join()
+    summary = elastic.summary()
+    assert (summary["companions"], summary["companions_in_holes"]) == (2, 1)
+    assert summary["companion_cpu_s_in_holes"] == 2 * 111.0
+    assert [one["action"] for one in summary["decisions"]] == ["grow", "drain"]
+    wait_until(lambda: not world.alive(), what="the end of the companions")
+
+
+def test_a_companion_that_is_not_wanted_any_more_has_no_successor(world: World, wait_until: WaitUntil) -> None:
+    script = Script(grow(2))
+    script.wanted = lambda snapshot, now: 1  # type: ignore[method-assign]
+    world.slurm.times |= {"1000": (5.0, 5.0), "1001": (5.0, 3000.0)}
+    world.run(script, holes=Holes(60))
+    wait_until(lambda: world.alive() == ["1001"], what="the end of one")
+    reasons = [order.reason for order in world.dispatcher.orders if order.action == "drain"]
+    assert reasons[0].endswith("they leave, no other takes their places")
+
+
+def test_a_companion_that_waits_asks_for_a_shorter_hole(world: World, wait_until: WaitUntil) -> None:
+    holes, now = Holes(60), [0.0]
+    holes.lasted(120, 120)
+    world.dispatcher.deaf = True
+    world.slurm.full = {"cpu1"}
+    world.companions.submit(1, node="cpu1")  # one of before: what it asks for is not known
+
+    class Site(NoLimit):
+        def preferred_nodes(self) -> tuple[str, ...]:
+            return ("cpu1",)
+
+    script = Script(grow(1))
+    world.run(script, Site(), lambda: now[0], holes=holes)
+    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="both")
+    now[0] = 29.0
+    turns = len(script.seen)
+    wait_until(lambda: len(script.seen) > turns + 2, what="turns")
+    world.elastic._tracked["1001"].node = ""  # type: ignore[union-attr]
+    now[0] = 46.0
+    wait_until(lambda: any(method == "update" for method, _ in world.slurm.calls), what="the update")
+    assert [words for method, words in world.slurm.calls if method == "update"] == [("1001", "TimeMin=2")]
+    now[0] = 95.0
+    wait_until(lambda: ("update", ("1001", "TimeMin=1")) in world.slurm.calls, what="the next")
+
+
+def test_no_companion_is_submitted_for_a_job_that_ends_before_it_is_of_use(
+    world: World, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(grow(1))
+    world.run(script, holes=Holes(180), left_s=100.0)
+    wait_until(lambda: script.refusals, what="the refusal")
+    assert not world.submissions()
+    assert "a companion is worth a hole of 180 s (it takes 10 s to start and leaves 10 s before its end)" in caplog.text
+
+
 def test_a_node_that_slurm_refuses_is_left_out(world: World, wait_until: WaitUntil) -> None:
     class Site(NoLimit):
         def preferred_nodes(self) -> tuple[str, ...]:
@@ -350,7 +432,7 @@ def test_a_node_that_slurm_refuses_is_left_out(world: World, wait_until: WaitUnt
 
     submit = world.companions.submit
 
-    def choosy(cpus: int, mb_per_cpu: int | None = None, node: str = "") -> str:
+    def choosy(cpus: int, mb_per_cpu: int | None = None, node: str = "", asked: TimeRequest | None = None) -> str:
         if node:
             raise SlurmCommandError(["sbatch"], 1, "", "Invalid node name specified")
         return submit(cpus, mb_per_cpu)

@@ -380,3 +380,20 @@ def test_a_load_that_alternates_faster_than_it_calms_down_keeps_what_it_needs(
     job = Job(lambda now: 0.02 if now % (2 * half_s) < half_s else slow_s, make_s, local_s=make_s)
     history = run(job, Limits(0, 12), 600)
     assert [decision.action for time, decision in history.changes if time > 300] == []
+
+
+def test_holes_that_end_are_no_sign_that_data_workers_do_not_pay() -> None:
+    """Two of four companions run at a time, for 60 s; in between all wait for 30 s, and the trainer loads locally."""
+    job = Job(step_s=lambda _: 0.02, room=2)
+    controller, changes = Controller(Limits(0, 4)), []
+    for now in range(1200):
+        job.pass_time(float(now))
+        if now % 90 == 60:  # their time is over: others take their places, as the job master does
+            job.companions = [replace(one, state=PENDING, since=float(now)) for one in job.companions]
+        job.room = 0 if now % 90 >= 60 else 2
+        decision = controller.decide(job.snapshot(float(now)), float(now))
+        if decision.is_change:
+            changes.append(decision)
+        job.carry_out(decision, float(now))
+    assert [one.action for one in changes] == [GROW, GROW], [one.reason for one in changes]
+    assert len(job.companions) == 4

@@ -13,6 +13,7 @@ import pytest
 from recorded import AS_ASKED
 
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.ports import MarkedJob
 from hetstream.slurm_plugin.client.accounting import sacct_rows, usages_of
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
@@ -180,6 +181,7 @@ def test_no_text_of_a_user_is_taken_for_another_record(tools: Tools, text: str) 
     first, second = (
         dict.fromkeys(JOB_FIELDS, "N/A")
         | {"JobID": job_id, "NumCPUs": "1", "UserID": str(os.geteuid()), "UserName": "me", "State": "RUNNING"}
+        | {"TimeUsed": "1:02", "TimeLeft": "UNLIMITED"}
         for job_id in ("41", "42")
     )
     first |= {"Name": text, "Comment": f"{text} hetstream:key=a", "WorkDir": f"/{text}"}
@@ -190,7 +192,7 @@ def test_no_text_of_a_user_is_taken_for_another_record(tools: Tools, text: str) 
     assert one.comment == first["Comment"]
     assert tools.slurm.find("a") == "41"
     assert tools.slurm.living_jobs() == {"41": "RUNNING", "42": "RUNNING"}
-    assert [job.job_id for job in tools.slurm.marked_jobs("hetstream:key=a")] == ["41"]
+    assert tools.slurm.marked_jobs("hetstream:key=a") == [MarkedJob("41", "RUNNING", 1, 62.0, None)]
 
 
 def test_another_users_job_is_not_taken_for_the_submission_of_this_one(tools: Tools) -> None:

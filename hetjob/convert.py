@@ -366,9 +366,9 @@ def _longest_s(
     least_s = time_limit_s(spec.data_worker_time_min) or 0.0
     script_s = time_limit_s(options.value("time") or "")
     limits = {f"--time={options.value('time')} of the job": script_s} if script_s else {}
-    for partition, one in zip(partitions.split(","), _limits_of(partitions, cluster), strict=False):
-        if one.max_time_s:
-            limits[f"MaxTime of {one.max_time_s / 60:g} minutes of partition {partition}"] = one.max_time_s
+    for partition, limit in zip(partitions.split(","), _limits_of(partitions, cluster), strict=False):
+        if limit.max_time_s:
+            limits[f"MaxTime of {limit.max_time_s / 60:g} minutes of partition {partition}"] = limit.max_time_s
     for what, limit_s in limits.items():
         if limit_s < least_s:
             raise TimeMinTooLong(

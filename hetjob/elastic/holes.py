@@ -91,10 +91,10 @@ class Holes:
 
     def why_not(self, left_s: float | None) -> str:
         """Why `request` gave none."""
-        rest = "" if left_s is None else f", and the job ends in {max(0.0, left_s):.0f} s"
+        end = "" if left_s is None else f", and the job ends in {max(0.0, left_s):.0f} s"
         return (
             f"a companion is worth a hole of {self.least_s:.0f} s (it takes {self.start_s:.0f} s to start and leaves "
-            f"{self.lead_s():.0f} s before its end){rest}"
+            f"{self.lead_s():.0f} s before its end){end}"
         )
 
     def shorter(self, asked_s: float, waited_s: float) -> float | None:

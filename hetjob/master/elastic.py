@@ -312,7 +312,7 @@ class Elastic:
     def _leave_in_time(self, snapshot: Snapshot, now: float) -> Decision | None:
         """Let companions go before their time limit ends them; others take their places as far as they are wanted."""
         running = [job_id for job_id, companion in self._tracked.items() if companion.state in _RUNNING]
-        steps_s = {one.job_id: one.cpus / one.rate_per_s for one in snapshot.companions if one.rate_per_s > 0}
+        steps_s = {row.job_id: row.cpus / row.rate_per_s for row in snapshot.companions if row.rate_per_s > 0}
         due = self._time.due(running, steps_s, now)
         if not due:
             return None

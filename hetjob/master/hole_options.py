@@ -36,7 +36,7 @@ def hole_options(site_file: Path = SITE_FILE) -> tuple[str, ...] | None:
         options, others = parse_words(shlex.split(text), str(site_file))
     except ValueError as error:
         raise ConfigError(f"{site_file}: {HOLES_VARIABLE}={text!r}: {error}") from error
-    other = [*(f"--{one.name}" for one in options if one.name not in _ALLOWED), *others]
+    other = [*(f"--{option.name}" for option in options if option.name not in _ALLOWED), *others]
     if other:
         raise ConfigError(
             f"{site_file}: {HOLES_VARIABLE}={text!r}: must be no, or of --{', --'.join(_ALLOWED)}, not {other[0]}"

@@ -217,7 +217,8 @@ def scenario_of(system: str, latencies: Latencies) -> Scenario:
 def with_recorded(workload: Workload, stubs: StubJobs) -> Workload:
     """With what really happened."""
     starts_s, ends_s = (np.array([getattr(one, name) for one in stubs.ran]) for name in ("start_s", "end_s"))
-    return dataclasses.replace(workload, recorded=Recorded(starts_s, ends_s, np.zeros(len(stubs.ran))))
+    no_cpus = np.zeros(len(stubs.ran))  # they are not compared
+    return dataclasses.replace(workload, recorded=Recorded(starts_s, ends_s, no_cpus, no_cpus))
 
 
 def policy_of(system: str) -> str:

@@ -168,15 +168,16 @@ class FeatureGraph:
     def output_type(self, output: Output) -> FeatureType:
         """The type of an output: of a matrix with its width, of a JaggedBatch as of its features."""
         types = [self.types[name] for name in output.of]
-        is_jagged = any(one.is_jagged for one in types)
+        is_jagged = any(kind.is_jagged for kind in types)
         if not output.keys:
             return types[0]
-        return FeatureType(types[0].dtype, is_jagged, 1 if is_jagged else sum(one.width for one in types))
+        return FeatureType(types[0].dtype, is_jagged, 1 if is_jagged else sum(kind.width for kind in types))
 
     def __str__(self) -> str:
         count = Counter(step.operator.name for step in self.steps)
         used = ", ".join(f"{name} {count[name]}" for name in sorted(count)) or "no operator"
-        return f"FeatureGraph({len(self.inputs)} inputs, {used}, outputs {', '.join(one.name for one in self.outputs)})"
+        outputs = ", ".join(output.name for output in self.outputs)
+        return f"FeatureGraph({len(self.inputs)} inputs, {used}, outputs {outputs})"
 
 
 class _Check:
@@ -186,21 +187,21 @@ class _Check:
         self.types: dict[str, FeatureType] = {}
         self.order: list[Step] = []
         self._graph = graph
-        self._names = Counter([*(one.name for one in graph.inputs), *(one.name for one in graph.steps)])
+        self._names = Counter([*(node.name for node in graph.inputs), *(step.name for step in graph.steps)])
         self.problems = [*self._inputs(), *self._names_twice(), *self._steps(), *self._outputs()]
 
     def _inputs(self) -> Iterator[str]:
-        for one in self._graph.inputs:
-            if one.type.dtype not in DTYPES:
-                yield f"input {one.name}: dtype {one.type.dtype!r} is none of {', '.join(DTYPES)}"
-            if one.type.width < 1 or (one.type.is_jagged and one.type.width != 1):
-                yield f"input {one.name}: width {one.type.width}: at least 1, and 1 for a jagged feature"
-            if one.type.is_jagged and one.type.is_nullable:
-                yield f"input {one.name}: a jagged feature is not nullable; a list that is missing is an empty one"
-            self.types[one.name] = one.type
+        for node in self._graph.inputs:
+            if node.type.dtype not in DTYPES:
+                yield f"input {node.name}: dtype {node.type.dtype!r} is none of {', '.join(DTYPES)}"
+            if node.type.width < 1 or (node.type.is_jagged and node.type.width != 1):
+                yield f"input {node.name}: width {node.type.width}: at least 1, and 1 for a jagged feature"
+            if node.type.is_jagged and node.type.is_nullable:
+                yield f"input {node.name}: a jagged feature is not nullable; a list that is missing is an empty one"
+            self.types[node.name] = node.type
 
     def _names_twice(self) -> Iterator[str]:
-        outputs = Counter(one.name for one in self._graph.outputs)
+        outputs = Counter(output.name for output in self._graph.outputs)
         for what, counted in (("feature", self._names), ("output", outputs)):
             yield from (f"{what} {name!r} stands there {times} times" for name, times in counted.items() if times > 1)
             if "" in counted:
@@ -230,17 +231,17 @@ class _Check:
 
     def _cycles(self) -> Iterator[str]:
         before = {step.name: step.of for step in self._graph.steps}
-        told: set[str] = set()
+        reported: set[str] = set()
         for start in before:
             path: list[str] = []
             at = start
-            while at in before and at not in path and at not in told:
+            while at in before and at not in path and at not in reported:
                 path.append(at)
                 at = before[at]
             if at in path:
                 circle = path[path.index(at) :]
                 yield f"steps {' <- '.join([*circle, at])}: each needs the next one, in a circle"
-            told.update(path)
+            reported.update(path)
 
     def _outputs(self) -> Iterator[str]:
         if not self._graph.outputs:
@@ -254,17 +255,17 @@ class _Check:
                 yield from self._output(output, [self.types[name] for name in output.of])
 
     def _output(self, output: Output, types: list[FeatureType]) -> Iterator[str]:
-        for name, one in zip(output.of, types, strict=True):
-            if one.is_nullable:
+        for name, kind in zip(output.of, types, strict=True):
+            if kind.is_nullable:
                 yield f"output {output.name}: values of {name} may be missing: put FillNull behind it"
         if not output.keys:
             return
         if len(output.keys) != len(output.of):
             yield f"output {output.name}: {len(output.of)} features and {len(output.keys)} keys"
-        dtypes = sorted({one.dtype for one in types})
+        dtypes = sorted({kind.dtype for kind in types})
         if len(dtypes) > 1:
             yield f"output {output.name}: its features are {' and '.join(dtypes)}; put Cast behind some of them"
-        if any(one.is_jagged for one in types):
+        if any(kind.is_jagged for kind in types):
             twice = [key for key, times in Counter(output.keys).items() if times > 1]
             yield from (f"output {output.name}: key {key!r} stands there twice: give one .named(...)" for key in twice)
 

@@ -58,9 +58,9 @@ def to_json(graph: FeatureGraph) -> str:
     """The JSON text of a graph; `from_json` makes an equal graph of it."""
     form = _Graph(
         VERSION,
-        [_Input(one.name, **asdict(one.type)) for one in graph.inputs],
-        [_Step(one.name, one.of, one.operator.name, asdict(one.operator)) for one in graph.steps],
-        [_Output(one.name, one.of, one.keys) for one in graph.outputs],
+        [_Input(node.name, **asdict(node.type)) for node in graph.inputs],
+        [_Step(step.name, step.of, step.operator.name, asdict(step.operator)) for step in graph.steps],
+        [_Output(output.name, output.of, output.keys) for output in graph.outputs],
     )
     return typed_json.encode(form).decode()
 
@@ -79,15 +79,17 @@ def from_json(text: str | bytes) -> FeatureGraph:
         raise FeatureError(f"this feature graph has version {form.version} of its form; this hetstream reads {VERSION}")
     problems: list[str] = []
     steps = []
-    for one in form.steps:
+    for step in form.steps:
         try:
-            steps.append(Step(one.name, one.of, _operator(one)))
+            steps.append(Step(step.name, step.of, _operator(step)))
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            problems.append(f"step {one.name}: {error}")
+            problems.append(f"step {step.name}: {error}")
     if problems:
         raise FeatureError("this feature graph cannot be read: " + "; ".join(problems))
-    inputs = [Input(one.name, FeatureType(one.dtype, one.is_jagged, one.width, one.is_nullable)) for one in form.inputs]
-    outputs = [Output(one.name, one.of, one.keys) for one in form.outputs]
+    inputs = [
+        Input(node.name, FeatureType(node.dtype, node.is_jagged, node.width, node.is_nullable)) for node in form.inputs
+    ]
+    outputs = [Output(output.name, output.of, output.keys) for output in form.outputs]
     return FeatureGraph(tuple(inputs), tuple(steps), tuple(outputs))
 
 

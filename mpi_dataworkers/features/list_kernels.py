@@ -22,13 +22,13 @@ from hetstream.mpi_dataworkers.features.types import RANGES, FeatureType
 class OnehotKernel(Kernel):
     def __init__(self, operators: Sequence[Onehot], given: FeatureType) -> None:
         super().__init__(operators, given)
-        self._classes = [one.num_classes for one in operators]
+        self._classes = [operator.num_classes for operator in operators]
         self._parameters = [
             Parameter(numbers, torch.float32)
             for numbers in (
-                [one.lower for one in operators],
-                [one.step for one in operators],
-                [float(one.num_classes) for one in operators],
+                [operator.lower for operator in operators],
+                [operator.step for operator in operators],
+                [float(operator.num_classes) for operator in operators],
             )
         ]
 
@@ -62,7 +62,7 @@ class _Lists(Kernel):
 
     def __init__(self, operators: Sequence[FirstX] | Sequence[Ngram], given: FeatureType) -> None:
         super().__init__(operators, given)
-        self._n = Parameter([min(one.n, RANGES["int64"][1]) for one in operators], torch.int64)
+        self._n = Parameter([min(operator.n, RANGES["int64"][1]) for operator in operators], torch.int64)
 
     def __call__(self, tile: Tile) -> Tile:
         assert tile.lengths is not None

@@ -33,10 +33,10 @@ class Operator:
     takes_dense: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, np.generic):  # JSON, digests and equality are those of Python's numbers
-                object.__setattr__(self, one.name, value.item())
+                object.__setattr__(self, field.name, value.item())
 
     @property
     def name(self) -> str:

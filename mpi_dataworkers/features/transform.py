@@ -113,16 +113,16 @@ class FeatureTransform:
         found = [features[name] for name in output.of]
         if not output.keys:
             return _as_it_is(found[0], types[0], num_rows)
-        if not any(one.is_jagged for one in types):
+        if not any(kind.is_jagged for kind in types):
             columns = [_as_matrix(values, num_rows) for values in found]
-            if all(one.width == 1 for one in types):
+            if all(kind.width == 1 for kind in types):
                 # As the rows of a matrix they may lie together already: one pass instead of one for each feature.
-                rows = _joined([one.values for one in found]).view(len(found), num_rows)
+                rows = _joined([part.values for part in found]).view(len(found), num_rows)
                 return rows.t().contiguous()
             return torch.cat(columns, dim=1)
         lengths = [
-            torch.full((num_rows,), one.width) if values.lengths is None else values.lengths
-            for values, one in zip(found, types, strict=True)
+            torch.full((num_rows,), part.width) if values.lengths is None else values.lengths
+            for values, part in zip(found, types, strict=True)
         ]
         batch = JaggedBatch(output.keys, _joined([values.values for values in found]), _joined(lengths))
         return batch.to_torchrec() if self.torchrec else batch
@@ -152,13 +152,13 @@ class _Group:
         """The features that the chains make."""
         given = [features[chain.source] for chain in self._chains]
         made: list[_Values] = []
-        for slab in spans([one.values.numel() for one in given], _SLAB_VALUES, whole=True):
+        for slab in spans([column.values.numel() for column in given], _SLAB_VALUES, whole=True):
             some = given[slab.first : slab.last]
             made += (self._by_values if self._by_value else self._by_lists)(some, slab.first, num_rows)
         return {chain.result: values for chain, values in zip(self._chains, made, strict=True)}
 
     def _by_values(self, given: Sequence[_Values], first: int, num_rows: int) -> list[_Values]:
-        sizes = [one.values.numel() for one in given]
+        sizes = [column.values.numel() for column in given]
         values = torch.empty(sum(sizes), dtype=self._dtype)
         for tile in self._tiles(given, first, num_rows, values):
             made = self._through(tile).values
@@ -166,7 +166,7 @@ class _Group:
             if made.data_ptr() != goal.data_ptr():
                 goal.copy_(made)
         pieces = zip(torch.split(values, sizes), given, strict=True)
-        return [_Values(piece, one.lengths) for piece, one in pieces]
+        return [_Values(piece, source.lengths) for piece, source in pieces]
 
     def _by_lists(self, given: Sequence[_Values], first: int, num_rows: int) -> list[_Values]:
         made: list[_Values] = []
@@ -189,11 +189,11 @@ class _Group:
             num_rows: of each.
             goal: where the values are to be in the end.
         """
-        sizes = [one.values.numel() for one in given]
+        sizes = [column.values.numel() for column in given]
         dtype = given[0].values.dtype
         for span in spans(sizes, self._tile_values, whole=not self._by_value):
             some = given[span.first : span.last]
-            pieces, valid = [one.values for one in some], [one.valid for one in some]
+            pieces, valid = [source.values for source in some], [source.valid for source in some]
             if span.last - span.first == 1 and self._by_value:
                 before = sum(sizes[: span.first])
                 part = slice(span.begin - before, span.end - before)
@@ -206,7 +206,7 @@ class _Group:
             torch.cat(pieces, out=values)
             lengths = None
             if not self._by_value and some[0].lengths is not None:
-                lengths = _joined([one.lengths for one in some if one.lengths is not None])
+                lengths = _joined([source.lengths for source in some if source.lengths is not None])
             span = replace(span, first=span.first + first, last=span.last + first)
             yield Tile(values, tile_sizes, span, num_rows, lengths, _joined_valid(valid, pieces))
 
@@ -217,7 +217,7 @@ def groups_of(graph: FeatureGraph) -> list[list[Chain]]:
     for output in graph.outputs:
         users.update(dict.fromkeys(output.of, 2))  # a chain ends where its feature is an output
     next_of = {step.of: step for step in graph.order}
-    inputs = {one.name for one in graph.inputs}
+    inputs = {node.name for node in graph.inputs}
     depth = dict.fromkeys(inputs, 0)
     groups: dict[Hashable, list[Chain]] = {}
     for step in graph.order:
@@ -229,7 +229,7 @@ def groups_of(graph: FeatureGraph) -> list[list[Chain]]:
         chain = Chain(step.of, tuple(steps))
         depth[chain.result] = depth[chain.source] + 1
         given = replace(graph.types[chain.source], is_nullable=False)
-        kinds = tuple((type(one.operator), KERNELS[type(one.operator)].kind(one.operator)) for one in steps)
+        kinds = tuple((type(step.operator), KERNELS[type(step.operator)].kind(step.operator)) for step in steps)
         if all(issubclass(KERNELS[operator], ByValue) for operator, _ in kinds):
             given = FeatureType(given.dtype, given.is_jagged)  # the width is nothing to them
         groups.setdefault((depth[chain.result], given, kinds), []).append(chain)
@@ -247,9 +247,9 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
     problems: list[str] = []
     features: dict[str, _Values] = {}
     rows: dict[str, int] = {}
-    for one in inputs:
+    for node in inputs:
         try:
-            features[one.name], rows[one.name] = _read(one, batch)
+            features[node.name], rows[node.name] = _read(node, batch)
         except FeatureError as error:
             problems.append(str(error))
     if len(set(rows.values())) > 1:
@@ -260,45 +260,45 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
     num_rows = next(iter(rows.values()), 0)
     if not problems:
         problems = _problems_of_lists(
-            {name: one for name, one in features.items() if one.lengths is not None}, num_rows
+            {name: feature for name, feature in features.items() if feature.lengths is not None}, num_rows
         )
     if problems:
         raise FeatureError("the batch does not fit the feature graph: " + "; ".join(problems))
     return num_rows, features
 
 
-def _read(one: Input, batch: Mapping[str, Any]) -> tuple[_Values, int]:
+def _read(node: Input, batch: Mapping[str, Any]) -> tuple[_Values, int]:
     if not isinstance(batch, Mapping):
         raise FeatureError(f"it is a {type(batch).__name__}; it must be a dict of features (see collate_rows)")
-    if one.name not in batch:
-        raise FeatureError(f"it has no {one.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
-    found, valid, lengths = batch[one.name], None, None
-    if type(found) is torch.Tensor and found.is_cpu and found.dtype is TORCH_DTYPES[one.type.dtype]:
+    if node.name not in batch:
+        raise FeatureError(f"it has no {node.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
+    found, valid, lengths = batch[node.name], None, None
+    if type(found) is torch.Tensor and found.is_cpu and found.dtype is TORCH_DTYPES[node.type.dtype]:
         shape = found.shape
-        if len(shape) == 1 and one.type.width == 1 and not one.type.is_jagged:  # as most are
+        if len(shape) == 1 and node.type.width == 1 and not node.type.is_jagged:  # as most are
             return _Values(found), shape[0]
-    if one.type.is_jagged:
+    if node.type.is_jagged:
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise FeatureError(f"{one.name} is {_described(found)}; a jagged feature is Jagged(values, lengths)")
-        found, lengths = (_tensor(one.name, part) for part in found)
+            raise FeatureError(f"{node.name} is {_described(found)}; a jagged feature is Jagged(values, lengths)")
+        found, lengths = (_tensor(node.name, part) for part in found)
     elif isinstance(found, tuple) and len(found) == 2:
-        if not one.type.is_nullable:
-            raise FeatureError(f"{one.name} has missing values; say dense({one.name!r}, ..., is_nullable=True)")
-        found, valid = (_tensor(one.name, part) for part in found)
-    values = _tensor(one.name, found)
-    if values.dtype != TORCH_DTYPES[one.type.dtype]:
-        raise FeatureError(f"{one.name} is {_described(values)}, and {one.type.dtype} in the graph")
+        if not node.type.is_nullable:
+            raise FeatureError(f"{node.name} has missing values; say dense({node.name!r}, ..., is_nullable=True)")
+        found, valid = (_tensor(node.name, part) for part in found)
+    values = _tensor(node.name, found)
+    if values.dtype != TORCH_DTYPES[node.type.dtype]:
+        raise FeatureError(f"{node.name} is {_described(values)}, and {node.type.dtype} in the graph")
     if lengths is not None:
         if values.dim() != 1 or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):
-            raise FeatureError(f"{one.name}: values and lengths have one dimension, and lengths are int64 or int32")
+            raise FeatureError(f"{node.name}: values and lengths have one dimension, and lengths are int64 or int32")
         return _Values(values, lengths.to(torch.int64)), len(lengths)
-    shape = values.shape if one.type.width == 1 else values.shape[:-1]
-    if len(shape) != 1 or (one.type.width > 1 and values.shape[-1] != one.type.width):
-        wanted = "(rows,)" if one.type.width == 1 else f"(rows, {one.type.width})"
-        raise FeatureError(f"{one.name} has the shape {tuple(values.shape)}, and {wanted} in the graph")
+    shape = values.shape if node.type.width == 1 else values.shape[:-1]
+    if len(shape) != 1 or (node.type.width > 1 and values.shape[-1] != node.type.width):
+        wanted = "(rows,)" if node.type.width == 1 else f"(rows, {node.type.width})"
+        raise FeatureError(f"{node.name} has the shape {tuple(values.shape)}, and {wanted} in the graph")
     if valid is not None:
         if valid.dtype != torch.bool or valid.shape != values.shape:
-            raise FeatureError(f"{one.name}: valid is bool and has the shape of the values")
+            raise FeatureError(f"{node.name}: valid is bool and has the shape of the values")
         valid = valid.reshape(-1)
     return _Values(values.reshape(-1), None, valid), shape[0]
 
@@ -320,12 +320,12 @@ def _described(found: Any) -> str:
 def _problems_of_lists(jagged: Mapping[str, _Values], num_rows: int) -> list[str]:
     if not jagged:
         return []
-    lengths = torch.stack([one.lengths for one in jagged.values() if one.lengths is not None])
+    lengths = torch.stack([feature.lengths for feature in jagged.values() if feature.lengths is not None])
     problems = []
     sums = lengths.sum(1).tolist()
-    for (name, one), told in zip(jagged.items(), sums, strict=True):
-        if told != len(one.values):
-            problems.append(f"{name} has {len(one.values)} values, and its lengths are {told} together")
+    for (name, feature), total in zip(jagged.items(), sums, strict=True):
+        if total != len(feature.values):
+            problems.append(f"{name} has {len(feature.values)} values, and its lengths are {total} together")
     if num_rows and int(lengths.min()) < 0:
         wrong = [name for name, smallest in zip(jagged, lengths.amin(1).tolist(), strict=True) if smallest < 0]
         problems += [f"{name} has a negative length" for name in wrong]
@@ -361,10 +361,10 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined_valid(valid: Sequence[torch.Tensor | None], pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if all(one is None for one in valid):
+    if all(mask is None for mask in valid):
         return None
     each = zip(valid, pieces, strict=True)
-    return torch.cat([torch.ones(len(piece), dtype=torch.bool) if one is None else one for one, piece in each])
+    return torch.cat([torch.ones(len(piece), dtype=torch.bool) if mask is None else mask for mask, piece in each])
 
 
 def _compiler(wanted: bool) -> Callable[..., Any] | None:

@@ -42,8 +42,8 @@ def _at_most(x: torch.Tensor, high: Any) -> torch.Tensor:
 class LogitKernel(ByValue):
     def __init__(self, operators: Sequence[Logit], given: FeatureType) -> None:
         super().__init__(operators, given)
-        lows = [float(np.float32(one.eps)) for one in operators]
-        highs = [float(np.float32(1) - np.float32(one.eps)) for one in operators]
+        lows = [float(np.float32(operator.eps)) for operator in operators]
+        highs = [float(np.float32(1) - np.float32(operator.eps)) for operator in operators]
         self.parameters = Parameter(lows, torch.float32), Parameter(highs, torch.float32)
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -57,7 +57,7 @@ class BoxCoxKernel(ByValue):
     def __init__(self, operators: Sequence[BoxCox], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.is_log = operators[0].lmbda == 0
-        self.parameters = () if self.is_log else (Parameter([one.lmbda for one in operators], torch.float64),)
+        self.parameters = () if self.is_log else (Parameter([operator.lmbda for operator in operators], torch.float64),)
 
     @classmethod
     def kind(cls, operator: BoxCox) -> Hashable:
@@ -108,7 +108,7 @@ class SigridHashKernel(ByValue):
         super().__init__(operators, given)
         self.parameters = tuple(
             Parameter(numbers, torch.int64)
-            for numbers in ([one.salt for one in operators], [one.max_value for one in operators])
+            for numbers in ([operator.salt for operator in operators], [operator.max_value for operator in operators])
         )
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ class ClampKernel(ByValue):
     def __init__(self, operators: Sequence[Clamp], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.has = self.kind(operators[0])
-        bounds = [[getattr(one, side) for one in operators] for side in ("lower", "upper")]
+        bounds = [[getattr(operator, side) for operator in operators] for side in ("lower", "upper")]
         self.parameters = tuple(Parameter(side, self.dtype) for side in bounds if side[0] is not None)
 
     @classmethod
@@ -153,7 +153,7 @@ class BucketizeKernel(ByValue):
 
     def __init__(self, operators: Sequence[Bucketize], given: FeatureType) -> None:
         super().__init__(operators, given)
-        tables = [self._without_repeats(np.asarray(one.borders, dtype=given.dtype)) for one in operators]
+        tables = [self._without_repeats(np.asarray(operator.borders, dtype=given.dtype)) for operator in operators]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             scales = [(_CELLS - 1) / (table[-1] - table[0]) if len(table) > 1 else 0.0 for table in tables]
         # Neither 0 nor infinity, which would make NaN of infinite values and of the first border.
@@ -174,14 +174,14 @@ class BucketizeKernel(ByValue):
                 (places, torch.int64),
             )
         )
-        self._of_nan = Parameter([int(len(one.borders) > 1) for one in operators], torch.int32)
+        self._of_nan = Parameter([int(len(operator.borders) > 1) for operator in operators], torch.int32)
         cells = [
             _cells(table, *torch.tensor([low, scale], dtype=self.dtype))
             for table, low, scale in zip(self._tables, lows, scales, strict=True)
         ]
         firsts = []
-        for of, place, one in zip(cells, places, operators, strict=True):
-            of_nan = torch.tensor([place + int(len(one.borders) > 1)])
+        for of, place, operator in zip(cells, places, operators, strict=True):
+            of_nan = torch.tensor([place + int(len(operator.borders) > 1)])
             firsts += [of_nan, torch.searchsorted(of, torch.arange(1, _CELLS + 1)) + place]
         self._first_of_cell = torch.cat(firsts)
         self._borders = torch.cat([piece for table in self._tables for piece in (table, torch.tensor([np.inf]))])
@@ -241,14 +241,17 @@ class MapIdKernel(ByValue):
         # All tables one behind the other, each once and with a 0 before and behind it.
         joined: list[int] = []
         places: dict[tuple[int, ...], int] = {}
-        for one in operators:
-            if one.table not in places:
-                places[one.table] = len(joined)
-                joined += [0, *one.table, 0]
+        for operator in operators:
+            if operator.table not in places:
+                places[operator.table] = len(joined)
+                joined += [0, *operator.table, 0]
         self._joined = torch.tensor(joined, dtype=torch.int64)
         self.parameters = tuple(
             Parameter(numbers, torch.int64)
-            for numbers in ([len(one.table) for one in operators], [places[one.table] + 1 for one in operators])
+            for numbers in (
+                [len(operator.table) for operator in operators],
+                [places[operator.table] + 1 for operator in operators],
+            )
         )
 
     def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
@@ -264,7 +267,7 @@ class FillNullKernel(ByValue):
     def __init__(self, operators: Sequence[FillNull], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.nan = operators[0].nan
-        self.parameters = (Parameter([one.value for one in operators], self.dtype),)
+        self.parameters = (Parameter([operator.value for operator in operators], self.dtype),)
 
     @classmethod
     def kind(cls, operator: FillNull) -> Hashable:
@@ -303,7 +306,7 @@ class CastKernel(ByValue):
         if not self.given.is_float:
             return x.clamp_(low, high).to(goal)
         if not torch.compiler.is_compiling() and x.numel():
-            smallest, largest = (float(one) for one in torch.aminmax(x))
+            smallest, largest = (float(bound) for bound in torch.aminmax(x))
             if low <= smallest and largest < high:  # not where one of them is NaN
                 return x.to(goal)
         x = x.to(torch.float64).nan_to_num_(nan=0.0)

@@ -80,8 +80,8 @@ class CsvDataset(TableDataset):
                 f"column {name} is there twice" for name in twice
             ]
             raise SourceError(f"{path}: {'; '.join(said)}. The file has: {', '.join(header[:20]) or 'nothing'}")
-        whole, rest = divmod(num_rows, self._group_rows)
-        return (self._group_rows,) * whole + ((rest,) if rest else ())
+        whole, left = divmod(num_rows, self._group_rows)
+        return (self._group_rows,) * whole + ((left,) if left else ())
 
     def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
         header = self._header(path)

@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in _FULL and error.filename is None and not args.verbose:
             _flush_or_drop()
-            told = f"{error.strerror}: what it writes, to stdout or a file, is cut off"
-            print(f"hetstream {verb}: {told}", file=sys.stderr)
+            problem = f"{error.strerror}: what it writes, to stdout or a file, is cut off"
+            print(f"hetstream {verb}: {problem}", file=sys.stderr)
             return 1
         # A path that the user gave cannot be read or written; an error without a path is a fault of ours.
         if error.filename is None or args.verbose:

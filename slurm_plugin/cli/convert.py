@@ -91,23 +91,23 @@ def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tu
     places = [Path.cwd() / IN_SUBMIT_DIR]
     pattern = setting(JOBS_DIR, os.environ)
     history = remember([*places, *([for_user(pattern)] if pattern else [])], os.environ, time.time())
-    told = [f"--auto: {note}" for note in history.notes]
+    explanation = [f"--auto: {note}" for note in history.notes]
     if history.problem or not history.jobs:
-        return [], told
+        return [], explanation
     asked = SbatchOptions((*script_options(text, name), *(option for option in options if not is_own(option.name))))
     proposal = for_script(history, name, asked)
     if proposal is None:
         return [], [
-            *told,
+            *explanation,
             f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history",
         ]
     if not proposal.options:
-        return [], [*told, f"--auto: no data workers are proposed: {proposal.reason}"]
+        return [], [*explanation, f"--auto: no data workers are proposed: {proposal.reason}"]
     found = as_directives(proposal, [*read_directives(text, name), *from_command_line(options)])
     options_text = (
         " ".join(f"--{option.name}={option.value}" for option in found) or "nothing that the script does not say itself"
     )
-    return found, [*told, f"--auto: {options_text}", f"    because of {proposal.reason}"]
+    return found, [*explanation, f"--auto: {options_text}", f"    because of {proposal.reason}"]
 
 
 def _explanation(conversion: Conversion, name: str) -> list[str]:

@@ -60,10 +60,10 @@ def parse_curve(text: str) -> Points:
     Raises:
         ValueError: it is none, with what is wrong.
     """
-    words = text.split()
-    if len(words) > MOST_POINTS:
-        raise ValueError(f"it has {len(words)} points: must be at most {MOST_POINTS}")
-    points = [(0.0, 0.0), *map(_point, words)]
+    written = text.split()
+    if len(written) > MOST_POINTS:
+        raise ValueError(f"it has {len(written)} points: must be at most {MOST_POINTS}")
+    points = [(0.0, 0.0), *map(_point, written)]
     slopes = []
     for (cpus, speed), (more_cpus, more_speed) in pairwise(points):
         if more_cpus <= cpus or more_speed < speed:

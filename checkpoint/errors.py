@@ -19,13 +19,36 @@ CheckpointError
 ├── StoreInUse               a living process has this rank's store, or this store's checkpoint writer
 ├── ForeignOwner             another user's files under our name
 ├── ReplicaError             a generation did not get to another host's memory, or back
-└── WriterError               the checkpoint writer cannot be started, or has died
+└── WriterError              the checkpoint writer cannot be started, or has died
 """
 
 from __future__ import annotations
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.text import shortened
+
+__all__ = [
+    "CheckpointError",
+    "Damaged",
+    "DamagedCheckpoint",
+    "DamagedLayout",
+    "DamagedLineage",
+    "DamagedSegment",
+    "DirectoryInUse",
+    "DirectoryNotWritable",
+    "DirectoryReplaced",
+    "ForeignOwner",
+    "MissingRanks",
+    "NoCheckpoint",
+    "NotEnoughSpace",
+    "OtherRelease",
+    "ReplicaError",
+    "SharedMemoryFull",
+    "StateMismatch",
+    "StoreInUse",
+    "UnsupportedState",
+    "WriterError",
+]
 
 _MAX_WORDS = 500
 # Characters of an error that quotes what somebody wrote: names of files have their place in it, and no more than that.

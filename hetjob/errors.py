@@ -5,7 +5,7 @@ HetstreamError
 │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
-├── WritersError              the checkpoint writers of a job did not start
+├── WritersNotStarted        the checkpoint writers of a job did not start
 ├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
 │   └── SiteClosed           it closed the connection without an answer
@@ -32,7 +32,7 @@ __all__ = [
     "SiteClosed",
     "SiteError",
     "SlurmCommandError",
-    "WritersError",
+    "WritersNotStarted",
 ]
 
 
@@ -48,7 +48,7 @@ class MasterError(HetstreamError):
     """The job master, or the dispatcher that it starts, did not come up."""
 
 
-class WritersError(HetstreamError):
+class WritersNotStarted(HetstreamError):
     """The job's checkpoint writers did not come up."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetstream.base.private import make_private
 from hetstream.checkpoint.config import JOB_WRITER
-from hetstream.hetjob.errors import WritersError
+from hetstream.hetjob.errors import WritersNotStarted
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.ports import SlurmClient
@@ -53,7 +53,7 @@ def start(
 
     Raises:
         MasterError: this is no Slurm job.
-        WritersError: they did not come up; nothing of them is left.
+        WritersNotStarted: they did not come up; nothing of them is left.
         SlurmCommandError: the step could not be started.
     """
     job = JobEnvironment.read(environ, jobs_dir)
@@ -61,7 +61,7 @@ def start(
         make_private(job.directory, own_parents=1)
         make_private(job.writers, own_parents=2)
     except OSError as error:
-        raise WritersError(why_no_directory("writers'", job.writers, error)) from error
+        raise WritersNotStarted(why_no_directory("writers'", job.writers, error)) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     # One checkpoint writer that ends, or one node that fails, is no reason to end the others.
@@ -70,7 +70,7 @@ def start(
     place = [f"--jobs-dir={jobs_dir}"] if jobs_dir else []
     step = client.start_step(options, [*program, "ckpt", "writer", *place], output, in_background=True)
     if why := await_ready(step, lambda: _num_ready(job) >= job.num_nodes, limit_s, "not all were ready"):
-        raise WritersError(f"the checkpoint writers did not start: {why}. See the logs in {job.writers}")
+        raise WritersNotStarted(f"the checkpoint writers did not start: {why}. See the logs in {job.writers}")
     return {JOB_WRITER: "1"}
 
 

@@ -21,6 +21,23 @@ from __future__ import annotations
 
 from hetstream.base.errors import HetstreamError
 
+__all__ = [
+    "AddressInUse",
+    "AuthenticationError",
+    "DataWorkerDied",
+    "FeatureError",
+    "JobNameConflict",
+    "PipelineError",
+    "ProtocolError",
+    "RemoteError",
+    "ServiceEnded",
+    "ServiceError",
+    "ServiceUnavailable",
+    "SourceError",
+    "StateError",
+    "Superseded",
+]
+
 
 class PipelineError(HetstreamError):
     """The dataset, sampler or a function of the user cannot be streamed."""

@@ -10,6 +10,7 @@
     │   ├── NetworkFailed        its network could not be made or removed
     │   └── TeardownFailed       processes outlived SIGKILL
     ├── DamagedRecord            the record of an installation is not what install wrote
+    ├── StillInUse               slurm.conf names files that were to be removed
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
     ├── UnknownJob               no such job in the queue
@@ -47,6 +48,7 @@ __all__ = [
     "SimulationFault",
     "SimulationInputError",
     "SlurmMissing",
+    "StillInUse",
     "TeardownFailed",
     "UnknownJob",
     "UnreadableAnswer",

@@ -54,6 +54,9 @@ def test_every_error_is_a_hetstream_error_and_is_there_once() -> None:
         relative = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         module = importlib.import_module(f"hetstream.{relative.removeprefix('hetstream.')}")
         own = {name: kind for name, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__}
+        errors = [name for name, kind in own.items() if isinstance(kind, type) and issubclass(kind, BaseException)]
+        assert sorted(errors) == module.__all__, "what an editor sees of it"
+        assert not {name for name in errors if name not in (module.__doc__ or "")}, "the tree in its docstring"
         for name, kind in own.items():
             if isinstance(kind, type) and issubclass(kind, BaseException):
                 assert issubclass(kind, HetstreamError)

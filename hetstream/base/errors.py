@@ -11,6 +11,13 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "ConfigError",
+    "HetstreamError",
+    "OptionsError",
+    "UsageError",
+]
+
 
 class HetstreamError(Exception):
     """Base of all: the message says what failed, the value seen, the rule and the next step."""

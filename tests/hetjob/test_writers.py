@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.errors import WritersError
+from hetstream.hetjob.errors import WritersNotStarted
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import Child
 from hetstream.hetjob.writers import ready_file, start
@@ -73,7 +73,7 @@ def test_writers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_unt
     else:
         more["SLURM_JOB_NUM_NODES"] = "2"  # the fake starts one
     slurm = fake(tmp_path, **more)
-    with pytest.raises(WritersError, match=text):
+    with pytest.raises(WritersNotStarted, match=text):
         start(PROGRAM, slurm, slurm.environ, 20 if case == "dies" else 0.5)
     wait_until(lambda: slurm.steps[0].poll() is not None, what="the end of the step")
 
@@ -81,6 +81,6 @@ def test_writers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_unt
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / ".hetstream").write_text("a file")
     slurm = fake(tmp_path)
-    with pytest.raises(WritersError, match=r"cannot be made: .*all hosts share"):
+    with pytest.raises(WritersNotStarted, match=r"cannot be made: .*all hosts share"):
         start(PROGRAM, slurm, slurm.environ)
     assert slurm.calls == []

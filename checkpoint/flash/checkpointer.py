@@ -8,7 +8,7 @@ This module has the order of things. The others do them:
 
 * a save: `capture.py` takes a state apart, `copy_plan.py` plans the copy, `saving.py` makes it;
 * the way to disk: `writer_link.py` has a checkpoint writer;
-* a restore: `newest.py` chooses a generation, `source.py` opens it, `destinations.py` says where it goes;
+* a restore: `candidates.py` chooses a generation, `source.py` opens it, `destinations.py` says where it goes;
 * what all ranks go by: `timing.py` when to save, `ownership.py` whose directory it is, `stop_agreement.py` when to end;
 * `assembly.py` plugs in what lets another job go on (`handover/`), and copies on other hosts (`replica/`).
 """
@@ -38,9 +38,9 @@ from hetstream.checkpoint.flash.distributed import Communicator, communicator, f
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
 from hetstream.checkpoint.flash.ownership import DirectoryOwnership
+from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
-from hetstream.checkpoint.flash.restore.newest import Newest
-from hetstream.checkpoint.flash.restore.source import Memory
+from hetstream.checkpoint.flash.restore.source import MemorySource
 from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.saving import Saving
@@ -114,16 +114,16 @@ class FlashCheckpointer:
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
         job, component = job_and_component()
-        named = f"{job}+{component}" if component else job
-        self._succession = succession_of(named, self._directory, keep or Retention(), options)
+        job_id = f"{job}+{component}" if component else job
+        self._succession = succession_of(job_id, self._directory, keep or Retention(), options)
         self._others = other_hosts_of(self._directory, self._ranks.rank, options)
         self._ownership = DirectoryOwnership(self._directory, self._ranks, self._succession, self._others)
-        whose = StoreIdentity(job, component, self._ranks.rank, self._directory.path)
+        identity = StoreIdentity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
-            self._ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
+            self._ownership.begin(newest_attempt(identity, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
             lineage = self._ownership.lineage
-            self._store = self._open_store(dataclasses.replace(whose, lineage=lineage))
+            self._store = self._open_store(dataclasses.replace(identity, lineage=lineage))
             undo.callback(self._store.close)
             self._writer = WriterLink(self._store, self._directory.path)
             if self._others:
@@ -140,7 +140,7 @@ class FlashCheckpointer:
             holds_shared=self._host.holds_shared,
         )
         self._saving = Saving(self._store, self._capture, check_async=options.check_async)
-        self._memory = Memory(self._store, self._host)
+        self._memory = MemorySource(self._store, self._host)
         self._background.start(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
@@ -150,7 +150,7 @@ class FlashCheckpointer:
         atexit.register(self._at_exit)
 
     def _look_ahead(self) -> None:
-        """Map and read what an earlier start has left, while the program makes its model."""
+        """Map and read what an earlier start of the job left in memory, while the program makes its model."""
         self._store.populate()
         self._memory.read_ahead()
 
@@ -272,10 +272,10 @@ class FlashCheckpointer:
             leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
         self._store.announce(*self._capture.expected_bytes(state, leaves))
         self._become_owner()
-        newest = self._newest()
+        candidates = self._candidates()
         with collector.held_off():
             request = RestoreRequest(step, strict, self._options.allow_pickle)
-            restored = restore_state(newest, state, leaves, request)
+            restored = restore_state(candidates, state, leaves, request)
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
@@ -307,7 +307,7 @@ class FlashCheckpointer:
         step = None if step is None else checked_step(step)
         self.fence()
         self._become_owner()
-        loaded = load_values(self._newest(), RestoreRequest(step, allow_pickle=self._options.allow_pickle))
+        loaded = load_values(self._candidates(), RestoreRequest(step, allow_pickle=self._options.allow_pickle))
         self._succession.note_restored(loaded.step if loaded else 0)
         return loaded
 
@@ -324,24 +324,24 @@ class FlashCheckpointer:
         self._check_open()
         self.fence()
         if self._ownership.attempt:
-            return self._newest().all_steps()[0]
+            return self._candidates().all_steps()[0]
         lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
-        return Newest(self._ranks, Sources(self._directory), lineage).all_steps()[0]
+        return RestoreCandidates(self._ranks, Sources(self._directory), lineage).all_steps()[0]
 
     def _become_owner(self) -> None:
-        """Have the directory, and a store that is there. In a job that takes over from another, this asks that job to
-        stop, and waits until it has."""
+        """Own the directory, and have a store that nobody has deleted. In a job that takes over from another, this
+        asks that job to stop, and waits until it has."""
         self._store.renew_if_deleted()
         if not self._ownership.attempt:
             self._ownership.take_over(self._store)
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
 
-    def _newest(self) -> Newest:
+    def _candidates(self) -> RestoreCandidates:
         """What the owner of the directory can restore from."""
         self._ownership.check_directory()
         sources = Sources(self._directory, self._memory, self._others, self._host)
-        return Newest(self._ranks, sources, self._ownership.lineage)
+        return RestoreCandidates(self._ranks, sources, self._ownership.lineage)
 
     def _is_behind(self, generation: Generation) -> bool:
         """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
@@ -403,8 +403,8 @@ class FlashCheckpointer:
     # Looking and ending
 
     def stats(self) -> CheckpointStats:
-        """How it goes."""
-        return self._saving.stats.told(
+        """How the saves of this rank go, and what the checkpoint writer says of them."""
+        return self._saving.stats.with_writer_status(
             self._store.status() if self._is_open else None,
             writer_alive=self._is_open and self._store.is_writer_alive(),
             interval=self._timing.reason,

@@ -1,6 +1,6 @@
-"""How long a start of the job has its checkpoint directory, and which attempt and lineage all its ranks go by.
+"""Whether this start of the job owns its checkpoint directory, and the attempt and lineage that all its ranks use.
 
-Called by the checkpointer of every rank; rank 0 is the one that has it.
+Called by the checkpointer of every rank; rank 0 is the one that owns it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class DirectoryOwnership:
-    """Of one start of the job.
+    """The ownership of the checkpoint directory by one start of the job.
 
     Args:
         directory: of the checkpoints.

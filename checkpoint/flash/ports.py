@@ -1,6 +1,7 @@
-"""What a checkpointer may have beside its own memory and the disk. Saving and restoring know these protocols alone.
+"""Protocols of what a checkpointer may use beside its own memory and the disk: another job, and other hosts.
 
-`assembly.py` plugs in what implements them: `handover/` for another job that goes on, `replica/` for other hosts.
+Saving and restoring know these protocols alone. `assembly.py` plugs in their implementations: `handover/` lets another
+job go on with the training, `replica/` keeps copies in the memory of other hosts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from hetstream.checkpoint.record.generation import Generation
 
 
 class Succession(Protocol):
-    """How one job goes on in place of another: what a start does for the directory, and an owner at its end. For
-    rank 0."""
+    """How one job goes on in place of another: how a start gets the directory, and how its owner gives it away.
+
+    Rank 0 acquires and gives; on the other ranks there is nothing to do.
+    """
 
     @property
     def successor(self) -> JobIdentity | None:
@@ -37,7 +40,7 @@ class Succession(Protocol):
         """
 
     def withdraw(self) -> None:
-        """Want the directory no more."""
+        """Stop asking for the directory."""
 
     def note_restored(self, step: int) -> None:
         """Training can go on from a step."""

@@ -16,8 +16,8 @@ from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0
 from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
+from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
-from hetstream.checkpoint.flash.restore.newest import Newest
 from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.record.lineage import Lineage
@@ -45,11 +45,11 @@ class CheckpointReader:
 
     def all_steps(self) -> list[int]:
         """The steps on disk that `restore` and `load` can give, ascending, without those that were left behind."""
-        return self._newest().all_steps()[0]
+        return self._candidates().all_steps()[0]
 
     def latest_step(self) -> int | None:
         """The step that `restore` and `load` would give; None: there is none yet."""
-        choice = self._newest().choose()
+        choice = self._candidates().newest()
         return choice.generation.step if choice.generation else None
 
     def restore(self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True) -> int:
@@ -76,7 +76,7 @@ class CheckpointReader:
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
             )
-            restored = restore_state(self._newest(), state, capture.flatten(state), request)
+            restored = restore_state(self._candidates(), state, capture.flatten(state), request)
         if restored.generation is None:
             raise self._nothing()
         return restored.generation.step
@@ -91,14 +91,14 @@ class CheckpointReader:
             NoCheckpoint: there is none that can be used, or none of this step.
         """
         request = RestoreRequest(None if step is None else checked_step(step), allow_pickle=self._allow_pickle)
-        loaded = load_values(self._newest(), request)
+        loaded = load_values(self._candidates(), request)
         if loaded is None:
             raise self._nothing()
         return loaded
 
-    def _newest(self) -> Newest:
+    def _candidates(self) -> RestoreCandidates:
         lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
-        return Newest(self._ranks, Sources(self._directory), lineage)
+        return RestoreCandidates(self._ranks, Sources(self._directory), lineage)
 
     def _nothing(self) -> NoCheckpoint:
         path = self._directory.path

@@ -10,7 +10,7 @@ from hetstream.checkpoint.record.generation import Generation
 
 @dataclass
 class CheckpointStats:
-    """How it goes.
+    """How the saves of one rank go.
 
     Attributes:
         num_saves: generations that were taken in memory.
@@ -52,8 +52,8 @@ class CheckpointStats:
     replica_error: str = ""
     interval: str = ""
 
-    def told(self, status: WriterStatus | None, *, writer_alive: bool, interval: str) -> CheckpointStats:
-        """A copy, with what the checkpoint writer says.
+    def with_writer_status(self, status: WriterStatus | None, *, writer_alive: bool, interval: str) -> CheckpointStats:
+        """A copy that has the checkpoint writer's figures, too.
 
         Args:
             status: None: it has said nothing yet.

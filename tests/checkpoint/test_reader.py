@@ -24,7 +24,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
 from hetstream.checkpoint.flash.restore import trial
-from hetstream.checkpoint.flash.restore.source import Disk
+from hetstream.checkpoint.flash.restore.source import DiskSource
 from hetstream.checkpoint.flash.restore.stored import StoredPart
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
@@ -135,13 +135,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest
 ) -> None:
     removed: list[Generation] = []
 
-    def remove_first(where: CheckpointDirectory, generation: Generation, *more: Any) -> Disk:
+    def remove_first(where: CheckpointDirectory, generation: Generation, *more: Any) -> DiskSource:
         if not removed:
             removed.append(generation)
             assert commit.remove(directory, generation.directory_name)  # as retention does it
-        return Disk(where, generation, *more)
+        return DiskSource(where, generation, *more)
 
-    monkeypatch.setattr(trial, "Disk", remove_first)
+    monkeypatch.setattr(trial, "DiskSource", remove_first)
     reader = CheckpointReader(directory)
     with pytest.raises(
         NoCheckpoint, match=r"step 1 can be restored: there are the steps 2, 3; step 1 .* was removed from"
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest
 def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Removed(Disk):
+    class Removed(DiskSource):
         def open(self) -> list[StoredPart]:
             parts = super().open()
             verdicts = CheckpointDirectory(directory).retain(Retention(keep_last=1))
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
             shutil.rmtree(directory / "step-0000000003.1")
             return parts
 
-    monkeypatch.setattr(trial, "Disk", Removed)
+    monkeypatch.setattr(trial, "DiskSource", Removed)
     state = state_of(0)
     assert CheckpointReader(directory).restore(state) == 3
     assert value_of(state["model"]) == 3.0

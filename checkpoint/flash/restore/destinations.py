@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
 from hetstream.checkpoint.flash.restore.stored import StoredPart, owned
 from hetstream.checkpoint.record.agreement import Choice
@@ -74,12 +74,12 @@ class RestoreRequest:
 
 
 def restore_state(
-    newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest
+    candidates: RestoreCandidates, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest
 ) -> RestoreResult:
     """Bring a generation into a state, in place, and set the generators.
 
     Args:
-        newest: finds it.
+        candidates: finds it.
         state: as it is given to `save`.
         leaves: the same taken apart.
         request: which, and how.
@@ -88,8 +88,8 @@ def restore_state(
         StateMismatch: the layout of the state has changed. Nothing is restored.
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    destination = _StateDestination(state, leaves, request, newest.ranks.rank)
-    choice = newest.use(destination, request.step)
+    destination = _StateDestination(state, leaves, request, candidates.ranks.rank)
+    choice = candidates.restore_into(destination, request.step)
     if choice is None:
         return RestoreResult()
     _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
@@ -152,18 +152,18 @@ class _StateDestination:
         _restore_generators(generators, choice, self._rank)
 
 
-def load_values(newest: Newest, request: RestoreRequest) -> LoadedCheckpoint | None:
+def load_values(candidates: RestoreCandidates, request: RestoreRequest) -> LoadedCheckpoint | None:
     """A generation as plain values; None if there is none.
 
     Args:
-        newest: finds it.
+        candidates: finds it.
         request: which.
 
     Raises:
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
     destination = _ValuesDestination(request)
-    newest.use(destination, request.step)
+    candidates.restore_into(destination, request.step)
     return destination.loaded
 
 

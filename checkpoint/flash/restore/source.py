@@ -31,7 +31,7 @@ from hetstream.checkpoint.tensors.shards import Whole, names_of, open_parts
 _MAX_READERS = 8
 
 
-class Memory:
+class MemorySource:
     """The generations in a rank's own memory.
 
     Args:
@@ -119,7 +119,7 @@ def _described(segment: Segment) -> tuple[Layout, Record]:
     return layout, Record.read(structure)
 
 
-class Disk:
+class DiskSource:
     """The files of a checkpoint that one rank restores from. All ranks of a host compare them with their checksums
     together: `compare` on each of them, then `open`. The checkpoint is not removed meanwhile.
 

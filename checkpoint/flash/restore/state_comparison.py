@@ -32,18 +32,18 @@ from hetstream.checkpoint.tensors.leaves import Leaves
 
 _MISSING, _UNEXPECTED = ": missing in the checkpoint", ": unexpected, only in the checkpoint"
 # More of them would hide the cause.
-_MAX_DIFFERENCES_TOLD = 40
+_MAX_DIFFERENCES_SHOWN = 40
 
 Fill = Callable[[], Any]
 
 
-def _told(differences: Sequence[str]) -> str:
-    shown = differences[:_MAX_DIFFERENCES_TOLD]
+def _mismatch_text(differences: Sequence[str]) -> str:
+    shown = differences[:_MAX_DIFFERENCES_SHOWN]
     more = [f"and {len(differences) - len(shown)} more"] if len(differences) > len(shown) else []
     return (
         f"the checkpoint does not fit this program's state, {len(differences)} difference(s): "
         + "; ".join([*shown, *more])
-        + ". Nothing was restored. StateComparison with strict=False to take what fits, or load() it and convert it"
+        + ". Nothing was restored. Call restore() with strict=False to take what fits, or load() it and convert it"
         + advice(_with_suffix(_MISSING, differences), _with_suffix(_UNEXPECTED, differences))
     )
 
@@ -127,7 +127,7 @@ class StateComparison:
 
     def mismatch(self) -> StateMismatch | None:
         """The differences as an error, or None if there are none."""
-        return StateMismatch(_told(self.differences)) if self.differences else None
+        return StateMismatch(_mismatch_text(self.differences)) if self.differences else None
 
     # Comparing
 

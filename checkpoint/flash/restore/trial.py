@@ -1,6 +1,6 @@
-"""One generation tried on all ranks: each looks at its own of it, and nothing is used before all have found it whole.
+"""One generation, tried on all ranks: each checks its own part, and none applies it before all have found theirs whole.
 
-Called by `newest.py`, which tries the next one where this cannot be used.
+Called by `candidates.py`, which tries the next one if this one cannot be used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.ports import RecordsElsewhere
-from hetstream.checkpoint.flash.restore.source import Disk, Memory
+from hetstream.checkpoint.flash.restore.source import DiskSource, MemorySource
 from hetstream.checkpoint.flash.restore.stored import StoredPart
 from hetstream.checkpoint.record.agreement import Choice
 
@@ -76,7 +76,7 @@ class Sources:
     """
 
     directory: CheckpointDirectory
-    memory: Memory | None = None
+    memory: MemorySource | None = None
     elsewhere: RecordsElsewhere | None = None
     host: Host | None = None
 
@@ -100,7 +100,7 @@ class Trial:
         self._destination = destination
         self._source = choice.sources[ranks.rank]
         self._problem = ""
-        self._disk: Disk | None = None
+        self._disk: DiskSource | None = None
         self._held = contextlib.ExitStack()
 
     def run(self) -> Outcome:
@@ -136,7 +136,7 @@ class Trial:
         readers = [neighbour for neighbour in neighbours if self._choice.sources[neighbour] == "disk"]
         num_ranks, num_saved = len(self._choice.sources), self._choice.world_size
         directory = self._sources.directory
-        self._disk = Disk(directory, self._generation, rank, num_ranks, num_saved, readers, self._held)
+        self._disk = DiskSource(directory, self._generation, rank, num_ranks, num_saved, readers, self._held)
         self._disk.compare()
 
     def _prepare(self) -> None:

@@ -84,7 +84,7 @@ class Saving:
         check_async: compare tensors before and after each `save_async`.
 
     Attributes:
-        stats: how they went; what the checkpoint writer says is not in it, see `CheckpointStats.told`.
+        stats: how they went; what the checkpoint writer says is not in it, see `CheckpointStats.with_writer_status`.
     """
 
     def __init__(self, store: Store, capture: Capture, *, check_async: bool) -> None:

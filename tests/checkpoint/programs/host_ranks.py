@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.flash.restore import newest
+from hetstream.checkpoint.flash.restore import candidates
 from hetstream.checkpoint.record.checksum import Checksum
 from tests.checkpoint.processes import be_and_end
 from tests.checkpoint.programs.flash_trainer import digest
@@ -68,8 +68,8 @@ def run(rank: int, directory: str, hosts: list[Path], commands: list[str], meeti
     torch.set_num_threads(1)
     rank_file.Checksum = Counted
     chosen: list[Any] = []
-    choose = newest.choose_generation
-    newest.choose_generation = lambda *given: chosen.append(choose(*given)) or chosen[-1]
+    choose = candidates.choose_generation
+    candidates.choose_generation = lambda *given: chosen.append(choose(*given)) or chosen[-1]
     options = CheckpointOptions(shared_memory=hosts[rank])
     with FlashCheckpointer(directory, shared=("model", "optimizer"), options=options) as checkpointer:
         words = iter(commands)

@@ -1,6 +1,7 @@
-"""The generation that all ranks restore, tried until it is whole on all of them: the talk behind `agreement.py`.
+"""What all ranks can restore, newest first: the communication behind `record/agreement.py`.
 
-Called by `destinations.py`. Each rank says what it has, all choose the same, and try it (`trial.py`).
+Called by `destinations.py`. Each rank offers what it has, all choose the same generation, and try it (`trial.py`). If
+it is not whole on every rank, they choose the next one.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _ON_DISK = "on disk: "
 _MAX_TRIES = 1000
 
 
-class _Wanted(msgspec.Struct, frozen=True):
-    """What a rank asks for: a step, or None for the newest."""
+class _RequestedStep(msgspec.Struct, frozen=True):
+    """The step that a rank asks for; None: the newest."""
 
     step: int | None
 
 
 @dataclass(frozen=True)
-class Newest:
-    """What all ranks can restore from.
+class RestoreCandidates:
+    """The generations that all ranks can restore.
 
     Attributes:
         ranks: that have to agree.
@@ -58,16 +59,16 @@ class Newest:
         """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
         return steps_of(self._exchange(self._offer(with_left=True)), self.lineage)
 
-    def choose(self) -> Choice:
+    def newest(self) -> Choice:
         """The newest generation that all ranks have, as far as names and manifests tell."""
         return choose_generation(self._exchange(self._offer(with_left=False)), self.lineage)
 
-    def use(self, destination: Destination, step: int | None = None) -> Choice | None:
-        """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
+    def restore_into(self, destination: Destination, step: int | None = None) -> Choice | None:
+        """Bring the newest generation that is whole on all ranks to its destination. Every rank calls it.
 
         Args:
-            destination: what to do with it.
-            step: only generations of this step; they may have been left behind.
+            destination: prepares and applies the generation.
+            step: only generations of this step, also those that were left behind; None: the newest.
 
         Returns:
             The generation that was applied; None: there is none.
@@ -77,10 +78,7 @@ class Newest:
             NoCheckpoint: there are checkpoints on disk, and none of them can be used; or none of this step is there.
             OtherRelease: another release of hetstream wrote the newest one, or the one of this step.
         """
-        wanted = gather(self.ranks, _Wanted(step))
-        if any(request != wanted[0] for request in wanted):
-            steps = ", ".join(str(request.step) for request in wanted)
-            raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
+        self._check_same_step(step)
         offer = self._offer(with_left=step is not None)
         path = self.sources.directory.path
         logged: set[str] = set()
@@ -97,7 +95,7 @@ class Newest:
                     logged.add(note)
             if choice.generation is None:
                 if step is not None:
-                    raise NoCheckpoint(_told(step, offers, self.lineage, path, choice.notes))
+                    raise NoCheckpoint(_why_not_this_step(step, offers, self.lineage, path, choice.notes))
                 if is_on_disk:
                     raise self._none_usable(choice.notes)
                 return None
@@ -116,8 +114,14 @@ class Newest:
                 )
             # What a training has saved meanwhile is newer than what this rank knew of.
             offer = self._offer(with_left=step is not None)
-            for source in unusable:
-                offer = offer.without(*source)
+            for record in unusable:
+                offer = offer.without(*record)
+
+    def _check_same_step(self, step: int | None) -> None:
+        requests = gather(self.ranks, _RequestedStep(step))
+        if any(request != requests[0] for request in requests):
+            steps = ", ".join(str(request.step) for request in requests)
+            raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
 
     def _none_usable(self, notes: list[str]) -> NoCheckpoint:
         path, why = self.sources.directory.path, "; ".join(notes)
@@ -159,7 +163,7 @@ def _refuse_other_release(offers: list[Offer], choice: Choice, step: int | None)
             raise OtherRelease(problem)
 
 
-def _told(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: list[str]) -> str:
+def _why_not_this_step(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: list[str]) -> str:
     """Why a step that was asked for cannot be restored, and what can."""
     line, left = steps_of(offers, lineage)
     among = f"all {len(offers)} ranks have" if len(offers) > 1 else "there are"

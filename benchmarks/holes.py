@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from benchmarks.harness import Row
 from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 
-SYSTEMS = {"no data workers": None, "as long as the job": "", "in holes": " --data-worker-time-min=1"}
+ALONE, IN_HOLES = "no data workers", "in holes"
+SYSTEMS = {ALONE: None, "as long as the job": "", IN_HOLES: " --data-worker-time-min=1"}
 LIMIT_MIN, SLEEP_S, IDLE_CPUS = 4, 238, 2
 _LATER_S = 75.0  # by then companions run
 _TIMEOUT_S = 420.0
@@ -121,9 +122,13 @@ def main() -> int:
             for name in chosen
         }
         running = {name: pool.submit(scenes[name].play, words) for name, words in chosen.items()}
-        for name, one in running.items():
+        moved_alone: dict[str, float] = {}  # what Slurm's own planning moves, without any companion
+        for name, playing in running.items():
             try:
-                rows += _rows(name, one.result())
+                seen = playing.result()
+                if name == ALONE:
+                    moved_alone = {job: _moved_s(planned) for job, planned in seen.planned.items() if planned}
+                rows += _rows(name, seen, moved_alone if name == IN_HOLES else {})
             except (TimeoutError, HetstreamError, subprocess.SubprocessError, LookupError) as error:
                 failures[name] = f"{type(error).__name__}: {error}"
     context = {
@@ -132,21 +137,26 @@ def main() -> int:
         "notes": [
             "Emulated CPU cost: batches and training steps are sleeps. Time is short: holes of four minutes, a least "
             "time of one minute, a cycle of backfill each second.",
-            "Planned starts are read each second; moved is the latest one that was told less the first one.",
+            "Planned starts are read each second; moved is the latest one that was told less the first one. Slurm moves "
+            "some by itself, so the goal is what it moves without data workers.",
             "The job that is submitted later waits behind companions that run as long as their job.",
         ],
     }
     return harness.finish("holes", args.out, rows, failures, context)
 
 
-def _rows(name: str, seen: Seen) -> list[Row]:
+def _moved_s(planned: Sequence[float]) -> float:
+    """How much later than first told a job was planned at most, s."""
+    return max(planned) - planned[0]
+
+
+def _rows(name: str, seen: Seen, moved_alone: Mapping[str, float]) -> list[Row]:
     rows = []
-    goal = 0.0 if name == "in holes" else None
     for job, planned in seen.planned.items():
         if planned:
-            moved_s = max(planned) - planned[0]
+            moved_s, goal = _moved_s(planned), moved_alone.get(job)
             met = None if goal is None else moved_s <= goal
-            target = None if goal is None else f"<= {goal:g}"
+            target = None if goal is None else f"<= {goal:g}, as without data workers"
             rows.append(Row(f"{job} job: planned start moved", name, moved_s, "s", target=target, met=met))
     if "large" in seen.started:
         late_s = seen.started["large"] - seen.planned["large"][0]

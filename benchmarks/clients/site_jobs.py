@@ -18,6 +18,7 @@ import time
 
 from hetstream.hetjob.master.elastic import READ_WITHIN_S
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.ports import JobDemand
 from hetstream.hetjob.site.address import read_settings
 from hetstream.hetjob.site.link import SiteLink
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -47,7 +48,7 @@ def main() -> int:
     with contextlib.ExitStack() as links:
         for job in request["jobs"]:
             link = links.enter_context(SiteLink(settings, job))
-            link.report(0, 0, 4, 2, 0.5)
+            link.report(JobDemand(minimum=0, current=0, wanted=4, cpus=2, wait_share=0.5))
             linked[job] = link
         print(json.dumps({"case": "started"}), flush=True)
         while not stopped.wait(1.0):

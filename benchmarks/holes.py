@@ -137,8 +137,8 @@ def main() -> int:
         "notes": [
             "Emulated CPU cost: batches and training steps are sleeps. Time is short: holes of four minutes, a least "
             "time of one minute, a cycle of backfill each second.",
-            "Planned starts are read each second; moved is the latest one that was told less the first one. Slurm moves "
-            "some by itself, so the goal is what it moves without data workers.",
+            "Planned starts are read each second; moved is the latest one that was told less the first one. Slurm "
+            "moves some by itself, so the goal is what it moves without data workers.",
             "The job that is submitted later waits behind companions that run as long as their job.",
         ],
     }

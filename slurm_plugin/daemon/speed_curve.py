@@ -1,7 +1,8 @@
 """A job's speed against CPUs of data workers, from what it has measured: (measurements) -> points. Pure.
 
 Called by `jobs_table.py`. The curve is the least concave one above what was measured, so that noise makes no knee where
-there is none; beyond the last measurement it goes on as it did there, up to the speed of a trainer that never waits.
+there is none; beyond the last measurement it goes on as it did there with data workers, up to the speed of a trainer
+that never waits.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ def curve_of(measured: Measured, gpus: float) -> Curve:
 @lru_cache(1 << 16)
 def _curve_of(points: tuple[SpeedPoint, ...], ideal_steps_per_s: float, gpus: float) -> Curve:
     most = MAX_CPUS_PER_GPU * max(gpus, 1.0)
-    known = {0.0: 0.0}
+    known, local = {0.0: 0.0}, 0.0
     for point in points:
         cpus = float(point.cpus * point.workers)
-        if cpus <= most:
-            share = round(min(point.steps_per_s / ideal_steps_per_s, 1.0), _DIGITS)
+        share = round(min(point.steps_per_s / ideal_steps_per_s, 1.0), _DIGITS)
+        if not point.workers:
+            local = max(local, share)
+        elif cpus <= most:
             known[cpus] = max(known.get(cpus, 0.0), share)
     hull = _hull(sorted(known.items()))
     end_cpus, end_speed = hull[-1]
@@ -50,7 +53,9 @@ def _curve_of(points: tuple[SpeedPoint, ...], ideal_steps_per_s: float, gpus: fl
         slope = (end_speed - before_speed) / (end_cpus - before_cpus)
         reach = min(end_cpus + (1.0 - end_speed) / slope, most) if slope > 0 else end_cpus
         hull[-1:] = [(reach, min(end_speed + slope * (reach - end_cpus), 1.0))]
-    return _padded(hull)
+    # Data workers take the place of the job's own loading. One that is hardly faster than that is no bend: the second
+    # brings as much as the first makes, not as little as the first gained.
+    return _padded(_hull([(0.0, local), *hull[1:]]))
 
 
 def assumed_curve(wanted_cpus: float, gpus: float, cpus_per_gpu: float) -> Curve:

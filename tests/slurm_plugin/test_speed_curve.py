@@ -31,6 +31,10 @@ def test_known_curves() -> None:
     # Noise below a line between two measurements is no knee.
     assert bends(curve_of(measured((1, 4, 4.0), (1, 6, 4.1), (1, 8, 8.0)), 1.0)) == [(0.0, 0.0), (10.0, 1.0)]
     assert bends(curve_of(measured((1, 0, 10.0), (1, 4, 10.0)), 1.0)) == [(0.0, 1.0)]
+    # A data worker takes the place of the job's own loading: two are twice as fast as one, not a little faster.
+    assert bends(curve_of(measured((1, 0, 2.0), (1, 1, 2.5)), 1.0)) == [(0.0, 0.2), (4.0, 1.0)]
+    # The job's own loading beats two data workers, and five beat it.
+    assert bends(curve_of(measured((1, 0, 5.0), (1, 2, 4.0)), 1.0)) == [(0.0, 0.5), (5.0, 1.0)]
 
 
 def test_a_job_that_says_too_much_is_cut() -> None:

@@ -44,8 +44,8 @@ from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
 from hetstream.mpi_dataworkers.order.visitation import Cut
 
-# What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
-_STEPS_JUDGED = 16
+# `stats` computes padding_waste and step_spread over this many of the last steps; each step costs about 0.1 ms.
+_NUM_STEPS_JUDGED = 16
 _TorchLoader: Any = torch.utils.data.DataLoader
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -81,7 +81,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self._connection.close_with(self)
 
     def _set_up(self, options: LoaderOptions, identity: TrainerIdentity) -> None:
-        """Keep what decides the order, and the position at its beginning."""
+        """Keep the options that decide the order of samples, and begin at the first epoch."""
         self.seed = options.seed or 0
         self._device = torch.device("cpu" if options.device is None else options.device)
         self._listed_order = options.is_listed
@@ -118,29 +118,34 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
         boundaries = tuple(options.bucket_boundaries or ())
         in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
-        stages = options.batch_stage, options.gpu_stage
-        return make_connection(self, service_options, self._buckets or in_rounds, *stages)
+        return make_connection(
+            self,
+            service_options,
+            buckets=self._buckets or in_rounds,
+            batch_stage=options.batch_stage,
+            gpu_stage=options.gpu_stage,
+        )
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
         if self._buckets is not None:
             return BucketPlan(
                 self._buckets,
-                self.batch_size,
-                self._world_size,
-                self.drop_last,
-                self._shuffle,
-                self.seed,
-                epoch,
-                self._global_batch_size,
+                batch_size=self.batch_size,
+                world_size=self._world_size,
+                drop_last=self.drop_last,
+                shuffle=self._shuffle,
+                seed=self.seed,
+                epoch=epoch,
+                global_batch_size=self._global_batch_size,
             )
         return EpochPlan(
             len(self.dataset),
-            self.batch_size,
-            self._world_size,
-            self.drop_last,
-            self._shuffle,
-            self.seed,
-            epoch,
+            batch_size=self.batch_size,
+            world_size=self._world_size,
+            drop_last=self.drop_last,
+            shuffle=self._shuffle,
+            seed=self.seed,
+            epoch=epoch,
             global_batch_size=self._global_batch_size,
         )
 
@@ -178,7 +183,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def _begin_pass(self, at: Position) -> PassIterator:
         """Begin a pass, from a position on."""
-        self._take_in_changes(at)
+        self._refresh_pipeline(at)
         connection = self._connection
         shards, client = self._shards(at), connection.client
         source: StepSource
@@ -188,16 +193,20 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             source = LocalSource(connection, shards, torch_options(self))
         return PassIterator(connection, source, owner=self)
 
-    def _take_in_changes(self, at: Position) -> None:
-        """What makes batches from now on: programs give a loader another `collate_fn`, or more samples.
+    def _refresh_pipeline(self, at: Position) -> None:
+        """Use the dataset, `collate_fn` and so on that the loader has now: programs replace them between epochs.
 
         Raises:
             PipelineError: the dataset has another length, and a pass that begins here must have the one that it had.
         """
         before = self._connection.pipeline
-        stages = before.batch_stage, before.gpu_stage
-        pipeline = pipeline_of(self, before.buckets or before.stream_buckets, *stages)
-        if pipeline.num_samples != before.num_samples and (reason := self._why_same_length(at)):
+        pipeline = pipeline_of(
+            self,
+            buckets=before.buckets or before.stream_buckets,
+            batch_stage=before.batch_stage,
+            gpu_stage=before.gpu_stage,
+        )
+        if pipeline.num_samples != before.num_samples and (reason := self._why_length_is_fixed(at)):
             raise PipelineError(
                 f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now: {reason}. "
                 "Make a new DataLoader for the new data."
@@ -206,8 +215,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         if self._division is not None:
             self._division = replace(self._division, num_samples=pipeline.num_samples)
 
-    def _why_same_length(self, at: Position) -> str:
-        """Why a pass cannot begin with a dataset of another length; "" when it can."""
+    def _why_length_is_fixed(self, at: Position) -> str:
+        """Why the dataset may not have another length than before; "" when it may."""
         if self._world_size > 1:
             return "the other ranks, which divide it with this one, may not know"
         if self._connection.shared is not None:
@@ -344,7 +353,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             epoch, stop = epoch - 1, self._plan(epoch - 1).num_steps
         plan = self._plan(epoch)
         assert isinstance(plan, BucketPlan)
-        costs = [plan.cost(step) for step in range(max(0, stop - _STEPS_JUDGED), stop)]
+        costs = [plan.cost(step) for step in range(max(0, stop - _NUM_STEPS_JUDGED), stop)]
         return {"padding_waste": padding_waste(costs), "step_spread": step_spread(costs)}
 
     @property

@@ -36,7 +36,7 @@ class LocalSource:
         self._steps: Iterator[Any] = iter(())
 
     def begin(self) -> None:
-        """Have torch's processes begin."""
+        """Start torch's worker processes."""
         connection, shards, options = self._connection, self.shards, self._torch_options
         if shards.order is None:
             self._steps = read_shards(connection.pipeline, shards, connection.skipped.policy, options)
@@ -48,7 +48,7 @@ class LocalSource:
         self._steps = self._workers.begin(self, steps)
 
     def begin_again(self) -> None:
-        """Have torch's processes begin anew, with the batch stage that the pipeline has now."""
+        """Start torch's worker processes anew, with the batch stage that the pipeline has now."""
         self._steps, self._workers = iter(()), None  # ends those before
         self.begin()
 
@@ -95,7 +95,7 @@ class LocalSource:
         """Nothing: torch ends its processes with its iterator."""
 
     def abandon(self) -> None:
-        """Nothing, as `close`."""
+        """Nothing, for the same reason as in `close`."""
 
 
 # No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.

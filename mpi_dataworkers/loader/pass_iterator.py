@@ -28,24 +28,24 @@ class StepSource(Protocol):
         """Begin to make steps. If it raises, `abandon` ends what has begun."""
 
     def begin_again(self) -> None:
-        """Go on from here with the connection's batch stage; what was made ahead with another one is dropped.
+        """Go on at the next step with the connection's batch stage; steps made ahead with the former one are dropped.
 
         Raises:
             HetstreamError: it cannot, and nothing has changed.
         """
 
     def prepare(self) -> None:
-        """Draw what the next step needs from the program's own sampler, which is no wait for data."""
+        """Draw what the next step needs from the program's own sampler; its time does not count as waiting for data."""
 
     def take(self) -> Delivered | None:
         """Wait for the next step.
 
         Returns:
-            It, maybe without samples; None at the end of the pass.
+            The step, which has no samples if all were left out; None at the end of the pass.
 
         Raises:
             Exception: of user code, in the place of its step, which counts as taken.
-            HetstreamError: of the service; so does the next call.
+            HetstreamError: of the service; each later call raises it again.
         """
 
     def shard_state(self) -> dict[str, Any] | None:
@@ -55,7 +55,7 @@ class StepSource(Protocol):
         """Make no more steps. Called once."""
 
     def abandon(self) -> None:
-        """The same from a finaliser: takes no lock."""
+        """Make no more steps; unlike `close` it takes no lock, as a finaliser calls it."""
 
 
 class PassIterator(Iterator[Any]):
@@ -84,7 +84,7 @@ class PassIterator(Iterator[Any]):
         source.begin()
 
     def __next__(self) -> Any:
-        waited_s = 0.0  # with that for steps of which all samples were left out
+        waited_s = 0.0  # also for steps that are passed over because all their samples were left out
         while self._is_open:
             if self._stage is not self._connection.pipeline.batch_stage:
                 self._source.begin_again()
@@ -98,8 +98,8 @@ class PassIterator(Iterator[Any]):
                 self.close()
                 break
             if step.num_skipped:
-                epoch, number = self.shards.epoch, self.shards.position - 1
-                self._connection.leave_out(epoch, number, step.num_skipped, step.left_out)
+                step_index = self.shards.position - 1
+                self._connection.leave_out(self.shards.epoch, step_index, step.num_skipped, step.left_out)
             if step.num_samples > 0:
                 self._count(step, waited_s)
                 return self._connection.delivered(self.shards.position - 1, step.payload)

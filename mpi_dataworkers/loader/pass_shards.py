@@ -32,7 +32,7 @@ class PassShards:
         order: as given; None for divided data.
         position: steps of the pass that were taken.
         slots: shards that are being read.
-        snapshots: where the reader of a shard was at or before its position, by shard.
+        snapshots: state of each shard's reader, by shard, taken at the shard's position or before it.
         width: shards that are read at a time.
         any_order: steps are given as they come: of several shards whichever has one, of a single one any step.
         in_order: the steps of each shard are given in its order.
@@ -119,7 +119,11 @@ class PassShards:
         self._interleave.taken(number, next_step - slot.step)
 
     def ended(self, number: int) -> Slot | None:
-        """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
+        """The shard in this slot has no more steps.
+
+        Returns:
+            The slot of the shard that is read in its place; None when there is none, and the slot is removed.
+        """
         self.snapshots.pop(self.slots[number].shard, None)
         return self._interleave.ended(number)
 

@@ -95,7 +95,7 @@ class RemoteSource:
         return shared.with_others(sent.message.pipeline_id, sent.batch_stage, self.shards.seed, order, num_steps)
 
     def begin_again(self) -> None:
-        """Close the sessions, and open them where they were with the batch stage that the pipeline has now."""
+        """Close the sessions, and open new ones at their positions, with the batch stage that the pipeline has now."""
         connection = self._connection
         assert connection.sent_pipelines is not None
         self._sent = connection.sent_pipelines.with_batch_stage(self._sent, connection.pipeline)
@@ -154,15 +154,8 @@ class RemoteSource:
         """The next step, or the end of a shard, and the number of its slot."""
         first, sessions = self.shards.next_slot, self._sessions
         # Where the order is to be kept, only the next shard's step will do.
-        asked = sessions[first:] + sessions[:first] if self.shards.any_order else sessions[first : first + 1]
-        timeout_s = self._connection.timeout_s
-        num_lost = sum(session.num_lost for session in asked) if self.shards.at_most_once else 0
-        try:
-            chosen, step = self._client.take(asked, time.monotonic() + timeout_s if timeout_s > 0 else None)
-        except TimeoutError:
-            raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
-        if self.shards.at_most_once:
-            self._connection.count(lost_steps=sum(session.num_lost for session in asked) - num_lost)
+        candidates = sessions[first:] + sessions[:first] if self.shards.any_order else sessions[first : first + 1]
+        chosen, step = self._take_from(candidates)
         number = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
             return number, self._made_instead(number, step)
@@ -172,8 +165,28 @@ class RemoteSource:
         self._client.say_streaming()
         return number, step
 
+    def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
+        """Wait for the next step of one of the sessions, and count the steps that were lost before it.
+
+        Returns:
+            The number of the session in `sessions`, and its step.
+
+        Raises:
+            RuntimeError: the loader's `timeout` passed, as torch's loader raises it.
+        """
+        timeout_s = self._connection.timeout_s
+        counts_lost = self.shards.at_most_once
+        num_lost = sum(session.num_lost for session in sessions) if counts_lost else 0
+        try:
+            taken = self._client.take(sessions, time.monotonic() + timeout_s if timeout_s > 0 else None)
+        except TimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
+        if counts_lost:
+            self._connection.count(lost_steps=sum(session.num_lost for session in sessions) - num_lost)
+        return taken
+
     def _made_instead(self, number: int, fallback: LocalFallback) -> Step | Ended:
-        """Make the step for which data workers are not waited for; one of theirs that has come meanwhile wins."""
+        """Make a step in this process instead of waiting for data workers; theirs is taken if it has come meanwhile."""
         self._client.say_local(fallback.reason)
         session = self._sessions[number]
         made = self._made_here(self.shards.slots[number].shard, fallback.step)

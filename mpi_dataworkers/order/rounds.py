@@ -1,6 +1,6 @@
-"""Coordinated reads of a stream: its elements become rounds of like length, one batch for each rank. Pure.
+"""Rounds of like length from a stream: in a round, each rank has one batch, of elements of about one length. Pure.
 
-Beside `bucketing.BucketPlan`, and used where lengths are seen only when the elements come. The rounds of a shard are a
+Used in place of `bucketing.BucketPlan` where lengths are known only when the elements come. The rounds of a shard are a
 function of its elements alone, so whoever reads the shard forms the same ones: step j of rank r is slice r of round j.
 `ops/rounds.py` reads the shards.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -78,17 +78,29 @@ class RoundFormer(Generic[T]):
         self._buckets: dict[int, list[T]] = {}
         self._held: list[T] = []
 
-    def add(self, element: T, bucket: int) -> Iterator[list[list[T]]]:
-        """The next element; gives the round that is complete by it, if any: a list of elements for each rank."""
+    def add(self, element: T, bucket: int) -> list[list[list[T]]]:
+        """Take in the shard's next element.
+
+        Args:
+            element: the next element.
+            bucket: its bucket, of `StreamBuckets.bucket`.
+
+        Returns:
+            The rounds that are ready now, mostly none: of each round, the elements of each rank.
+        """
         waiting = self._buckets.setdefault(bucket, [])
         waiting.append(element)
-        if len(waiting) == self._batch_size * self._world_size:
-            del self._buckets[bucket]
-            complete, self._held = self._held, waiting
-            yield from self._divide(complete)
+        if len(waiting) < self._batch_size * self._world_size:
+            return []
+        del self._buckets[bucket]
+        ready, self._held = self._held, waiting
+        return self._divide(ready)
 
-    def end(self) -> Iterator[list[list[T]]]:
-        """The shard has no more elements; gives its last rounds.
+    def end(self) -> list[list[list[T]]]:
+        """The shard has no more elements.
+
+        Returns:
+            Its last rounds, as `add` gives them.
 
         Raises:
             PipelineError: it has fewer elements than there are ranks.
@@ -104,18 +116,16 @@ class RoundFormer(Generic[T]):
                 "number of steps without repeating one. Use fewer shards (num_shards=, larger files), fewer ranks, or "
                 "drop_last=True."
             )
-        yield from self._divide(self._held)
-        yield from self._divide(left_over)
+        return self._divide(self._held) + self._divide(left_over)
 
-    def _divide(self, elements: list[T]) -> Iterator[list[list[T]]]:
+    def _divide(self, elements: list[T]) -> list[list[list[T]]]:
         """Rounds of equal size, of as few batches of at most `batch_size` as there can be with one for every rank.
 
         With batches of one element some have two when the ranks could not have as many otherwise.
         """
         full = self._batch_size * self._world_size
         num_rounds = min(-(-len(elements) // full), len(elements) // self._world_size)
-        for part in _evenly(elements, num_rounds):
-            yield _evenly(part, self._world_size)
+        return [_evenly(part, self._world_size) for part in _evenly(elements, num_rounds)]
 
 
 def _evenly(elements: Sequence[T], num_parts: int) -> list[list[T]]:

@@ -11,7 +11,7 @@ import torch
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.tiles import ranges
-from hetstream.mpi_dataworkers.sources.table import Row, RowGroup
+from hetstream.mpi_dataworkers.sources.table import Column, Row, RowGroup
 
 Feature = torch.Tensor | Nullable | Jagged
 
@@ -25,7 +25,7 @@ def collate_rows(rows: Sequence[Row]) -> dict[str, Feature]:
         rows: At least one, in the batch's order.
 
     Raises:
-        FeatureError: They are no rows of these sources.
+        FeatureError: They are no rows of these sources, or of datasets whose columns differ.
     """
     if not rows or not all(isinstance(row, Row) for row in rows):
         raise FeatureError("collate_rows takes rows of sources.csv and sources.parquet; use torch's default_collate")
@@ -36,10 +36,27 @@ def collate_rows(rows: Sequence[Row]) -> dict[str, Feature]:
         parts: list[tuple[RowGroup, npt.NDArray[np.int64]]] = [(rows[0].group, places)]
         order = None
     else:
+        _check_alike(list(numbers))
         parts = [(group, places[group_of == number]) for group, number in numbers.items()]
         behind_each_other = np.argsort(group_of, kind="stable")
         order = torch.from_numpy(np.argsort(behind_each_other, kind="stable"))
     return {name: _column(name, parts, order) for name in rows[0].group.columns}
+
+
+def _check_alike(groups: Sequence[RowGroup]) -> None:
+    """Refuse to put columns together whose types differ, as those of two datasets in a ConcatDataset may."""
+    first, *others = ({name: _type_of(column) for name, column in group.columns.items()} for group in groups)
+    for other in others:
+        if other != first:
+            name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+            kinds = " and ".join(columns.get(name, "missing") for columns in (first, other))
+            raise FeatureError(f"rows of one batch have other columns: {name} is {kinds}; give the datasets one type")
+
+
+def _type_of(column: Column) -> str:
+    """As a user writes it."""
+    dtype = column.values.dtype.name
+    return f"list<{dtype}>" if column.starts is not None else f"{dtype}{'?' if column.valid is not None else ''}"
 
 
 def _column(name: str, parts: Sequence[tuple[RowGroup, npt.NDArray[np.int64]]], order: torch.Tensor | None) -> Feature:

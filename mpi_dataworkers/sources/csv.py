@@ -144,22 +144,47 @@ class CsvDataset(TableDataset):
                 next(rows)
             return line + rows.line_num
 
+    @staticmethod
+    def _line_of(path: Path, place: int) -> int:
+        """On which line of the file a byte is."""
+        with path.open("rb") as file:
+            return file.read(place).count(b"\n") + 1
+
     def _row_starts(self, path: Path) -> Iterator[int]:
         """Where each row begins: behind a newline that is not within quotes."""
-        row = begin = num_quotes = 0
+        row = num_quotes = 0
+        last = ord("\n")  # the byte before the block
+        before_quotes = [ord("\n"), ord('"'), self._delimiter.encode()[-1]]
         try:
             with path.open("rb") as file:
+                begin = len(_BYTE_ORDER_MARK) if file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
+                file.seek(begin)
                 while block := file.read(_BLOCK_BYTES):
+                    if block.endswith(b"\r"):
+                        block += file.read(1)  # what follows it tells what it is
                     data = np.frombuffer(block, dtype=np.uint8)
+                    returns = np.flatnonzero(data[:-1] == ord("\r"))
+                    returns = returns[data[returns + 1] != ord("\n")]
                     ends = np.flatnonzero(data == ord("\n"))
                     quotes = np.flatnonzero(data == ord('"'))
                     if len(quotes) or num_quotes % 2:
                         ends = ends[(num_quotes + np.searchsorted(quotes, ends)) % 2 == 0]
+                        returns = returns[(num_quotes + np.searchsorted(quotes, returns)) % 2 == 0]
+                        opening = quotes[num_quotes % 2 :: 2]
+                        before = np.where(opening == 0, last, data[opening - 1])
+                        stray = opening[~np.isin(before, before_quotes)]
+                        if len(stray):
+                            # Where it stands alone, all rows up to the next one would be taken for one.
+                            line = self._line_of(path, begin + int(stray[0]))
+                            raise SourceError(f"{path}: line {line}: a quote in a field that does not begin with one")
                         num_quotes += len(quotes)
+                    if len(returns):
+                        line = self._line_of(path, begin + int(returns[0]))
+                        raise SourceError(f"{path}: line {line}: it ends with \\r alone; \\n and \\r\\n end a line")
                     for end in (ends + begin + 1).tolist():
                         yield row
                         row = end
-                    begin += len(block)
+                    begin, last = begin + len(block), block[-1]
         except OSError as exc:
             raise SourceError(f"{path}: cannot be read: {exc}") from exc
         if num_quotes % 2:
@@ -169,6 +194,9 @@ class CsvDataset(TableDataset):
 
 
 def _numbers(texts: npt.NDArray[np.str_], kind: ColumnType) -> npt.NDArray[Any]:
+    codes = texts.view(np.uint32)
+    if ((codes == ord("_")) | (codes > 127)).any():
+        raise ValueError  # 1_000 and digits of other scripts are numbers for Python alone
     if kind.dtype == "hex":
         numbers = [int(text, 16) for text in texts.tolist()]
         if any(not 0 <= number < 2**64 for number in numbers):

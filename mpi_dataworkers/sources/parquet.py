@@ -41,6 +41,8 @@ class ParquetDataset(TableDataset):
                     problems.append(f"column {name}: hex is for CSV files")
                 elif name not in schema.names:
                     problems.append(f"there is no column {name}")
+                elif schema.names.count(name) > 1:
+                    problems.append(f"column {name} is there twice")
                 elif not _is_read_as(schema.field(name).type, kind):
                     problems.append(f"column {name} holds {schema.field(name).type}, and not {self.columns[name]}")
             if problems:

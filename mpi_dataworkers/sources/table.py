@@ -85,8 +85,10 @@ class ColumnType(NamedTuple):
     is_list: bool
 
     @classmethod
-    def of(cls, text: str) -> ColumnType | None:
+    def of(cls, text: object) -> ColumnType | None:
         """Read it; None if it is no such text."""
+        if not isinstance(text, str):
+            return None
         inner = text.removesuffix("?")
         is_list = inner.startswith("list<") and inner.endswith(">")
         dtype = inner[5:-1] if is_list else inner

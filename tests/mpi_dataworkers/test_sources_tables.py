@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset
 
 from hetstream import DataLoader, FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
@@ -147,6 +148,30 @@ def test_hostile_parquet_files(parquet: Path, tmp_path: Path) -> None:
         ParquetDataset(bad, {"row": "int64"})[0]
 
 
+def test_a_column_that_is_there_twice_or_has_no_type(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
+    with pytest.raises(SourceError, match="column a is there twice"):
+        ParquetDataset(path, {"a": "int64"})
+    with pytest.raises(SourceError, match="column a: None is no type of a column"):
+        ParquetDataset(path, {"a": None})  # type: ignore[dict-item]
+
+
+def test_rows_whose_columns_differ_make_no_batch(tmp_path: Path) -> None:
+    path = csv_of(tmp_path / "a.csv", "a,b\n1,2\n,4\n")
+    whole = CsvDataset(csv_of(tmp_path / "b.csv", "a,b\n1,2\n"), {"a": "int64"})
+    for columns, words in (
+        ({"a": "int64?"}, r"a is int64 and int64\?"),
+        ({"a": "float32?"}, r"a is int64 and float32\?"),
+        ({"b": "int64"}, "a is int64 and missing"),
+    ):
+        rows = ConcatDataset([whole, CsvDataset(path, columns)])  # of which a gap was 0
+        with pytest.raises(FeatureError, match=words):
+            collate_rows([rows[0], rows[2]])
+    same = ConcatDataset([whole, whole])
+    assert collate_rows([same[0], same[1]])["a"].tolist() == [1, 1]  # type: ignore[union-attr]
+
+
 def test_a_file_that_changes_is_told(parquet: Path, tmp_path: Path) -> None:
     dataset = ParquetDataset(parquet, TYPES)
     before = dataset.fingerprint
@@ -207,6 +232,14 @@ def test_rows_are_found_whatever_their_texts_hold(
         ("", "there is no column a; there is no column b. The file has: nothing"),
         ("a,c\n1,2\n", "there is no column b. The file has: a, c"),
         ("a,a,b\n1,2,3\n", "column a is there twice"),
+        # Each of these would make one row of several, and rows would be lost.
+        ('a,c,b\n1,5",1\n2,6",1\n', "line 2: a quote in a field that does not begin with one"),
+        ('a,c,b\n1,"x\n",1\n1, "5\n6",1\n', "line 4: a quote in a field that does not begin with one"),
+        ("a,b\r1,2\r3,4\r", r"line 1: it ends with \\r alone"),
+        ('a,b\n1,"2"\n3,4\r5,6\n', r"line 3: it ends with \\r alone"),
+        # Numbers for Python, and for nobody who writes files.
+        ("a,b\n1,1_000\n", "line 2: column b: '1_000' is no float32"),
+        ("a,b\n\u0661,1\n", "line 2: column a: '\u0661' is no int64"),
     ],
 )
 def test_hostile_csv_files(tmp_path: Path, text: str, words: str) -> None:

@@ -67,6 +67,8 @@ class Feature:
     key: str = ""
 
     def __rshift__(self, operator: Operator) -> Feature:
+        if not isinstance(operator, Operator):
+            raise FeatureError(f"{self.input.name} >> {operator!r}: it is no operator, such as FillNull(0.0)")
         return replace(self, operators=(*self.operators, operator))
 
     def named(self, key: str) -> Feature:
@@ -162,8 +164,9 @@ class FeatureGraph:
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits that two graphs share if they are the same, on every machine."""
-        from_json = repr((self.inputs, self.steps, self.outputs))
-        return hashlib.blake2b(from_json.encode(), digest_size=32).hexdigest()
+        steps = [(step.name, step.of, step.operator.name, _exact(vars(step.operator))) for step in self.steps]
+        text = repr((self.inputs, steps, self.outputs))
+        return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
     def output_type(self, output: Output) -> FeatureType:
         """The type of an output: of a matrix with its width, of a JaggedBatch as of its features."""
@@ -180,6 +183,20 @@ class FeatureGraph:
         return f"FeatureGraph({len(self.inputs)} inputs, {used}, outputs {outputs})"
 
 
+def _exact(parameters: object) -> object:
+    """Parameters of which equal ones have one text: 1 and 1.0 are equal."""
+    if isinstance(parameters, dict):
+        return {name: _exact(value) for name, value in parameters.items()}
+    if isinstance(parameters, tuple):
+        return [_exact(value) for value in parameters]
+    return int(parameters) if isinstance(parameters, float) and parameters.is_integer() else parameters
+
+
+def _is_text(name: object) -> bool:
+    """Whether JSON can have it: not half of a surrogate pair, as an undecodable file name has."""
+    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 class _Check:
     """Everything that is wrong with a graph, and its types and order if nothing is."""
 
@@ -192,6 +209,10 @@ class _Check:
 
     def _inputs(self) -> Iterator[str]:
         for node in self._graph.inputs:
+            if type(node.type.width) is not int or type(node.type.dtype) is not str:
+                found = f"dtype={node.type.dtype!r}, width={node.type.width!r}"
+                yield f"input {node.name}: {found}: a text and a whole number"
+                continue
             if node.type.dtype not in DTYPES:
                 yield f"input {node.name}: dtype {node.type.dtype!r} is none of {', '.join(DTYPES)}"
             if node.type.width < 1 or (node.type.is_jagged and node.type.width != 1):
@@ -204,6 +225,7 @@ class _Check:
         outputs = Counter(output.name for output in self._graph.outputs)
         for what, counted in (("feature", self._names), ("output", outputs)):
             yield from (f"{what} {name!r} stands there {times} times" for name, times in counted.items() if times > 1)
+            yield from (f"{what} {name!r}: a name is a text that UTF-8 has" for name in counted if not _is_text(name))
             if "" in counted:
                 yield f"{what} '' has no name"
 

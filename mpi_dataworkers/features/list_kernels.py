@@ -41,7 +41,10 @@ class OnehotKernel(Kernel):
             starts.clamp_max_(len(tile.values) - 1)
             firsts, empty = tile.values.index_select(0, starts).to(torch.float32), tile.lengths == 0
         else:
-            firsts, empty = torch.zeros(len(tile.lengths)), torch.ones(len(tile.lengths), dtype=torch.bool)
+            firsts, empty = (
+                torch.zeros(len(tile.lengths), dtype=torch.float32),
+                torch.ones(len(tile.lengths), dtype=torch.bool),
+            )
         by_row = replace(tile, values=firsts, sizes=(tile.num_rows,) * count)
         lower, step, classes = (parameter.over(by_row) for parameter in self._parameters)
         place = (firsts.view(count, tile.num_rows) - lower).div_(step)
@@ -53,7 +56,7 @@ class OnehotKernel(Kernel):
         sizes = widths * tile.num_rows
         chosen += (torch.cumsum(sizes, 0) - sizes).unsqueeze(1)
         chosen += widths.unsqueeze(1) * torch.arange(tile.num_rows)
-        values = torch.zeros(int(sizes.sum())).index_fill_(0, chosen.view(-1), 1.0)
+        values = torch.zeros(int(sizes.sum()), dtype=torch.float32).index_fill_(0, chosen.view(-1), 1.0)
         return replace(tile, values=values, sizes=tuple(sizes.tolist()), lengths=None)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,8 +35,7 @@ class Operator:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, np.generic):  # JSON, digests and equality are those of Python's numbers
-                object.__setattr__(self, field.name, value.item())
+            object.__setattr__(self, field.name, _of_python(value))
 
     @property
     def name(self) -> str:
@@ -193,7 +192,7 @@ class Clamp(Operator):
 
     def problems(self) -> Iterator[str]:
         bounds = [bound for bound in (self.lower, self.upper) if bound is not None]
-        if not all(map(math.isfinite, bounds)):
+        if not all(map(_is_finite, bounds)):
             yield f"lower={self.lower}, upper={self.upper}: finite, or None for no bound"
         elif len(bounds) == 2 and bounds[0] > bounds[1]:
             yield f"lower={self.lower}, upper={self.upper}: lower <= upper"
@@ -221,7 +220,7 @@ class Bucketize(Operator):
     borders: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "borders", tuple(map(float, self.borders)))
+        object.__setattr__(self, "borders", tuple(map(_of_python, self.borders)))
 
     def problems(self) -> Iterator[str]:
         if not self.borders:
@@ -281,7 +280,7 @@ class MapId(Operator):
     table: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "table", tuple(map(int, self.table)))
+        object.__setattr__(self, "table", tuple(map(_of_python, self.table)))
 
     def problems(self) -> Iterator[str]:
         if not self.table:
@@ -309,7 +308,7 @@ class FillNull(Operator):
     nan: bool = False
 
     def problems(self) -> Iterator[str]:
-        if not math.isfinite(self.value):
+        if not _is_finite(self.value):
             yield f"value={self.value}: a finite number"
 
     def refusal(self, given: FeatureType) -> str:
@@ -347,6 +346,16 @@ OPERATORS: tuple[type[Operator], ...] = (
     *(Logit, BoxCox, Onehot, SigridHash, FirstX, Clamp),
     *(Bucketize, Ngram, MapId, FillNull, Cast),
 )
+
+
+def _of_python(value: Any) -> Any:
+    """JSON, digests and equality are those of Python's numbers."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_finite(number: float | int) -> bool:
+    """Whether it is a number that float64 has, of a kind that `math.isfinite` refuses, too."""
+    return abs(number) <= float(np.finfo(np.float64).max)
 
 
 def fits(value: float | int, dtype: str) -> bool:

@@ -115,7 +115,7 @@ def spans(sizes: Sequence[int], most: int = TILE_VALUES, *, whole: bool = False)
 def ranges(starts: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
     """`start, start + 1, ...`, `count` numbers for each pair, one after the other; `total` is the sum of the counts."""
     before = torch.cumsum(counts, 0) - counts
-    return repeated(starts - before, counts).add_(torch.arange(total))
+    return repeated(starts - before, counts).add_(torch.arange(total, device="cpu"))
 
 
 def repeated(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

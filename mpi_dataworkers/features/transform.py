@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -85,7 +86,8 @@ class FeatureTransform:
         self.graph = graph
         self.compiled = compiled
         self.torchrec = torchrec
-        self._groups = [_Group(chains, graph, _compiler(compiled)) for chains in groups_of(graph)]
+        with _in_host_memory():
+            self._groups = [_Group(chains, graph, _compiler(compiled)) for chains in groups_of(graph)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"graph": self.graph, "compiled": self.compiled, "torchrec": self.torchrec}
@@ -102,7 +104,7 @@ class FeatureTransform:
         return f"{self.graph.digest}{'-torchrec' if self.torchrec else ''}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        with torch.no_grad():
+        with torch.no_grad(), _in_host_memory():
             num_rows, features = read_batch(self.graph.inputs, batch)
             for group in self._groups:
                 features.update(group.run(features, num_rows))
@@ -114,12 +116,12 @@ class FeatureTransform:
         if not output.keys:
             return _as_it_is(found[0], types[0], num_rows)
         if not any(kind.is_jagged for kind in types):
-            columns = [_as_matrix(values, num_rows) for values in found]
             if all(kind.width == 1 for kind in types):
                 # As the rows of a matrix they may lie together already: one pass instead of one for each feature.
                 rows = _joined([part.values for part in found]).view(len(found), num_rows)
                 return rows.t().contiguous()
-            return torch.cat(columns, dim=1)
+            each = zip(found, types, strict=True)
+            return torch.cat([_as_matrix(values, kind.width, num_rows) for values, kind in each], dim=1)
         lengths = [
             torch.full((num_rows,), part.width) if values.lengths is None else values.lengths
             for values, part in zip(found, types, strict=True)
@@ -273,7 +275,8 @@ def _read(node: Input, batch: Mapping[str, Any]) -> tuple[_Values, int]:
     if node.name not in batch:
         raise FeatureError(f"it has no {node.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
     found, valid, lengths = batch[node.name], None, None
-    if type(found) is torch.Tensor and found.is_cpu and found.dtype is TORCH_DTYPES[node.type.dtype]:
+    is_plain = type(found) is torch.Tensor and found.is_cpu and found.layout is torch.strided
+    if is_plain and found.dtype is TORCH_DTYPES[node.type.dtype]:
         shape = found.shape
         if len(shape) == 1 and node.type.width == 1 and not node.type.is_jagged:  # as most are
             return _Values(found), shape[0]
@@ -304,17 +307,21 @@ def _read(node: Input, batch: Mapping[str, Any]) -> tuple[_Values, int]:
 
 
 def _tensor(name: str, found: Any) -> torch.Tensor:
-    if isinstance(found, np.ndarray):
-        return torch.from_numpy(found)
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+    if isinstance(found, np.ndarray) and found.dtype.kind in "fiub":
+        # Copied where torch does not take it: read-only, backwards, of another byte order.
+        return torch.from_numpy(np.require(found, found.dtype.newbyteorder("="), ["C", "W"]))
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or found.layout is not torch.strided:
         raise FeatureError(f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array")
     return found
 
 
 def _described(found: Any) -> str:
     if isinstance(found, torch.Tensor):
+        if found.layout is not torch.strided:
+            return f"{str(found.layout).removeprefix('torch.')}"
         return f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
-    return f"a {type(found).__name__}"
+    kind = f" of {found.dtype}" if isinstance(found, np.ndarray) else ""
+    return f"a {type(found).__name__}{kind}"
 
 
 def _problems_of_lists(jagged: Mapping[str, _Values], num_rows: int) -> list[str]:
@@ -344,8 +351,8 @@ def _as_it_is(found: _Values, kind: FeatureType, num_rows: int) -> torch.Tensor 
     return found.values if kind.width == 1 else found.values.view(num_rows, kind.width)
 
 
-def _as_matrix(found: _Values, num_rows: int) -> torch.Tensor:
-    return found.values.view(num_rows, -1) if num_rows else found.values.view(0, 1)
+def _as_matrix(found: _Values, width: int, num_rows: int) -> torch.Tensor:
+    return found.values.view(num_rows, width)
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -365,6 +372,11 @@ def _joined_valid(valid: Sequence[torch.Tensor | None], pieces: Sequence[torch.T
         return None
     each = zip(valid, pieces, strict=True)
     return torch.cat([torch.ones(len(piece), dtype=torch.bool) if mask is None else mask for mask, piece in each])
+
+
+def _in_host_memory() -> AbstractContextManager[Any]:
+    """A program may have set another default device for new tensors; a data worker has not."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _compiler(wanted: bool) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step, dense, jagged
+from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import (
     OPERATORS,
@@ -118,6 +119,27 @@ def test_every_problem_is_told_at_once() -> None:
         assert words in said
 
 
+@pytest.mark.parametrize(
+    ("chain", "words"),
+    [
+        (lambda: dense("a", is_nullable=True) >> FillNull(10**400), "a finite number"),
+        (lambda: dense("a") >> Clamp(-(10**400)), "finite, or None"),
+        (lambda: dense("a") >> Bucketize((10**400,)), "Bucketize"),
+        (lambda: dense("a") >> Bucketize(("x",)), "got `str`"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> MapId((NAN,)), "got `float`"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> MapId((1.7,)), "got `float`"),  # type: ignore[arg-type]
+        (lambda: dense("a", width=1.5), "width=1.5"),  # type: ignore[arg-type]
+        (lambda: dense("a\ud800"), "a name is a text"),
+        (lambda: dense(3), "a name is a text"),  # type: ignore[arg-type]
+        (lambda: dense("a") >> FillNull, "it is no operator"),  # type: ignore[operator]
+        (lambda: dense("a") >> 3, "it is no operator"),
+    ],
+)
+def test_numbers_that_are_none_are_problems_of_the_graph(chain: Callable[[], Feature], words: str) -> None:
+    with pytest.raises(FeatureError, match=words):
+        FeatureGraph.of({"y": chain()})
+
+
 def test_outputs_have_features_that_go_together() -> None:
     assert "it has no output" in problems_of(outputs=())
     for chains, words in (
@@ -149,6 +171,10 @@ def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> No
     numpy_s = FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(np.int64(1), np.int64(5))})  # type: ignore[arg-type]
     assert numpy_s.digest == FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(1, 5)}).digest
     assert from_json(to_json(numpy_s)) == numpy_s
+    whole = FeatureGraph.of({"y": dense("a") >> BoxCox(1) >> Clamp(0, 1) >> Bucketize((1, 2))})
+    point = FeatureGraph.of({"y": dense("a") >> BoxCox(1.0) >> Clamp(0.0, 1.0) >> Bucketize((1.0, 2.0))})
+    assert whole == point == from_json(to_json(whole))
+    assert whole.digest == point.digest == from_json(to_json(whole)).digest
 
 
 def test_json_that_is_no_graph() -> None:
@@ -191,6 +217,51 @@ def test_an_empty_batch_has_empty_features() -> None:
     assert found["dense"].shape == (0, 2)
     assert (found["hot"].shape, found["bucket"].dtype) == ((0, 4), torch.int64)
     assert (len(found["sparse"].values), len(found["sparse"].lengths)) == (0, 0)
+
+
+def test_an_empty_batch_has_the_columns_of_others() -> None:
+    wide = FeatureGraph.of(
+        {"y": [dense("x", width=8) >> Clamp(0.0, 1.0), dense("b") >> Onehot(0.0, 1.0, 5), dense("b")]}
+    )
+    for rows in (0, 3):
+        batch = {"x": torch.rand(rows, 8), "b": torch.rand(rows)}
+        assert FeatureTransform(wide)(batch)["y"].shape == (rows, 14)
+
+
+def test_what_a_program_has_set_as_default_changes_nothing() -> None:
+    batch = a_batch()
+    want = FeatureTransform(EVERY)(batch)
+    none = {**batch, "c": Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))}
+    hot = FeatureGraph.of({"y": jagged("c") >> Onehot(0.0, 1.0, 3)})
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        found = FeatureTransform(EVERY)(batch)
+        of_none = FeatureTransform(hot)(none)["y"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for name in ("dense", "hot", "bucket"):
+        assert found[name].dtype == want[name].dtype
+        assert torch.equal(found[name], want[name])
+    assert torch.equal(found["sparse"].values, want["sparse"].values)
+    assert (of_none.dtype, of_none.tolist()) == (torch.float32, [[1.0, 0.0, 0.0]] * 3)
+
+
+def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
+    transform = FeatureTransform(FeatureGraph.of({"y": dense("x") >> Clamp(1.0, 2.0)}))
+    read_only = np.arange(4, dtype=np.float32)
+    read_only.setflags(write=False)
+    for array in (read_only, read_only[::-1], read_only[::2], read_only.astype(">f4")):
+        assert transform({"x": array})["y"].tolist() == np.clip(array, 1, 2).tolist()
+    assert read_only.tolist() == [0, 1, 2, 3]
+    for array, words in (
+        (np.array([None, 1.0]), "x is a ndarray of object"),
+        (np.array(["a"]), "x is a ndarray of <U1"),
+        (torch.eye(3)[0].to_sparse(), "x is sparse_coo"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            transform({"x": array})
 
 
 def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:

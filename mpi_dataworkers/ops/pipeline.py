@@ -87,7 +87,7 @@ class SampleError(Exception):
         """The exception that user code raised."""
         if isinstance(self.__cause__, StopIteration):
             # As itself it would end the training loop as if the data had ended (compare PEP 479).
-            return RuntimeError(f"the dataset raised {self.__cause__!r}")
+            return RuntimeError(f"the dataset, or a function that the loader was given, raised {self.__cause__!r}")
         error = self.__cause__ or self
         # The exception is the user's own object: its text stays, its traceback says which sample (Python 3.11).
         note = f"hetstream: sample {self.sample_index}"

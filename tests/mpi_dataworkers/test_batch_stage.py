@@ -143,6 +143,15 @@ def test_what_a_stage_raises_names_its_line_and_the_step(three: Any, loaders: Ma
     assert len([*seen, *batches]) == NUM_STEPS - 1, "as torch, it goes on after it"
 
 
+def ending(batch: Any) -> Any:
+    raise StopIteration(len(batch))
+
+
+def test_a_stage_that_raises_stop_iteration_does_not_end_the_pass(loaders: Make) -> None:
+    with pytest.raises(RuntimeError, match=r"a function that the loader was given, raised StopIteration\(2\)"):
+        list(loaders(datasets.Augmented(8), batch_stage=ending))
+
+
 @pytest.mark.parametrize("place", [IN_SERVICE, IN_TRAINER, IN_PROCESSES])
 def test_a_step_whose_stage_raises_is_left_out_if_errors_are_skipped(three: Any, loaders: Make, place: str) -> None:
     loader = loaders(datasets.Augmented(LENGTH), batch_stage=stages.Raising(17), on_error="skip", **where(place, three))

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _pytree: Any = pytree
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
+# Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
+_MOST_BYTES_TO_COMPARE = 1 << 20
 # How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
 _TOLERANCE = {2: (1e-2, 1e-3), 4: (1e-4, 1e-5), 8: (1e-7, 1e-7)}
 
@@ -108,8 +110,7 @@ class PartitionedForward:
         self.counts = Counts()
         self.split: Split | None = None
         self._module = module
-        self._original = module.forward
-        self._was_own = "forward" in vars(module)
+        self._own = vars(module).get("forward")
         self._guards = guards
         self._to_check = self._num_checked = num_checked
         self.withdraw = withdraw
@@ -117,6 +118,12 @@ class PartitionedForward:
         self._misses = 0
         self._inputs = {graph_input.name: graph_input for graph_input in guards.captured.inputs}
         self._copied_buffers: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def _original(self) -> Any:
+        """The program's own forward, as its class has it now."""
+        return self._own or types.MethodType(type(self._module).forward, self._module)
 
     def install(self) -> None:
         """Stand in."""
@@ -125,8 +132,8 @@ class PartitionedForward:
     def uninstall(self) -> None:
         """Give the module its own forward back."""
         if vars(self._module).get("forward") is self:
-            if self._was_own:
-                vars(self._module)["forward"] = self._original
+            if self._own is not None:
+                vars(self._module)["forward"] = self._own
             else:
                 del vars(self._module)["forward"]
 
@@ -135,10 +142,13 @@ class PartitionedForward:
         self.split, self._to_check, self._misses = split, self._num_checked, 0
         copied = {*split.copied} if split is not None else set()
         self._copied_buffers = [buffer for target, buffer in self._guards.buffers.items() if target in copied]
+        small = [buffer for _, _, buffer, _ in self._copied_buffers if not buffer.is_cuda]
+        is_quick = sum(buffer.nbytes for buffer in small) <= _MOST_BYTES_TO_COMPARE
+        self._contents = [(buffer, buffer.detach().clone()) for buffer in small if is_quick]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward would return."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self._original(*args, **kwargs)
         flat, spec = _pytree.tree_flatten((args, kwargs))
         origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
@@ -187,6 +197,8 @@ class PartitionedForward:
         assert self.split is not None
         if delivery.cut is None or delivery.generation != self.split.stage.generation:
             return None, "data workers have not computed the cut for this batch"
+        if delivery.has_changed_cut():
+            return None, "the program has changed an output that data workers had computed in place"
         if any(values[place] != value for place, value in guards.captured.plain_arguments.items()):
             return None, "an argument that is no tensor has another value"
         if not self._fits(values, args, kwargs):
@@ -196,6 +208,8 @@ class PartitionedForward:
         for table, name, buffer, version in self._copied_buffers:
             if table.get(name) is not buffer or buffer._version != version:
                 return None, f"the buffer {name}, of which data workers have a copy, has changed"
+        if any(not _alike(buffer, then) for buffer, then in self._contents):
+            return None, "a buffer of which data workers have a copy has changed uncounted, as through .data"
         return delivery, ""
 
     def _fits(self, values: list[Any], args: Any, kwargs: Any) -> bool:
@@ -300,10 +314,8 @@ def restored(module: torch.nn.Module, values: list[Any]) -> Iterator[Callable[[A
         try:
             yield lambda outputs: snapshot(module, outputs)
         finally:
-            with torch.no_grad():
-                for buffer, value in zip(module.buffers(), before, strict=True):
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+            for buffer, value in zip(module.buffers(), before, strict=True):
+                buffer.data.copy_(value)  # uncounted: an earlier call's graph may hold the buffer as it is
 
 
 def difference(found: list[Any], expected: list[Any]) -> str:

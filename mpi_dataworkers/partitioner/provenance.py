@@ -33,9 +33,16 @@ _METADATA = frozenset(
 _GIVES_MEMORY = frozenset(
     [
         *(_OfTensor.numpy, _OfTensor.__array__, _OfTensor.data_ptr, _OfTensor.untyped_storage, _OfTensor.__dlpack__),
-        *(_OfTensor.data.__get__, _OfTensor.set_),
+        *(_OfTensor.data.__get__, _OfTensor.data.__set__, _OfTensor.set_),
     ]
 )
+
+
+class _Memory:
+    """Of a leaf and of all that shares its storage; whether the program has it in hands that count no changes."""
+
+    def __init__(self) -> None:
+        self.is_given_away = False
 
 
 class Delivery:
@@ -51,6 +58,11 @@ class Delivery:
         self.cut = cut
         self.generation = generation
         self.read: set[int] = set()
+        self._versions = [value._version for value in cut or ()]
+
+    def has_changed_cut(self) -> bool:
+        """Whether the program has changed such a value in place: it may be an output of an earlier call."""
+        return any(value._version != then for value, then in zip(self.cut or (), self._versions, strict=True))
 
     def tag(self, batch: Any, wanted: frozenset[int] | None = None) -> Any:
         """The batch with its tensors as leaves.
@@ -69,15 +81,17 @@ class Delivery:
         return _pytree.tree_unflatten(tagged, spec)
 
     def _leaf(self, tensor: torch.Tensor, number: int) -> BatchLeaf:
-        return _as_leaf(tensor, self, number)
+        return _as_leaf(tensor, self, number, _Memory())
 
 
 class BatchLeaf(torch.Tensor):
-    """A tensor of a batch as the loader gave it."""
+    """A tensor of a batch as the loader gave it, or (`_is_part`) a view of one, through which it may be changed."""
 
     _delivery: Delivery
     _number: int
     _version_then: int
+    _memory: _Memory
+    _is_part: bool
 
     @classmethod
     def __torch_function__(
@@ -91,8 +105,12 @@ class BatchLeaf(torch.Tensor):
             is_attribute = getattr(func, "__name__", "") == "__get__" and not isinstance(result, torch.Tensor)
             if func not in _METADATA and not is_attribute:
                 _note_read(args, kwargs)
-            if func in _GIVES_MEMORY and type(args[0]) is BatchLeaf:
-                args[0]._version_then = -1
+            leaves = [value for value in args if type(value) is BatchLeaf]
+            if func in _GIVES_MEMORY:
+                for leaf in leaves:
+                    leaf._memory.is_given_away = True
+            elif leaves and not is_attribute:
+                return _with_parts(result, leaves[0])
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -100,15 +118,20 @@ class BatchLeaf(torch.Tensor):
             tensor: Any = plain(self)
             return tensor.__reduce_ex__(protocol)
 
+    def __format__(self, form: str) -> str:
+        return plain(self).__format__(form)  # torch formats a number as such only for its own type
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _without_subclass():
             tensor: Any = plain(self)
             return tensor.__deepcopy__(memo)
 
 
-def _as_leaf(tensor: torch.Tensor, delivery: Delivery, number: int) -> BatchLeaf:
+def _as_leaf(
+    tensor: torch.Tensor, delivery: Delivery, number: int, memory: _Memory, is_part: bool = False
+) -> BatchLeaf:
     leaf: BatchLeaf = tensor.as_subclass(BatchLeaf)
-    leaf._delivery, leaf._number = delivery, number
+    leaf._delivery, leaf._number, leaf._memory, leaf._is_part = delivery, number, memory, is_part
     with _without_subclass():
         leaf._version_then = leaf._version
     return leaf
@@ -117,10 +140,25 @@ def _as_leaf(tensor: torch.Tensor, delivery: Delivery, number: int) -> BatchLeaf
 def _moved(func: Callable[..., Any], leaf: BatchLeaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(plain(leaf), *args, **kwargs)
     is_same = result.dtype == leaf.dtype and result.shape == leaf.shape
-    if not is_same or not is_unchanged(leaf) or result.requires_grad:
+    if not is_same or not is_unchanged(leaf) or result.requires_grad or leaf._is_part:
         leaf._delivery.read.add(leaf._number)
+        return _with_parts(result, leaf)
+    return _as_leaf(result, leaf._delivery, leaf._number, leaf._memory if _shares(result, leaf) else _Memory())
+
+
+def _with_parts(result: Any, leaf: BatchLeaf) -> Any:
+    """A result, in which what shares the memory of a leaf is marked as a part of it: `x[0].numpy()` changes x, too."""
+    if type(result) in (tuple, list):
+        return type(result)(_with_parts(item, leaf) for item in result)
+    if type(result) is not torch.Tensor or not _shares(result, leaf):
         return result
-    return _as_leaf(result, leaf._delivery, leaf._number)
+    return _as_leaf(result, leaf._delivery, leaf._number, leaf._memory, is_part=True)
+
+
+def _shares(tensor: torch.Tensor, leaf: BatchLeaf) -> bool:
+    if tensor.layout is not torch.strided or leaf.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata
 
 
 def _note_read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,9 +170,10 @@ def _note_read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def is_unchanged(leaf: BatchLeaf) -> bool:
-    """Whether nothing has changed it in place."""
+    """Whether nothing has changed it in place, or may have done so uncounted."""
     with _without_subclass():
-        return leaf._version == leaf._version_then and not leaf.requires_grad
+        is_counted = not leaf._memory.is_given_away
+        return is_counted and leaf._version == leaf._version_then and not leaf.requires_grad
 
 
 def plain(leaf: torch.Tensor) -> torch.Tensor:
@@ -148,6 +187,6 @@ def plain(leaf: torch.Tensor) -> torch.Tensor:
 
 def origin(value: Any) -> tuple[Delivery, int] | None:
     """The batch that a value is a leaf of, and which; None when it is no leaf, or was changed."""
-    if type(value) is not BatchLeaf or not is_unchanged(value):
+    if type(value) is not BatchLeaf or value._is_part or not is_unchanged(value):
         return None
     return value._delivery, value._number

@@ -158,9 +158,14 @@ def _note_global(
             effects.note(*place, f"the forward uses the module {value.__name__}, whose results no graph can hold")
         elif isinstance(attribute, str) and is_plain(found := vars(value).get(attribute, len)):
             effects.read_globals.append((vars(value), attribute, copy_of(found)))
-    elif is_plain(value):
+    elif is_plain(value) or isinstance(value, types.FunctionType | type):
         effects.read_globals.append((table, name, copy_of(value)))
-    elif not (isinstance(value, type) or callable(value)):
+    elif callable(value):
+        effects.read_globals.append((table, name, value))
+        inside = getattr(value, "__dict__", {})
+        found_inside = ((key, found) for key, found in inside.items() if is_plain(found))
+        effects.read_globals.extend((inside, key, copy_of(found)) for key, found in found_inside)
+    else:
         effects.note(*place, f"the forward reads the global {name}, a {type(value).__name__}, which may change")
 
 
@@ -203,6 +208,8 @@ class _Table:
         return list(map(operator.getitem, self.tables, self.names))
 
 
+# What torch itself keeps in each module.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -218,6 +225,8 @@ class ModelState:
         self._parts, self._plain_values = _Table(), _Table()
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._hooks: list[tuple[str, Any]] = []
+        self._attributes: list[tuple[str, dict[str, Any], int, bool]] = []
+        self._classes: set[type] = set()
         for name, part in module.named_modules():
             self._add_module(name or type(module).__name__, part, is_outermost=part is module)
         for table, name, value in read_globals:
@@ -232,9 +241,31 @@ class ModelState:
                 self._sizes.append((value, len(value)))
             elif key in _HOOKS and not is_outermost:
                 self._hooks.append((name, value))
-            elif not key.startswith("_") or key == "_is_hf_initialized":
-                for table, inner, plain_value in _plain_parts(own, key, value):
-                    self._plain_values.add(table, inner, plain_value, f"{name}.{key}")
+            elif key not in _OF_TORCH and not (is_outermost and key == "forward"):
+                self._add_attribute(own, key, value, f"{name}.{key}")
+        self._attributes.append((name, own, self._num_attributes(own, is_outermost), is_outermost))
+        for kind in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]:
+            if kind not in self._classes:
+                self._classes.add(kind)
+                self._add_class(kind)
+
+    def _add_class(self, kind: type) -> None:
+        for key, value in vars(kind).items():
+            if isinstance(value, types.FunctionType):
+                self._parts.add(vars(kind), key, value, f"{kind.__name__}.{key}")
+            elif is_plain(value) and not key.startswith("__"):
+                self._plain_values.add(vars(kind), key, copy_of(value), f"{kind.__name__}.{key}")
+
+    def _add_attribute(self, own: dict[str, Any], key: str, value: Any, where: str) -> None:
+        # torch.export puts copies in place of containers, and what tensors are is compared elsewhere.
+        if not is_plain(value) and not isinstance(value, torch.Tensor | list | tuple | dict | set):
+            self._parts.add(own, key, value, where)
+        for table, inner, plain_value in _plain_parts(own, key, value):
+            self._plain_values.add(table, inner, plain_value, where)
+
+    @staticmethod
+    def _num_attributes(own: dict[str, Any], is_outermost: bool) -> int:
+        return len(own) - (is_outermost and "forward" in own)  # where a partition stands
 
     def hooked(self) -> str:
         """The name of a module inside that has hooks; "" without."""
@@ -255,6 +286,9 @@ class ModelState:
             return f"{self._plain_values.where[place]} was {before[place]!r} and is {plain_values[place]!r}"
         if any(len(table) != size for table, size in self._sizes):
             return "the model has other parts than it had"
+        for name, own, number, is_outermost in self._attributes:
+            if self._num_attributes(own, is_outermost) != number:
+                return f"{name} has other attributes than it had, now {[*own][-1]} too"
         return f"{self.hooked()} has a hook" if any(hooks for _, hooks in self._hooks) else ""
 
 

@@ -108,6 +108,7 @@ BAD = {
     models.ReadsObject: "the forward reads the global OTHER, a object, which may change (sample_models.py:",
     models.WritesGlobal: "the forward writes the global FACTOR",
     models.Counts: "calls was 0 and is 1",
+    models.CountsPrivately: "_calls was 0 and is 1",
     models.Prints: "the forward calls print (sample_models.py",
     models.OwnOperator: "a custom operator, hetstream_tests::twice, which data workers may not have",
 }
@@ -197,15 +198,74 @@ def test_a_leaf_that_the_program_changes_in_place_is_no_leaf_any_more(loaders: C
             batch[0].mul_(2)
         if number == 6:
             batch[0].numpy()[:] = 1
+        if number == 7:
+            batch[0].detach().numpy()[0, 0] = 7
+        if number == 8:
+            batch[0][0].numpy()[:] = 8
+        if number == 9:
+            batch[0].view(-1).split(4)[1].data.zero_()
         return batch
 
     done, _ = both(loaders, models.Clean, between=changed)
-    assert done.counts.original == 2
+    assert done.counts.original == 5
+
+
+def test_a_part_of_a_leaf_that_is_only_read_leaves_the_leaf_as_it_is(loaders: Callable[..., Any]) -> None:
+    def read(_: int, batch: Any) -> Any:
+        assert batch[0][:, 1:].nan_to_num().max() > batch[0].unbind()[0].nan_to_num().min()
+        assert f"{batch[0][1, 1]:.1f}" == f"{batch[0].tolist()[1][1]:.1f}"
+        assert type(pickle.loads(pickle.dumps(batch[0][0]))) is torch.Tensor
+        return batch
+
+    done, _ = both(loaders, models.Clean, between=read)
+    assert (done.counts.checked, done.counts.original) == (3, 0)
+
+
+def test_an_output_that_data_workers_computed_may_be_changed_in_place(loaders: Callable[..., Any]) -> None:
+    class Returns(models.Clean):
+        def forward(self, values: torch.Tensor) -> Any:
+            clean = torch.nan_to_num(values).log1p()
+            return self.layer(clean), clean
+
+    dataset = models.Rows(80)
+
+    def losses(partitioned: bool) -> list[str]:
+        torch.manual_seed(0)
+        model, loader, found = Returns(), loaders(dataset, batch_size=8), []
+        if partitioned:
+            done = partition(model, example(dataset, 8), loader=loader, offload="all")
+            assert done.is_active, done.reason
+        for values, _ in loader:
+            _, clean = model(values)
+            clean.mul_(2)
+            found.append(float(model(values)[0].detach().sum()).hex())
+        return found
+
+    assert losses(partitioned=True) == losses(partitioned=False)
+
+
+def test_two_calls_in_a_step_share_running_statistics_with_the_check(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(80)
+
+    def losses(partitioned: bool) -> list[str]:
+        torch.manual_seed(0)
+        model, loader = torch.nn.Sequential(models.Clean(), torch.nn.BatchNorm1d(1)), loaders(dataset, batch_size=8)
+        if partitioned:
+            done = partition(model, example(dataset, 8), loader=loader, offload="all")
+            assert done.is_active, done.reason
+        found = []
+        for values, _ in loader:
+            loss = model(values).square().sum() + model(values).sum()
+            loss.backward()
+            found.append(float(loss.detach()).hex())
+        return found
+
+    assert losses(partitioned=True) == losses(partitioned=False)
 
 
 def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Module], None]) -> Partition:
     """The reason under which the steps after the fifth run as they are written."""
-    dataset = models.Rows(80)
+    dataset, doubled, forward = models.Rows(80), models.doubled, models.Clean.forward
 
     def losses(partitioned: bool) -> tuple[list[str], Partition | None]:
         torch.manual_seed(0)
@@ -221,6 +281,8 @@ def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Mo
             return train(loader, model, between=between), done
         finally:
             models.SETTINGS["scale"] = 3.0
+            models.ReadsGlobals.offset, models.GAIN.gain, models.doubled = 0.0, 1.0, doubled
+            setattr(models.Clean, "forward", forward)
 
     expected, _ = losses(partitioned=False)
     found, done = losses(partitioned=True)
@@ -236,6 +298,20 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "structure": (lambda model: setattr(model, "layer", torch.nn.Linear(4, 1)), "ReadsGlobals.layer is another"),
     "more parts": (lambda model: model.add_module("more", torch.nn.Linear(1, 1)), "other parts than it had"),
     "hook": (lambda model: model.layer.register_forward_hook(lambda *_: None), "layer has a hook"),
+    "private attribute": (lambda model: setattr(model, "_gain", 3.0), "ReadsGlobals._gain was 1.0 and is 3.0"),
+    "new attribute": (lambda model: setattr(model, "offset", 3.0), "other attributes than it had, now offset too"),
+    "attribute of the class": (lambda model: setattr(type(model), "offset", 3.0), "ReadsGlobals.offset was 0.0"),
+    "forward of a layer": (
+        lambda model: setattr(model.layer, "forward", lambda x: x @ model.layer.weight.T),
+        "layer has other",
+    ),
+    "forward of the class": (
+        lambda _: setattr(models.Clean, "forward", lambda self, values: self.layer(values.nan_to_num())),
+        "Clean.forward is another object than it was",
+    ),
+    "global function": (lambda _: setattr(models, "doubled", torch.neg), "the global doubled was"),
+    "global object": (lambda _: setattr(models.GAIN, "gain", 3.0), "the global gain was 1.0 and is 3.0"),
+    "uncounted": (lambda model: model.mean.data.add_(1), "a copy has changed uncounted, as through .data"),
     "buffer": (lambda model: model.mean.add_(1), "the buffer mean, of which data workers have a copy, has changed"),
 }
 

@@ -88,8 +88,32 @@ class ReadsObject(Clean):
         return values if OTHER else values * 2
 
 
+def doubled(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+class Gain:
+    """An object that a forward calls."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.gain
+
+
+GAIN = Gain()
+
+
 class ReadsGlobals(Clean):
+    offset = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gain = 1.0
+
     def also(self, values: torch.Tensor) -> torch.Tensor:
+        values = GAIN(doubled(values)) * self._gain + self.offset
         return values * FACTOR * SETTINGS["scale"]
 
 
@@ -110,6 +134,18 @@ class Counts(Clean):
     def also(self, values: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return values * self.calls
+
+
+class CountsPrivately(Clean):
+    """Counts its calls for itself; its result does not depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        return values
 
 
 class Prints(Clean):

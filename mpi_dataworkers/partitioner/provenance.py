@@ -118,6 +118,9 @@ class BatchLeaf(torch.Tensor):
             tensor: Any = plain(self)
             return tensor.__reduce_ex__(protocol)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(plain(self))
+
     def __format__(self, form: str) -> str:
         return plain(self).__format__(form)  # torch formats a number as such only for its own type
 

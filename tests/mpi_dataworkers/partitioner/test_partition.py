@@ -282,7 +282,7 @@ def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Mo
         finally:
             models.SETTINGS["scale"] = 3.0
             models.ReadsGlobals.offset, models.GAIN.gain, models.doubled = 0.0, 1.0, doubled
-            setattr(models.Clean, "forward", forward)
+            vars(models)["Clean"].forward = forward
 
     expected, _ = losses(partitioned=False)
     found, done = losses(partitioned=True)
@@ -303,7 +303,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attribute of the class": (lambda model: setattr(type(model), "offset", 3.0), "ReadsGlobals.offset was 0.0"),
     "forward of a layer": (
         lambda model: setattr(model.layer, "forward", lambda x: x @ model.layer.weight.T),
-        "layer has other",
+        "layer has other attributes than it had",
     ),
     "forward of the class": (
         lambda _: setattr(models.Clean, "forward", lambda self, values: self.layer(values.nan_to_num())),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
@@ -26,6 +27,7 @@ from hetstream.mpi_dataworkers.partitioner.split import Split
 
 _log = logging.getLogger(__name__)
 _pytree: Any = pytree
+_StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
 # Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
@@ -148,7 +150,7 @@ class PartitionedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward would return."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self._original(*args, **kwargs)
         flat, spec = _pytree.tree_flatten((args, kwargs))
         origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
@@ -161,10 +163,12 @@ class PartitionedForward:
             self._missed(reason)
             return self._original(*args, **kwargs)
         self._misses = 0
-        if self._to_check > 0:
+        if self._to_check > 0 or delivery.was_checked:
             return self._checked(self.split, delivery, values, args, kwargs)
         try:
             result = self._run(self.split, delivery, values)
+        except _StopsRecomputation:
+            raise  # activation checkpointing has what it wants
         except Exception as error:  # noqa: BLE001, the program's own forward raises it again, with its own lines
             result = self._original(*args, **kwargs)
             self.withdraw(f"the training side raised {error!r}, and the program's own forward did not")
@@ -261,7 +265,10 @@ class PartitionedForward:
     def _checked(self, split: Split, delivery: Delivery, values: list[Any], args: Any, kwargs: Any) -> Any:
         """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
         problem = ""
-        with restored(self._module, values) as after:
+        delivery.was_checked = True
+        # Activation checkpointing counts what a call saves for the backward pass: what the check saves is not its own.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with restored(self._module, values) as after, own_hooks:
             try:
                 result = self._run(split, delivery, values)
                 partitioned = after(result)
@@ -273,7 +280,7 @@ class PartitionedForward:
         if problem:
             self.withdraw(f"the check of a batch failed: {problem}")
             return original
-        self._to_check -= 1
+        self._to_check = max(0, self._to_check - 1)
         self.counts.checked += 1
         return original
 

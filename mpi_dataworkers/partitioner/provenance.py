@@ -51,12 +51,14 @@ class Delivery:
     Attributes:
         cut: the values that data workers have computed for it; None when they have computed none.
         generation: of the partition that they are of.
+        was_checked: a forward of it was run both ways, so its later ones are, too: they may be recomputations.
         read: numbers of the leaves whose content something else has read.
     """
 
     def __init__(self, cut: Sequence[torch.Tensor] | None = None, generation: int = 0) -> None:
         self.cut = cut
         self.generation = generation
+        self.was_checked = False
         self.read: set[int] = set()
         self._versions = [value._version for value in cut or ()]
 
@@ -118,11 +120,11 @@ class BatchLeaf(torch.Tensor):
             tensor: Any = plain(self)
             return tensor.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(plain(self))
 
     def __format__(self, form: str) -> str:
-        return plain(self).__format__(form)  # torch formats a number as such only for its own type
+        return format(plain(self), form)  # torch formats a number as such only for its own type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _without_subclass():
@@ -161,7 +163,7 @@ def _with_parts(result: Any, leaf: BatchLeaf) -> Any:
 def _shares(tensor: torch.Tensor, leaf: BatchLeaf) -> bool:
     if tensor.layout is not torch.strided or leaf.layout is not torch.strided:
         return False
-    return tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata
+    return bool(tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata)
 
 
 def _note_read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -191,12 +191,12 @@ class _Table:
     """Entries of dictionaries, and what they were."""
 
     def __init__(self) -> None:
-        self.tables: list[dict[str, Any]] = []
+        self.tables: list[Mapping[str, Any]] = []
         self.names: list[str] = []
         self.values: list[Any] = []
         self.where: list[str] = []
 
-    def add(self, table: dict[str, Any], name: str, value: Any, where: str) -> None:
+    def add(self, table: Mapping[str, Any], name: str, value: Any, where: str) -> None:
         """Add an entry."""
         self.tables.append(table)
         self.names.append(name)

@@ -244,6 +244,24 @@ def test_an_output_that_data_workers_computed_may_be_changed_in_place(loaders: C
     assert losses(partitioned=True) == losses(partitioned=False)
 
 
+def test_activation_checkpointing_recomputes_what_it_computed(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(80)
+
+    def losses(partitioned: bool) -> list[str]:
+        torch.manual_seed(0)
+        model, loader, found = models.Clean(), loaders(dataset, batch_size=8), []
+        if partitioned:
+            done = partition(model, example(dataset, 8), loader=loader, offload="all")
+            assert done.is_active, done.reason
+        for values, _ in loader:
+            loss = torch.utils.checkpoint.checkpoint(model, values, use_reentrant=False).square().sum()
+            loss.backward()
+            found.append(float(loss.detach()).hex())
+        return found
+
+    assert losses(partitioned=True) == losses(partitioned=False)
+
+
 def test_two_calls_in_a_step_share_running_statistics_with_the_check(loaders: Callable[..., Any]) -> None:
     dataset = models.Rows(80)
 

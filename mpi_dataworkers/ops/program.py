@@ -237,6 +237,16 @@ def _torch_settings() -> dict[str, tuple[Any, ...]]:
     }
 
 
+def _set_torch(wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    found = _torch_settings()
+    for setter, arguments in wanted.items():
+        if found[setter] != arguments:
+            if setter == "use_deterministic_algorithms":
+                torch.use_deterministic_algorithms(arguments[0], warn_only=arguments[1])
+            else:
+                getattr(torch, setter)(*arguments)
+
+
 # --- in a data worker -----------------------------------------------------------------------------------------------
 
 
@@ -272,6 +282,11 @@ class SettingsInForce:
     """
 
     blob: bytes = b""
+    _torch: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of what was applied last
+    _pipeline_id: str = ""  # that is entered
+    # What user code of a pipeline had changed when another was entered. Pipelines of one program share a process, and
+    # torch gives each loader processes of its own.
+    _left: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
     _environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # of this process before all
     _names: set[str] = field(default_factory=set)  # variables that were set or removed
     _digests: dict[Place, bytes] = field(default_factory=dict)
@@ -289,14 +304,30 @@ class SettingsInForce:
         settings: _Settings = pickle.loads(blob)
         sys.argv[:] = settings.argv
         self._set_environment(settings)
-        for setter, arguments in settings.torch.items():
-            if _torch_settings()[setter] != arguments:
-                if setter == "use_deterministic_algorithms":
-                    torch.use_deterministic_algorithms(arguments[0], warn_only=arguments[1])
-                else:
-                    getattr(torch, setter)(*arguments)
+        self._torch = settings.torch
+        _set_torch(settings.torch)
         self._set_values(settings)
         self.blob = blob
+
+    def enter(self, pipeline_id: str, blob: bytes) -> None:
+        """Apply a pipeline's settings; torch's are those of its own user code, once that has run here.
+
+        Raises:
+            BaseException: as `apply`.
+        """
+        if pipeline_id == self._pipeline_id and blob == self.blob:
+            return
+        if self._pipeline_id:
+            self._left[self._pipeline_id] = _torch_settings()
+        self.apply(blob)
+        _set_torch(self._left.pop(pipeline_id, self._torch))
+        self._pipeline_id = pipeline_id
+
+    def forget(self, pipeline_id: str) -> None:
+        """A pipeline will not be entered again."""
+        self._left.pop(pipeline_id, None)
+        if self._pipeline_id == pipeline_id:
+            self._pipeline_id = ""
 
     def _set_environment(self, settings: _Settings) -> None:
         names = {*settings.environment, *settings.removed}

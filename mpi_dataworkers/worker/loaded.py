@@ -43,14 +43,14 @@ class LoadedProgram:
         self.kept_bytes = 0
         self._kept: tuple[PickledPipeline, Pipeline] | None = None
 
-    def apply(self, settings: bytes) -> None:
+    def enter(self, pickled: PickledPipeline) -> None:
         """Put what the program had set when it defined a pipeline in force.
 
         Raises:
             PipelineError: a module of the program cannot be imported.
         """
         try:
-            self._in_force.apply(settings)
+            self._in_force.enter(pickled.pipeline_id, pickled.settings)
         except BaseException as error:  # the program's modules are imported: anything may come
             text = f"{type(error).__name__}: {error}"
             raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
@@ -68,7 +68,7 @@ class LoadedProgram:
         elif not serves(self.program, program):
             raise OtherProgram
         self.program = program if self.program is None else joined(self.program, program)
-        self.apply(pickled.settings)
+        self.enter(pickled)
         changed = changed_since(program)
         if changed and not self._said_changed:
             self._said_changed = True
@@ -86,6 +86,11 @@ class LoadedProgram:
         if not pickled.buffers:  # else arrays lie in the memory in which it came
             pickled = replace(pickled, blob=b"")
         self._kept = pickled, pipeline
+
+    def forget(self, pipeline_id: str) -> None:
+        """A pipeline will not be entered again."""
+        self.take(pipeline_id)
+        self._in_force.forget(pipeline_id)
 
     def take(self, pipeline_id: str) -> tuple[PickledPipeline, Pipeline] | None:
         """The pipeline that was loaded before this process was forked: once, because samples may change it."""

@@ -100,7 +100,7 @@ class Pipelines:
             if entered.is_new(base_seed):
                 self._page.at_sample(-1)
             try:
-                self._loaded.apply(self._in_use[pipeline_id].settings)
+                self._loaded.enter(self._in_use[pipeline_id])
                 return entered.enter(base_seed)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[pipeline_id] = error
@@ -154,7 +154,7 @@ class Pipelines:
                     self._asked_bytes = 0
 
     def _forget(self, pipeline_id: str) -> None:
-        self._loaded.take(pipeline_id)
+        self._loaded.forget(pipeline_id)
         if self._page.wished[0] == pipeline_id:
             self._page.wish("")
         self._pipelines.pop(pipeline_id, None)

@@ -326,7 +326,7 @@ def test_what_samples_see_of_their_worker_is_made_once_for_all_steps(monkeypatch
     assert (made, get_worker_info().seed) == ([6, 7, 9, 6], 6), "two passes take turns"
 
 
-class ShutdownDeadlines(datasets.Augmented):
+class EndsTheProcess(datasets.Augmented):
     """Raises what Python takes for the end of an iteration."""
 
     def __getitem__(self, index: int) -> Any:
@@ -335,7 +335,7 @@ class ShutdownDeadlines(datasets.Augmented):
 
 def test_user_code_cannot_end_the_epoch_by_a_stray_stop_iteration() -> None:
     with pytest.raises(SampleError) as caught:
-        batch_of(pipeline_of(ShutdownDeadlines(3)), [1], 0, 0)
+        batch_of(pipeline_of(EndsTheProcess(3)), [1], 0, 0)
     assert isinstance(caught.value.user_error(), RuntimeError)
 
 

@@ -144,6 +144,20 @@ def test_settings_are_applied_when_the_trainer_changed_them_and_in_place(
     assert user.options["size"] == 8
 
 
+def test_what_user_code_of_one_pipeline_sets_is_not_seen_by_another(user: Any, settings_kept: None) -> None:
+    settings = settings_of(reached_from(user.Data))
+    in_force = SettingsInForce()
+    in_force.enter("training", settings)
+    torch.set_default_dtype(torch.float64)  # by its dataset, once
+    in_force.enter("validation", settings)
+    assert torch.get_default_dtype() == torch.float32
+    in_force.enter("training", settings)
+    assert torch.get_default_dtype() == torch.float64
+    in_force.forget("training")
+    in_force.enter("training", settings)
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.usefixtures("settings_kept")
 def test_what_the_program_puts_in_a_place_and_takes_away_again_is_gone(user: Any) -> None:
     original = user.load

@@ -266,8 +266,8 @@ class PartitionedForward:
         """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
         problem = ""
         delivery.was_checked = True
-        # Activation checkpointing counts what a call saves for the backward pass: what the check saves is not its own.
-        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        # Activation checkpointing counts what a call saves for the backward pass, which the check has none of.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
         with restored(self._module, values) as after, own_hooks:
             try:
                 result = self._run(split, delivery, values)

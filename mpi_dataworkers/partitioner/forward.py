@@ -267,7 +267,7 @@ class PartitionedForward:
         problem = ""
         delivery.was_checked = True
         # Activation checkpointing counts what a call saves for the backward pass, which the check has none of.
-        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
         with restored(self._module, values) as after, own_hooks:
             try:
                 result = self._run(split, delivery, values)

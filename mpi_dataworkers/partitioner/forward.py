@@ -266,9 +266,7 @@ class PartitionedForward:
         """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
         problem = ""
         delivery.was_checked = True
-        # Activation checkpointing counts what a call saves for the backward pass, which the check has none of.
-        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
-        with restored(self._module, values) as after, own_hooks:
+        with restored(self._module, values) as after, saving_nothing():
             try:
                 result = self._run(split, delivery, values)
                 partitioned = after(result)
@@ -310,6 +308,11 @@ def snapshot(module: torch.nn.Module, outputs: Any) -> list[Any]:
     leaves = _pytree.tree_leaves(outputs)
     values = [*leaves, *module.buffers()]
     return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def saving_nothing() -> contextlib.AbstractContextManager[object]:
+    """For what has no backward pass: activation checkpointing counts what a call saves for one."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
+from hetstream.mpi_dataworkers.partitioner.forward import saving_nothing
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, watch
@@ -142,7 +143,8 @@ class Follower:
             if change:
                 raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
             check_module(module)
-            analysis = analyse(module, args, kwargs, effects, self._offload)
+            with saving_nothing():
+                analysis = analyse(module, args, kwargs, effects, self._offload)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result

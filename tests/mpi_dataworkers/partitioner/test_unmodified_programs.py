@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sample_models as models
 import torch
+import torch.utils.checkpoint
 from hooking import hooked
 from torch.utils.data import DataLoader
 
@@ -86,6 +87,21 @@ def test_evaluation_between_two_epochs_and_a_second_loader_change_nothing(
 def _end_followers() -> None:
     for follower in list(_calls.followers):
         follower._end("the test ends")
+
+
+def test_activation_checkpointing_recomputes_what_it_computed(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses() -> list[str]:
+        model, found = model_of(models.Clean), []
+        for values, _ in DataLoader(models.Rows(80), 8):
+            loss = torch.utils.checkpoint.checkpoint(model, values, use_reentrant=False).square().sum()
+            loss.backward()
+            found.append(float(loss.detach()).hex())
+        return found
+
+    expected = losses()
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "all")
+    with hooked(three.name, monkeypatch):
+        assert losses() == expected
 
 
 def test_a_loader_whose_batches_arrive_nowhere_is_followed_no_more(

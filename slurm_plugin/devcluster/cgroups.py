@@ -9,7 +9,9 @@ in the hierarchies that are needed and in no other.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import time
 from pathlib import Path
 
 from hetstream.slurm_plugin.devcluster.render import version_tuple
@@ -20,6 +22,7 @@ HIERARCHIES = ("freezer", "devices")
 # Slurm 25.05 has dropped cgroup v1.
 FIRST_WITHOUT_V1 = (25, 5)
 
+_EMPTY_WITHIN_S, _LOOK_S = 10.0, 0.05
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWCGROUP = 0x02000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
@@ -53,10 +56,23 @@ def groups_of(cluster_name: str, root: Path = ROOT) -> list[Path]:
     return found
 
 
-def remove_groups(cluster_name: str) -> None:
-    """Remove the cluster's groups; no process may be left in them."""
-    for group in groups_of(cluster_name):
-        group.rmdir()
+def remove_groups(cluster_name: str, root: Path = ROOT) -> None:
+    """Remove the cluster's groups; no process may be left in them.
+
+    A process leaves its group a moment after it has gone from /proc, so a group that is busy is tried again.
+
+    Raises:
+        OSError: a group is still busy after some seconds.
+    """
+    deadline = time.monotonic() + _EMPTY_WITHIN_S
+    while groups := groups_of(cluster_name, root):
+        try:
+            for group in groups:
+                group.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOENT) or time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def enter(cluster_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.cgroups import HIERARCHIES, groups_of, why_not
+from hetstream.slurm_plugin.devcluster.cgroups import HIERARCHIES, groups_of, remove_groups, why_not
 from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, host_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import plan_teardown
@@ -30,6 +31,25 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_machine_with_cgroup_v1_has_them(root: Path) -> None:
     assert why_not("22.05.8", root) == why_not("24.11.5", root) == ""
+
+
+def test_a_group_that_its_last_process_is_leaving_is_removed_a_moment_later(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in HIERARCHIES:
+        (root / name / "cluster" / "slurm").mkdir(parents=True)
+    own, busy = Path.rmdir, [root / "freezer" / "cluster"]
+
+    def rmdir(path: Path) -> None:
+        if path in busy:
+            busy.remove(path)
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        own(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    remove_groups("cluster", root)
+    assert not busy
+    assert not groups_of("cluster", root)
 
 
 def test_what_is_missing_is_said(root: Path) -> None:

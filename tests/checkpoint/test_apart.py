@@ -87,9 +87,13 @@ def test_who_is_interrupted_cleans_up(tmp_path: Path, wait_until: WaitUntil) -> 
 
     is_over = threading.Event()
     thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        read_apart(tmp_path, work)
-    is_over.set()
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read_apart(tmp_path, work)
+    finally:  # else it would interrupt other tests
+        is_over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     assert cleaned.exists()

@@ -302,6 +302,7 @@ class SettingsInForce:
         if blob == self.blob or not blob:
             return
         settings: _Settings = pickle.loads(blob)
+        self.blob = b""  # what is cut off by an error is applied again
         sys.argv[:] = settings.argv
         self._set_environment(settings)
         self._torch = settings.torch
@@ -319,6 +320,7 @@ class SettingsInForce:
             return
         if self._pipeline_id:
             self._left[self._pipeline_id] = _torch_settings()
+            self._pipeline_id = ""
         self.apply(blob)
         _set_torch(self._left.pop(pipeline_id, self._torch))
         self._pipeline_id = pipeline_id

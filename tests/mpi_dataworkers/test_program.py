@@ -159,6 +159,22 @@ def test_what_user_code_of_one_pipeline_sets_is_not_seen_by_another(user: Any, s
 
 
 @pytest.mark.usefixtures("settings_kept")
+def test_settings_that_cannot_be_applied_do_not_stay(user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings_of(reached_from(user.Data))
+    user.options["size"] = 7
+    sys.argv.append("more")
+    after = settings_of(reached_from(user.Data))
+    in_force = SettingsInForce()
+    in_force.enter("training", before)
+    with monkeypatch.context() as without_module:
+        without_module.setitem(sys.modules, "settings_of_user", None)  # as where it cannot be imported
+        with pytest.raises(ImportError):
+            in_force.enter("validation", after)
+    in_force.enter("training", before)
+    assert sys.argv[-1] != "more"
+
+
+@pytest.mark.usefixtures("settings_kept")
 def test_what_the_program_puts_in_a_place_and_takes_away_again_is_gone(user: Any) -> None:
     original = user.load
     before = settings_of(reached_from(user.Data))

@@ -30,6 +30,8 @@ _pytree: Any = pytree
 _StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
+# Sizes of arguments of which is known whether the graph is right for them.
+_MOST_SHAPES = 1024
 # Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
 _MOST_BYTES_TO_COMPARE = 1 << 20
 # How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
@@ -224,6 +226,8 @@ class PartitionedForward:
         key = tuple(values[place].shape for place in guards.forms)
         known = self._known_shapes.get(key)
         if known is None:
+            if len(self._known_shapes) >= _MOST_SHAPES:  # of jagged batches each step may have its own
+                self._known_shapes.clear()
             known = self._known_shapes[key] = self._rules_hold(key, args, kwargs)
         return known
 
@@ -232,9 +236,8 @@ class PartitionedForward:
         rules = self._guards.captured.shape_rules
         if shapes == tuple(shape for _, _, shape in self._guards.forms.values()):
             return True
-        if rules is None or any(
-            size < 2 for shape in shapes for size in shape if size < 2 and not self._is_fixed(shapes)
-        ):
+        is_small = any(size < 2 for shape in shapes for size in shape)
+        if rules is None or (is_small and not self._is_fixed(shapes)):
             return False
         names = {"L": inspect.signature(self._original).bind(*args, **kwargs).arguments}
         try:

@@ -102,12 +102,13 @@ def _differs(one: Configurations, other: Configurations) -> bool:
     return any(getattr(one, name)[0] != getattr(other, name)[0] for name in one.__dataclass_fields__)
 
 
-def _cores(have: Configurations) -> float:
+def cores_of(have: Configurations) -> float:
     """Without the one data worker that every configuration counts."""
     return float(have.cpus[0] - have.data_workers[0] * have.data_worker_cpus[0])
 
 
-def _with(have: Configurations, **more: float) -> Configurations:
+def with_more(have: Configurations, **more: float) -> Configurations:
+    """So much more of some of it."""
     amounts = {name: getattr(have, name)[0] for name in have.__dataclass_fields__}
     return Configurations.of(**{name: value + more.get(name, 0.0) for name, value in amounts.items()})
 
@@ -116,7 +117,7 @@ def elastic_scheduler(num: int) -> Scheduler:
     """ES: so many workers more as long as that brings something, and back when it did not. Workers alone."""
 
     def act(jobs: Sequence[Job]) -> list[Configurations]:
-        free = CORES - sum(_cores(job.have) for job in jobs)
+        free = CORES - sum(cores_of(job.have) for job in jobs)
         found = []
         for job in jobs:
             assert job.seen is not None
@@ -128,8 +129,8 @@ def elastic_scheduler(num: int) -> Scheduler:
                 job.notes["settled"] = 1.0
                 found.append(job.seen.configurations[len(speeds) - 2])
                 continue
-            wanted = _with(job.have, trainers=num)
-            extra = _cores(wanted) - _cores(job.have)
+            wanted = with_more(job.have, trainers=num)
+            extra = cores_of(wanted) - cores_of(job.have)
             fits = extra <= free
             free -= extra if fits else 0
             found.append(wanted if fits else job.have)
@@ -149,7 +150,7 @@ def optimus(num: int) -> Scheduler:
         return np.stack([np.ones(len(have)), w / p, w, p], axis=1)
 
     def act(jobs: Sequence[Job]) -> list[Configurations]:
-        free = CORES - sum(_cores(job.have) for job in jobs)
+        free = CORES - sum(cores_of(job.have) for job in jobs)
         found = []
         for number, job in enumerate(jobs):
             assert job.seen is not None
@@ -157,19 +158,19 @@ def optimus(num: int) -> Scheduler:
             slopes = _non_negative(rows)
             best, gain = job.have, 0.0
             for more in ({"trainers": num}, {"servers": num}):
-                wanted = _with(job.have, **more)
-                if _cores(wanted) - _cores(job.have) > free:
+                wanted = with_more(job.have, **more)
+                if cores_of(wanted) - cores_of(job.have) > free:
                     continue
                 speeds = [float(one.trainers[0] / (columns(one)[0] @ slopes)) for one in (job.have, wanted)]
-                brought = (speeds[1] - speeds[0]) / (_cores(wanted) - _cores(job.have))
+                brought = (speeds[1] - speeds[0]) / (cores_of(wanted) - cores_of(job.have))
                 # With too few observations it tries workers and servers in turn.
                 if len(job.seen) <= 3:
                     brought = 1.0 + float((len(job.seen) + number) % 2 == ("servers" in more))
                 if brought > gain:
                     best, gain = wanted, brought
-            if len(job.seen) > 3 and gain * (_cores(best) - _cores(job.have)) < 0.01 * job.steps_per_s:
+            if len(job.seen) > 3 and gain * (cores_of(best) - cores_of(job.have)) < 0.01 * job.steps_per_s:
                 best = job.have
-            free -= _cores(best) - _cores(job.have)
+            free -= cores_of(best) - cores_of(job.have)
             found.append(best)
         return found
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
@@ -18,6 +20,7 @@ from hetstream.slurm_plugin.cli.report import write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.placement.choices import CHOICES
 from hetstream.slurm_plugin.policy.caps import EVERYBODY
 from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
 from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
@@ -62,6 +65,8 @@ _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
 _SAMPLES = 200
+# Parts of a run for which the table tells it.
+_SPANS = 8
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -97,6 +102,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         help=f"what holds for policies with {RULES}: floor and caps, as hetstream policy show --json prints them in "
         "summary.settings",
     )
+    choices = "; ".join(f"{name}: {choice.meaning}" for name, choice in CHOICES.items())
+    parser.add_argument(
+        "--placement",
+        choices=list(CHOICES),
+        help=f"of whole jobs ({choices}); data workers then have nodes, too: their trainer's first, then those with "
+        "least other traffic, within --network-share of each link (default: jobs go where least is left, and of data "
+        "workers only CPUs are counted)",
+    )
     _add_queue(parser.add_argument_group("queue"))
     _add_workers(parser.add_argument_group("data workers"))
     _add_rest(parser.add_argument_group("runs"))
@@ -113,6 +126,20 @@ def _add_queue(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--bf-interval", type=float, default=usual.interval_s, metavar="S", help="bf_interval (%(default)g s)"
+    )
+    group.add_argument(
+        "--submit-latency",
+        type=float,
+        default=usual.submit_s,
+        metavar="S",
+        help="from a submission until Slurm first looks at the job (%(default)g s)",
+    )
+    group.add_argument(
+        "--free-latency",
+        type=float,
+        default=usual.free_s,
+        metavar="S",
+        help="from the end of a job until others can have what it held (%(default)g s)",
     )
     group.add_argument(
         "--limit-factor", type=float, default=1.0, help="time limits are so many times the run times (1)"
@@ -214,9 +241,13 @@ def run(args: argparse.Namespace) -> int:
     summary = {
         "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
         "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": None if error is None else _plain_error(error),
+        "placement": base.placement, "submit_latency_s": base.queue.submit_s, "free_latency_s": base.queue.free_s,
     }  # fmt: skip
-    section = Section("runs", _COLUMNS, [comparison.row() for comparison in compared])
-    emit(args, Report(meta, summary, lines, [section], notes))
+    sections = [
+        Section("runs", _COLUMNS, [comparison.row() for comparison in compared]),
+        Section("fragmentation", _OVER_TIME, _over_time(compared), title="nodes over time, first seed"),
+    ]
+    emit(args, Report(meta, summary, lines, sections, notes))
     return 0
 
 
@@ -294,7 +325,10 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         name="",
         request=Request.TUNED,
         discipline=Discipline.FIFO,
-        queue=QueueOptions(args.shortest_first, args.aging, args.bf_interval, limit_factor=args.limit_factor),
+        queue=QueueOptions(
+            args.shortest_first, args.aging, args.bf_interval, limit_factor=args.limit_factor,
+            submit_s=args.submit_latency, free_s=args.free_latency,
+        ),
         workers=WorkerOptions(
             args.data_worker_cpus, args.round, args.start_cost, args.take_back_cost, args.fallback, args.network_share,
             args.estimate_sigma,
@@ -302,6 +336,7 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         failures=FailureOptions(mtbf_s, args.repair * _HOUR_S, args.checkpoint * _HOUR_S),
         seed=args.seed,
         sample_s=max(60.0, last_s / _SAMPLES),
+        placement=args.placement,
     )  # fmt: skip
 
 
@@ -333,6 +368,23 @@ def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
                 "left for data workers"
             )
     return notes
+
+
+def _over_time(compared: Sequence[Compared]) -> list[dict[str, object]]:
+    """A row for each run: what its nodes were like at equal spans, from the first submission on."""
+    rows = []
+    for one in compared:
+        seen = one.first.fragmentation
+        if seen is None or not len(seen.at_s):
+            continue
+        span_s = float(seen.at_s[-1]) / _SPANS
+        last = np.searchsorted(seen.at_s, span_s * np.arange(_SPANS), side="right") - 1
+        found = {
+            name: np.round(getattr(seen, name)[np.maximum(last, 0)], 4).tolist()
+            for name in ("indicator", "unusable_gpus", "cpus_gone", "gpus_gone")
+        }
+        rows.append({"policy": one.policy, "discipline": one.discipline, "span_s": round(span_s, 3), **found})
+    return rows
 
 
 class _Bar:
@@ -371,5 +423,13 @@ _COLUMNS = (
     Column("cpu_allocated", "CPUS", percent),
     Column("cpu_productive", "PRODUCTIVE", percent),
     Column("fragmentation", "FRAGMENTED", lambda value: f"{value:.2f}"),
+    Column("unusable_gpus", "UNUSABLE", percent),
     Column("cost", "COST", lambda value: f"{value:,.0f}"),
+)
+_OVER_TIME = (
+    Column("policy", "POLICY", left=True),
+    Column("discipline", "QUEUE", left=True),
+    Column("span_s", "EVERY", hours),
+    Column("indicator", "FRAGMENTED", lambda values: " ".join(f"{value:.2f}" for value in values)),
+    Column("unusable_gpus", "UNUSABLE GPUS, %", lambda values: " ".join(f"{100 * value:2.0f}" for value in values)),
 )

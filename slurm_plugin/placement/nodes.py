@@ -1,4 +1,5 @@
-"""What nodes have free, as arrays, and what a job asks of one node. Only `Nodes.take` and `give_back` change anything.
+"""What nodes have free, as arrays, and what a job asks of one node. Only `Nodes` changes anything: by `take`,
+`give_back` and, for books that are kept elsewhere, `set_free`.
 
 Amounts are whole numbers, in thousandths of a CPU and of a GPU, so that what was taken and given back is what it was.
 """
@@ -143,12 +144,28 @@ class Nodes:
             raise ValueError(f"node {spot.node} did not give {shape}")
         self._change(spot, shape, -1)
 
+    def set_free(self, node: int, cpus: int, memory_mb: int, num_gpus: int) -> None:
+        """What a node has free, where somebody else keeps the books, of whole GPUs alone.
+
+        Args:
+            node: index.
+            cpus: in thousandths; negative for a node that is away.
+            memory_mb: in MB.
+            num_gpus: devices that are free.
+        """
+        self.cpus_free[node], self.memory_free_mb[node] = cpus, memory_mb
+        self.gpus_free[node] = np.where(np.arange(self.gpus_free.shape[1]) < num_gpus, WHOLE, 0)
+        self._touch(node)
+
     def _change(self, spot: Spot, shape: Shape, sign: int) -> None:
         self.cpus_free[spot.node] -= sign * shape.cpus
         self.memory_free_mb[spot.node] -= sign * shape.memory_mb
         self.gpus_free[spot.node, list(spot.devices)] -= sign * shape.share
+        self._touch(spot.node)
+
+    def _touch(self, node: int) -> None:
         self._clock += 1
-        self.version[spot.node] = self._clock
+        self.version[node] = self._clock
 
     @property
     def gpu_allocation(self) -> float:

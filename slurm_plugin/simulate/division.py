@@ -12,9 +12,10 @@ from hetstream.slurm_plugin.errors import SimulationFault
 from hetstream.slurm_plugin.policy.caps import caps_of
 from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
 from hetstream.slurm_plugin.simulate.nodes import Nodes
+from hetstream.slurm_plugin.simulate.places import WorkerPlaces, place_workers
 from hetstream.slurm_plugin.simulate.running import Running
 from hetstream.slurm_plugin.simulate.scenario import Scenario
-from hetstream.slurm_plugin.simulate.spread import Homes, local_cpus, within_network
+from hetstream.slurm_plugin.simulate.spread import Homes, local_cpus, used_cpus, within_network
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -41,8 +42,9 @@ class Division:
         self._workload, self._options, self._running = workload, scenario.workers, running
         self._policy, self._name = policy, scenario.name
         self._starting: deque[_Starting] = deque()
-        budget = workload.network_gbps.max(initial=0.0) > 0
-        self._knows_places = self._options.fallback or bool(budget)
+        self._has_budget = bool(workload.network_gbps.max(initial=0.0) > 0)
+        self._is_placed = scenario.placement is not None
+        self._knows_places = self._is_placed or self._options.fallback or self._has_budget
         needs = workload.worker_memory_gib[workload.demand > 0]
         self._memory_gib = float(needs.max(initial=0.0))
         self._user_caps = caps_of(workload.user_names, scenario.caps.user)
@@ -150,32 +152,71 @@ class Division:
     def _set_speeds(self, nodes: Nodes, now_s: float) -> int:
         running = self._running
         rows = np.flatnonzero(running.demand[: running.top] > 0)
-        demand = running.demand[rows]
-        curves = self._workload.curves
-        if curves is None:
-            speed = (1.0 - running.overhead[rows]) * np.minimum(1.0, running.active[rows] / demand)
-        else:
-            speed = curves.rows(running.job[rows]).speed_with(running.active[rows])
         if self._knows_places and len(rows):
-            speed = self._placed_speed(rows, speed, nodes)
+            speed = self._placed_speed(rows, nodes)
+        else:
+            speed = self._speed_with(rows, running.active[rows])
         changed = speed != running.speed[rows]
         running.set_speed(rows[changed], speed[changed], now_s)
         return int(changed.sum())
 
-    def _placed_speed(self, rows: Ints, speed: Floats, nodes: Nodes) -> Floats:
+    def _speed_with(self, rows: Ints, cpus: Floats) -> Floats:
+        """Speeds with so many CPUs of data workers, wherever they are."""
+        running, curves = self._running, self._workload.curves
+        if curves is not None:
+            return curves.rows(running.job[rows]).speed_with(cpus)
+        speed: Floats = (1.0 - running.overhead[rows]) * np.minimum(1.0, cpus / running.demand[rows])
+        return speed
+
+    def _placed_speed(self, rows: Ints, nodes: Nodes) -> Floats:
         """What depends on where data workers are: the network, and working without them on the trainer's nodes."""
         running = self._running
-        homes = self.homes(rows)
-        local, _ = local_cpus(homes, running.target[rows], self.pool_cpus(nodes))
-        local = np.minimum(local, running.active[rows])
+        homes, active = self._homes(rows), running.active[rows]
+        if self._is_placed:
+            found = self._places(rows, homes, nodes)
+            active, local = np.minimum(active, found.placed_cpus), found.near_cpus
+        else:
+            local, _ = local_cpus(homes, running.target[rows], self.pool_cpus(nodes))
+        local = np.minimum(local, active)
+        speed = self._speed_with(rows, active)
         if self._options.fallback:
             alone = np.minimum(1.0, (running.held_cpus[rows] + local) / running.useful_cpus[rows])
             speed = np.where(running.overhead[rows] > 0, np.maximum(speed, np.where(local > 0, alone, 0.0)), speed)
-        share = np.divide(local, running.active[rows], out=np.ones_like(local), where=running.active[rows] > 0)
+        if self._is_placed:
+            return speed  # a data worker for which there is no budget has no place
+        share = np.divide(local, active, out=np.ones_like(local), where=active > 0)
         budget_gbps = nodes.cluster.network_gbps * self._options.network_share
         return within_network(homes, speed, share, budget_gbps)
 
-    def homes(self, rows: Ints) -> Homes:
+    def used_cpus(self, nodes: Nodes) -> Floats:
+        """CPUs of each node that data workers hold."""
+        rows = np.flatnonzero(self._running.target[: self._running.top] > 0)
+        homes = self._homes(rows)
+        if self._is_placed:
+            return self._places(rows, homes, nodes).used_cpus
+        return used_cpus(homes, self._running.target[rows], self.pool_cpus(nodes))
+
+    def _places(self, rows: Ints, homes: Homes, nodes: Nodes) -> WorkerPlaces:
+        """Where data workers are: those of jobs that have run for longest have chosen first."""
+        running, load, size = self._running, self._workload, self._options.cpus
+        order = np.lexsort((running.job[rows], running.start_s[rows]))
+        turn = np.argsort(order)
+        lines = np.argsort(turn[homes.row], kind="stable")
+        own = Homes(turn[homes.row][lines], homes.node[lines], homes.share[lines], homes.gbps[lines])
+        rows = rows[order]
+        job = running.job[rows]
+        found = place_workers(
+            own,
+            (running.target[rows] // size).astype(np.int64).tolist(),
+            size,
+            load.network_gbps[job] * load.units[job] * size / running.demand[rows],
+            (self.pool_cpus(nodes) // size).astype(np.int64),
+            nodes.cluster.network_gbps,
+            self._options.network_share,
+        )
+        return WorkerPlaces(found.placed_cpus[turn], found.near_cpus[turn], found.used_cpus)
+
+    def _homes(self, rows: Ints) -> Homes:
         """Where the trainers of these rows are."""
         running = self._running
         held = [running.placements[row] for row in rows.tolist()]

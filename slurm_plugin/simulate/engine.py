@@ -19,10 +19,10 @@ from hetstream.slurm_plugin.simulate.failures import Failures
 from hetstream.slurm_plugin.simulate.freeing import Freeing
 from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement, Shape
 from hetstream.slurm_plugin.simulate.outcome import FragmentationSamples, Outcome, Use
+from hetstream.slurm_plugin.simulate.places import JobPlaces, typical_shapes, unusable_gpus
 from hetstream.slurm_plugin.simulate.reservation import Reservation
 from hetstream.slurm_plugin.simulate.running import LEAST_SPEED, Running
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Scenario
-from hetstream.slurm_plugin.simulate.spread import used_cpus
 from hetstream.slurm_plugin.simulate.waiting import Cause, Waiting
 from hetstream.slurm_plugin.simulate.workload import Workload
 
@@ -79,6 +79,11 @@ class _Engine:
         self._demand = workload.demand
         self._shapes, self._shape_of = self._shapes_of()
         self._rejected = self._too_large()
+        expected = [self._shapes[number] for number in self._shape_of]
+        self._find = self._nodes.find
+        if scenario.placement is not None:
+            self._find = JobPlaces(scenario.placement, self._nodes, expected, scenario.seed).find
+        self._typical = typical_shapes(self._nodes, expected if scenario.sample_s else ())
         self._start_s = np.full(size, np.nan)
         self._end_s = np.full(size, np.nan)
         self._left_s = workload.work_s.copy()
@@ -101,7 +106,7 @@ class _Engine:
         self._use = array("d")
         self._used = [0.0, 0.0, 0.0, 0.0]
         self._sample_step_s = scenario.sample_s
-        self._samples: list[tuple[float, float, float, float]] = []
+        self._samples: list[tuple[float, ...]] = []
         self._num_events = self._num_job_events = self._num_done = 0
 
     def run(self, progress: Progress | None) -> Outcome:
@@ -335,7 +340,7 @@ class _Engine:
         number = self._shape_of[job]
         cause = self._no_room.get(number)
         if cause is None:
-            placement = self._nodes.find(self._shapes[number])
+            placement = self._find(self._shapes[number])
             if placement is not None:
                 return placement
             cause = self._no_room[number] = _CAUSES[self._nodes.why_not(self._shapes[number])]
@@ -417,16 +422,14 @@ class _Engine:
         own, nodes = self._cluster, self._nodes
         free_cpus = np.maximum(0.0, nodes.cpus)
         if self._division is not None and self._running.count:
-            rows = np.flatnonzero(self._running.target[: self._running.top] > 0)
-            pool = self._division.pool_cpus(nodes)
-            free_cpus = free_cpus - used_cpus(self._division.homes(rows), self._running.target[rows], pool)
+            free_cpus = free_cpus - self._division.used_cpus(nodes)
         seen = (own.gpus > 0) & (own.cpus > 0) & nodes.is_up
         cpus, gpus = free_cpus[seen] / own.cpus[seen], nodes.gpus[seen] / own.gpus[seen]
         if len(cpus):
             cpus_gone = (cpus < 0.5 / own.cpus[seen]) & (gpus > 0.25)
             gpus_gone = (gpus < 0.5 / own.gpus[seen]) & (cpus > 0.25)
             found = (float(np.abs(cpus - gpus).mean()), float(cpus_gone.mean()), float(gpus_gone.mean()))
-            self._samples.append((self._now_s, *found))
+            self._samples.append((self._now_s, *found, unusable_gpus(self._typical, nodes)))
         if len(self._samples) > _MOST_SAMPLES:
             self._samples = self._samples[::2]
             self._sample_step_s *= 2
@@ -436,7 +439,7 @@ class _Engine:
         use = Use(*columns)
         self._check()
         self._check_work(use)
-        samples = np.array(self._samples).reshape(-1, 4).T if self._samples else None
+        samples = np.array(self._samples).T if self._samples else None
         division = self._division
         return Outcome(
             workload=self._workload,

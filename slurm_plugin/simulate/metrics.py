@@ -41,6 +41,7 @@ class Metrics:
         fragmentation: mean of |freeCPU/CPU - freeGPU/GPU| over nodes and time; None if it was not sampled.
         cpus_gone, gpus_gone: share of nodes without a free CPU but with more than a quarter of the GPUs free, and
             without a free GPU but with more than a quarter of the CPUs free.
+        unusable_gpus: share of all GPUs that are free where typical jobs of the workload cannot use them.
         gpu_hours, cpu_hours: that jobs held. cost: of them; None without prices.
         cost_per_work_hour: cost of an hour of work of one GPU at its ideal speed.
         jain: fairness over the jobs' speeds (work / time that they ran), 1 if all are alike.
@@ -74,6 +75,7 @@ class Metrics:
     fragmentation: float | None
     cpus_gone: float | None
     gpus_gone: float | None
+    unusable_gpus: float | None
     gpu_hours: float
     cpu_hours: float
     cost: float | None
@@ -141,6 +143,7 @@ def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | No
         fragmentation=_mean(seen.indicator[within]) if seen else None,
         cpus_gone=_mean(seen.cpus_gone[within]) if seen else None,
         gpus_gone=_mean(seen.gpus_gone[within]) if seen else None,
+        unusable_gpus=_mean(seen.unusable_gpus[within]) if seen else None,
         gpu_hours=gpu_hours,
         cpu_hours=cpu_hours,
         cost=cost,

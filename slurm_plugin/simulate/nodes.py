@@ -72,18 +72,24 @@ class Nodes:
         )
         # What is free of a node, GPUs first: least is best.
         self._rank = self.gpus * _MORE + self.cpus
+        self._changed: set[int] | None = None
+
+    def follow(self) -> set[int]:
+        """The numbers of nodes that change from now on; whoever reads them takes them out."""
+        self._changed = set()
+        return self._changed
 
     def copy(self) -> Nodes:
         """The same state, for plans."""
         other = Nodes.__new__(Nodes)
         other.cluster, other._has_memory, other._most = self.cluster, self._has_memory, self._most
         other.gpus, other.cpus, other.memory_gib = self.gpus.copy(), self.cpus.copy(), self.memory_gib.copy()
-        other.is_up, other._rank = self.is_up.copy(), self._rank.copy()
+        other.is_up, other._rank, other._changed = self.is_up.copy(), self._rank.copy(), None
         return other
 
     def find(self, shape: Shape) -> Placement | None:
         """Where a shape fits: on one node if any has the room, the one with least free; else on the fewest nodes."""
-        units, gpus, cpus, memory_gib, extra = shape
+        units, gpus, cpus, memory_gib, _ = shape
         fits = self.cpus >= units * cpus
         if gpus:
             fits &= self.gpus >= units * gpus
@@ -105,13 +111,17 @@ class Nodes:
             nodes = order[:num_nodes]
             counts = room[nodes]
             counts[-1] -= int(filled[num_nodes - 1]) - units
-        if not extra:
+        return self.placed(shape, nodes, counts)
+
+    def placed(self, shape: Shape, nodes: Ints, counts: Ints) -> Placement | None:
+        """The placement with so many units on these nodes; None if there are not the CPUs that it has anywhere."""
+        if not shape.extra_cpus:
             return Placement(nodes, counts, _NOWHERE, _NOTHING)
-        return self._with_extra(nodes, counts, cpus, extra)
+        return self._with_extra(nodes, counts, shape.cpus, shape.extra_cpus)
 
     def _with_extra(self, nodes: Ints, counts: Ints, cpus: float, extra: float) -> Placement | None:
         """CPUs anywhere come first from nodes that have the fewest free GPUs to strand."""
-        free = self.cpus.copy()
+        free = np.where(self.is_up, self.cpus, 0.0)
         free[nodes] -= counts * cpus
         if free.sum() < extra:
             return None
@@ -190,6 +200,8 @@ class Nodes:
             self.cpus[placement.extra_nodes] += sign * placement.extra_cpus
             nodes = np.concatenate((placement.nodes, placement.extra_nodes))
         self._rank[nodes] = self.gpus[nodes] * _MORE + self.cpus[nodes]
+        if self._changed is not None:
+            self._changed.update(nodes.tolist())
         for free, most in ((self.gpus, own.gpus), (self.cpus, own.cpus), (self.memory_gib, own.memory_gib)):
             if not ((free[nodes] >= -_ROUNDING) & (free[nodes] <= most[nodes] + _ROUNDING)).all():
                 raise SimulationFault(f"nodes {nodes} would have {free[nodes]} free, of {most[nodes]}")
@@ -207,12 +219,16 @@ class Nodes:
         if not is_right:
             raise SimulationFault(f"node {node} would have {gpus:g} of {most_gpus:g} GPUs free, {cpus:g} CPUs")
         self.gpus[node], self.cpus[node], self._rank[node] = gpus, cpus, gpus * _MORE + cpus
+        if self._changed is not None:
+            self._changed.add(node)
 
     def fail(self, node: int) -> None:
         """A node without jobs is away."""
         self.is_up[node] = False
         self.gpus[node] = self.cpus[node] = self.memory_gib[node] = -1.0
         self._rank[node] = np.inf
+        if self._changed is not None:
+            self._changed.add(node)
 
     def repair(self, node: int) -> None:
         """It is back, whole."""
@@ -220,6 +236,8 @@ class Nodes:
         self.is_up[node] = True
         self.gpus[node], self.cpus[node], self.memory_gib[node] = own.gpus[node], own.cpus[node], own.memory_gib[node]
         self._rank[node] = self.gpus[node] * _MORE + self.cpus[node]
+        if self._changed is not None:
+            self._changed.add(node)
 
     def for_workers(self, cpus: int, memory_gib: float) -> Floats:
         """CPUs of each node that data workers can have: whole data workers, within the memory that is free.

@@ -52,12 +52,14 @@ class FragmentationSamples:
         indicator: mean of its absolute value over the nodes.
         cpus_gone: share of nodes with all CPUs taken and more than a quarter of the GPUs free.
         gpus_gone: share of nodes with all GPUs taken and more than a quarter of the CPUs free.
+        unusable_gpus: share of all GPUs that are free where the jobs of this workload cannot use them (FGD's measure).
     """
 
     at_s: Floats
     indicator: Floats
     cpus_gone: Floats
     gpus_gone: Floats
+    unusable_gpus: Floats
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.errors import OptionsError
+from hetstream.slurm_plugin.placement.choices import CHOICES
 from hetstream.slurm_plugin.policy.choices import Rules
 from hetstream.slurm_plugin.policy.table import Policy
 from hetstream.slurm_plugin.simulate.cluster import Cluster
@@ -136,6 +137,8 @@ class Scenario:
         caps: that the policy keeps to; a policy without rules knows none.
         hold_s: how long a policy holds to an answer that depends on time: it is asked again in each round until nothing
             moves, and then after so long. Infinite: it is asked again when something has changed.
+        placement: of whole jobs, a name of `placement.choices`; data workers then have nodes, too. None: jobs go where
+            least is left, and of data workers only the number of CPUs counts.
     """
 
     name: str
@@ -150,6 +153,7 @@ class Scenario:
     rules: Rules = field(default_factory=Rules)
     caps: CapOptions = field(default_factory=CapOptions)
     hold_s: float = math.inf
+    placement: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -176,6 +180,8 @@ class Scenario:
             problems.append("node_mtbf_s and checkpoint_s must be above 0")
         if not self.hold_s > 0:
             problems.append(f"hold_s is {self.hold_s:g}: must be above 0")
+        if self.placement is not None and self.placement not in CHOICES:
+            problems.append(f"there is no placement {self.placement!r}: there are {', '.join(CHOICES)}")
         if problems:
             raise OptionsError("; ".join(problems))
 

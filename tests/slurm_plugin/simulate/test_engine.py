@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,18 +29,10 @@ from hetstream.slurm_plugin.simulate.scenario import (
 )
 from hetstream.slurm_plugin.simulate.waiting import Cause
 from hetstream.slurm_plugin.simulate.workload import Workload, build
+from tests.slurm_plugin.simulate.loads import AT_ONCE, NO_CYCLES, jobs, workloads
 
-AT_ONCE = WorkerOptions(round_s=0.0, start_s=0.0, take_back_s=0.0)
-NO_CYCLES = QueueOptions(interval_s=0.0)
 SRTF, FAIR, MAXTP = POLICIES["srtf"], POLICIES["fair"], POLICIES["maxtp"]
 ALL = [name for name in POLICIES if name in ("fair", "maxtp", "srtf", "dlrover", "share")]
-
-
-def jobs(*rows: tuple[float, float, int], **columns: Sequence[float]) -> Workload:
-    """Jobs of (submission, work, GPUs), one unit a GPU; CPUs are 1 for each unit unless given."""
-    submit_s, work_s, units = zip(*rows, strict=True)
-    names = [str(place) for place in range(len(rows))]
-    return build(names, {"submit_s": submit_s, "work_s": work_s, "units": units, **columns})
 
 
 def run(
@@ -295,6 +286,16 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint() -> None:
     assert found.waited_s[0].sum() == pytest.approx(away_s)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_node_that_is_away_has_no_cpus_for_fixed_data_workers(seed: int) -> None:
+    # Of 3 nodes one is often away. The books are checked every 64 events, and at the end.
+    load = jobs(*((7.0 * at, 100.0, 1) for at in range(40)), ideal_cpus=[6] * 40, trainer_cpus=[1] * 40)
+    failures = FailureOptions(node_mtbf_s=400.0, repair_s=60.0, checkpoint_s=20.0)
+    found = run(load, "3*gpus=4,cpus=24", Discipline.GREEDY, request=Request.FIXED, failures=failures, seed=seed)
+    assert found.restarts.any()
+    assert found.finished.all()
+
+
 def test_a_job_that_no_checkpoint_saves_is_given_up() -> None:
     failures = FailureOptions(node_mtbf_s=1.0, repair_s=1.0, checkpoint_s=1e9)
     found = run(jobs((0, 1e5, 1)), "gpus=1,cpus=1", failures=failures)
@@ -338,17 +339,6 @@ def test_a_policy_that_breaks_the_rules_is_an_error(policy: Policy, said: str) -
 def test_options_tell_all_their_problems() -> None:
     with pytest.raises(OptionsError, match=r"a policy belongs.*cpus of a data worker is 0.*interval_s is -1"):
         Scenario("bad", Request.ELASTIC, Discipline.FIFO, None, QueueOptions(interval_s=-1), WorkerOptions(cpus=0))
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    size = draw(st.integers(1, 14))
-    number = st.integers(0, 200)
-    rows = [(float(draw(number)), float(draw(st.integers(1, 300))), draw(st.integers(1, 6))) for _ in range(size)]
-    trainer = [float(draw(st.integers(1, 3))) for _ in rows]
-    ideal = [own + draw(st.integers(0, 9)) for own in trainer]
-    overhead = [draw(st.sampled_from([0.0, 0.1])) for _ in rows]
-    return jobs(*rows, trainer_cpus=trainer, ideal_cpus=ideal, overhead=overhead)
 
 
 @settings(max_examples=60, deadline=None)

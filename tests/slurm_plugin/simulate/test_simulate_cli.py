@@ -143,12 +143,34 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
         (["--gpu-busy", "2"], "must be above 0 and at most 1"),
         (["--prices", "cpu_hour=-1"], "cpu_hour is '-1': must be a number from 0"),
         (["--data-worker-cpus", "0"], "must be at least 1"),
+        (["--submit-latency", "-1"], "submit_s is -1: must be from 0 to 1e+10"),
+        (["--free-latency", "nan"], "free_s is nan: must be from 0 to 1e+10"),
         (["--html", "/nowhere/page.html"], "there is no directory"),
     ],
 )
 def test_wrong_words_are_refused(jobs: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", jobs, "--cluster", CLUSTER, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_slurms_latencies_and_a_placement_are_options_and_in_the_answer(
+    jobs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--disciplines", "easy"]
+    plain = document(capsys, *words)
+    late = document(capsys, *words, "--submit-latency", "7", "--free-latency", "60")
+    assert (late["summary"]["submit_latency_s"], late["summary"]["free_latency_s"]) == (7.0, 60.0)
+    assert (plain["summary"]["submit_latency_s"], plain["summary"]["placement"]) == (0.0, None)
+    for before, after in zip(plain["runs"], late["runs"], strict=True):
+        assert after["mean_wait_s"] >= before["mean_wait_s"] + 7
+    placed = document(capsys, *words, "--placement", "fgd")
+    assert placed["summary"]["placement"] == "fgd"
+    assert all(row["num_finished"] == 24 for row in placed["runs"])
+    over_time = placed["fragmentation"]
+    assert [row["policy"] for row in over_time] == ["tuned", "srtf"]
+    assert all(len(row["indicator"]) == len(row["unusable_gpus"]) == 8 for row in over_time)
+    assert main(["simulate", *words, "--placement", "fgd"]) == 0
+    assert "nodes over time, first seed" in capsys.readouterr().out
 
 
 def test_failures_and_seeds(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:

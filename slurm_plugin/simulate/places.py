@@ -1,0 +1,172 @@
+"""Nodes as places: whole jobs go where a placement puts them, data workers where the daemon would prefer them. Pure.
+
+The placements and the rule for data workers are the objects that the daemon and `make bench-frag` use
+(`hetstream.slurm_plugin.placement`). They count in thousandths of a CPU; what jobs hold is counted by `nodes.py` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetstream.slurm_plugin.placement import nodes as places
+from hetstream.slurm_plugin.placement.choices import CHOICES
+from hetstream.slurm_plugin.placement.data_workers import Network, spread
+from hetstream.slurm_plugin.placement.fragments import TypicalShapes
+from hetstream.slurm_plugin.placement.gang import place_gang
+from hetstream.slurm_plugin.simulate.nodes import Nodes, Placement, Shape
+from hetstream.slurm_plugin.simulate.spread import Homes
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_MB_PER_GIB = 1024
+# Of a node whose memory, or whose link, is no limit.
+_NO_LIMIT_MB, _NO_LIMIT_BYTES_PER_S = 1 << 40, 1e15
+_BYTES_PER_GBIT = 1e9 / 8
+# Of a thousandth: what sums of fractions leave.
+_ROUNDING = 1e-3
+
+
+class JobPlaces:
+    """Where whole jobs go.
+
+    Args:
+        name: of the placement, of `placement.choices`.
+        nodes: what is free; followed from now on.
+        expected: the shape of each job that will come, for placements that look ahead.
+        seed: for placements that draw.
+    """
+
+    def __init__(self, name: str, nodes: Nodes, expected: Iterable[Shape], seed: int) -> None:
+        own = nodes.cluster
+        self._nodes = nodes
+        self._seen = places.Nodes(_thousandths(own.cpus), _memory_mb(own.memory_gib), own.gpus.astype(np.int64))
+        self._placement = CHOICES[name].make(self._seen, typical_shapes(nodes, expected), seed)
+        self._changed = nodes.follow()
+
+    def find(self, shape: Shape) -> Placement | None:
+        """Where a job fits: on the node that the placement chooses, else on the fewest; None if nowhere."""
+        self._look()
+        if shape.gpus == 1:
+            parts = place_gang(self._seen, _asked(shape, 1), shape.units, self._placement)
+            found = [(spot.node, part.gpus) for spot, part in parts or ()]
+        else:
+            spot = self._placement.choose(_asked(shape, shape.units))
+            found = [] if spot is None else [(spot.node, shape.units)]
+        if not found:
+            return self._nodes.find(shape)
+        nodes, units = np.array(found, dtype=np.int64).T
+        return self._nodes.placed(shape, nodes, units)
+
+    def _look(self) -> None:
+        """What is free of the nodes that have changed."""
+        free = self._nodes
+        for node in sorted(self._changed):
+            memory_mb = int(_memory_mb(free.memory_gib[node : node + 1])[0])
+            cpus = int(_thousandths(free.cpus[node : node + 1])[0])
+            self._seen.set_free(node, cpus, memory_mb, max(0, int(free.gpus[node])))
+        self._changed.clear()
+
+
+def typical_shapes(nodes: Nodes, expected: Iterable[Shape]) -> TypicalShapes:
+    """What jobs ask of one node; those that no node can hold, of each of several."""
+    own = nodes.cluster
+    known: dict[Shape, places.Shape] = {}
+    found = []
+    for shape in expected:
+        if shape not in known:
+            fits = ((own.gpus >= shape.units * shape.gpus) & (own.cpus >= shape.units * shape.cpus)).any()
+            known[shape] = _asked(shape, shape.units if fits else 1)
+        found.append(known[shape])
+    return TypicalShapes(found)
+
+
+def unusable_gpus(typical: TypicalShapes, nodes: Nodes) -> float:
+    """GPUs that are free and that typical jobs could not use: FGD's measure of fragmentation, as a share of all."""
+    up = nodes.is_up & (nodes.cluster.gpus > 0)
+    states = np.stack([_thousandths(nodes.cpus[up]), nodes.gpus[up].astype(np.int64)], axis=1)
+    states, counts = np.unique(states, axis=0, return_counts=True)
+    devices = np.arange(int(states[:, 1].max(initial=1)))
+    gpus = np.where(devices < states[:, 1:], places.WHOLE, 0)
+    lost = typical.fragments(states[:, 0], gpus, np.zeros(len(states), np.int64))
+    return float(lost @ counts) / (places.WHOLE * max(1.0, nodes.cluster.num_gpus))
+
+
+@dataclass(frozen=True)
+class WorkerPlaces:
+    """Where data workers are.
+
+    Attributes:
+        placed_cpus, near_cpus: of each job's data workers that have a place, and of those beside its trainers.
+        used_cpus: of each node.
+    """
+
+    placed_cpus: Floats
+    near_cpus: Floats
+    used_cpus: Floats
+
+
+def place_workers(
+    homes: Homes,
+    workers: Sequence[int],
+    cpus: int,
+    gbps: Floats,
+    room: Ints,
+    link_gbps: Floats,
+    link_share: float,
+) -> WorkerPlaces:
+    """Give data workers places, job by job.
+
+    Args:
+        homes: where the trainers of the jobs are; jobs are placed in the order of their rows.
+        workers: data workers of each job.
+        cpus: of one.
+        gbps: that one of each job sends.
+        room: data workers that each node could hold.
+        link_gbps: of each node.
+        link_share: of a link that data workers may use.
+    """
+    placed, near, used = np.zeros(len(workers)), np.zeros(len(workers)), np.zeros(len(room))
+    link = np.minimum(link_gbps * _BYTES_PER_GBIT, _NO_LIMIT_BYTES_PER_S)
+    taken, num_remote = np.zeros(len(room)), np.zeros(len(room), np.int64)
+    room = room.copy()
+    firsts = np.searchsorted(homes.row, np.arange(len(workers) + 1))
+    for row, num in enumerate(workers):
+        trainers = homes.node[firsts[row] : firsts[row + 1]].tolist()
+        if not num or not trainers:
+            continue
+        network = Network(link, taken, num_remote, link_share)
+        found = spread(room, trainers, num, float(gbps[row]) * _BYTES_PER_GBIT, network)
+        taken = taken + found.traffic_bytes_per_s
+        if len(trainers) > 1:
+            num_remote[trainers] += 1
+        for node, count in found.places:
+            room[node] -= count
+            used[node] += count * cpus
+            placed[row] += count * cpus
+            if node in trainers:
+                near[row] += count * cpus
+            else:
+                num_remote[node] += count
+    return WorkerPlaces(placed, near, used)
+
+
+def _asked(shape: Shape, units: int) -> places.Shape:
+    """What so many units ask of one node."""
+    cpus = math.ceil(units * shape.cpus * places.WHOLE - _ROUNDING)
+    return places.Shape(cpus, math.ceil(units * shape.memory_gib * _MB_PER_GIB - _ROUNDING), int(units * shape.gpus))
+
+
+def _thousandths(cpus: Floats) -> Ints:
+    found: Ints = np.floor(cpus * places.WHOLE + _ROUNDING).astype(np.int64)
+    return found
+
+
+def _memory_mb(memory_gib: Floats) -> Ints:
+    found: Ints = np.floor(np.minimum(memory_gib * _MB_PER_GIB, _NO_LIMIT_MB) + _ROUNDING).astype(np.int64)
+    return found

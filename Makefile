@@ -18,7 +18,7 @@ CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_gr
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
 PEERS ?= ../shared/peers
-PEERS_VENV := .venv-peers
+PEERS_VENV := .venv-peers-tests
 
 .PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 

@@ -10,7 +10,6 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from benchmarks.clients.images import BATCH_SIZE, PASSES, Options, Request, Timing, file_class, timed
 from benchmarks.clients.service import running, streaming
-from benchmarks.startup import pss_bytes
+from benchmarks.clients.startup import makers_pss_bytes
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
 from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
 
@@ -43,20 +42,12 @@ def images(root: str) -> Passes:
     return Passes([folder] * PASSES)
 
 
-def children_pss_bytes() -> int:
-    """Memory of this process's descendants that make batches: all but the dispatcher."""
-    own = os.getpid()
-    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-    makers = [child for child in children if b"dispatcher" not in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return sum(pss_bytes(int(child)) for child in makers)
-
-
 def torch_loader(request: Request, options: Options) -> Measured:
     """torch's DataLoader with worker processes."""
     loader: Any = DataLoader(images(request.root), BATCH_SIZE, num_workers=options.workers)
     memory: list[int] = []
     # `waiting` is asked at both ends of the window, while the worker processes are there.
-    timing = timed(loader, request, set(options.cores), lambda: memory.append(children_pss_bytes()) or 0)
+    timing = timed(loader, request, set(options.cores), lambda: memory.append(makers_pss_bytes()) or 0)
     return Measured(timing, memory[-1])
 
 
@@ -69,7 +60,7 @@ def hetstream(num_threads: int, request: Request, options: Options) -> Measured:
         loader = StreamingLoader(images(request.root), BATCH_SIZE, seed=0, service=service, job_name="threads")
         batches = stack.enter_context(streaming(loader, options.workers))
         timing = timed(batches, request, set(options.cores), lambda: int(loader.stats()["batches_waiting"]))
-        return Measured(timing, children_pss_bytes())
+        return Measured(timing, makers_pss_bytes())
 
 
 def main() -> None:

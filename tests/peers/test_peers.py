@@ -116,9 +116,9 @@ def test_some_of_torchdatas_tests_pass_on_our_loader() -> None:
     peers = Path(os.environ.get("PEERS", ROOT.parent / "shared" / "peers"))
     if not (peers / "torchdata").is_dir():
         pytest.skip(f"{peers} has no folder torchdata: PEERS=DIR names the folder of peers' files")
-    python = ROOT / ".venv-peers" / "bin" / "python"
-    if not (ROOT / ".venv-peers" / ".ready").exists():
-        pytest.skip("the packages that peers' tests need are not installed: make .venv-peers/.ready")
+    python = ROOT / ".venv-peers-tests" / "bin" / "python"
+    if not (ROOT / ".venv-peers-tests" / ".ready").exists():
+        pytest.skip("the packages that peers' tests need are not installed: make .venv-peers-tests/.ready")
     command = [str(python), str(HERE / "suites.py"), "--peers", str(peers), "own", "--file", "state_dict", "--only"]
     done = subprocess.run([*command, *SOME], capture_output=True, text=True, check=False, timeout=280)
     numbers = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("torchdata/test_state_dict.py")]

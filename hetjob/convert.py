@@ -269,6 +269,13 @@ def _data_workers(
                 "the job master measures how many pay, lets those go that do not, and cancels them at the end",
             )
         )
+    if spec.on_memory_warning == "migrate":
+        changes.append(
+            Change(
+                "a trainer that is about to run out of memory moves, once, to a job with more",
+                "--on-memory-warning=migrate: as by `hetstream migrate`, which goes on from the very step",
+            )
+        )
     changes.append(
         Change(
             "a line before the first command starts the job master",
@@ -449,6 +456,8 @@ def _master_options(
             arguments.append(f"--total-steps={spec.total_steps}")
         if spec.total_epochs is not None:
             arguments.append(f"--total-epochs={spec.total_epochs}")
+        if spec.on_memory_warning == "migrate":
+            arguments.append("--on-memory-warning=migrate")
         # A companion is a job of its own: what Slurm copies between components has to be said here.
         inherited = [
             f"--{option_name}={options.value(option_name)}"

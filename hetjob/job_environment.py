@@ -11,6 +11,8 @@ from pathlib import Path
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
 
+CONTROLLER_STATE_FILE = "elastic.json"
+
 
 @dataclass(frozen=True)
 class JobEnvironment:
@@ -92,7 +94,7 @@ class JobEnvironment:
     @property
     def controller_state_file(self) -> Path:
         """What the elastic controller knows, for a job master that is started again; removed at the end."""
-        return self.directory / "elastic.json"
+        return self.directory / CONTROLLER_STATE_FILE
 
     @property
     def writers(self) -> Path:

@@ -96,6 +96,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
+    "on-memory-warning": DirectiveOption(
+        "WHAT",
+        "`migrate`: a trainer that is about to run out of memory moves, once, to a job with more, as by `hetstream "
+        "migrate`; `warn`: that is only said",
+        "warn",
+    ),
     "jobs-dir": DirectiveOption(
         "DIR",
         "place of the job's directory, on a file system that its hosts share, absolute; `%u` is the user",
@@ -148,6 +154,7 @@ class JobSpec:
         total_epochs: the same in epochs.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
+        on_memory_warning: `warn` or `migrate`, or None for `warn`.
     """
 
     data_workers_min: int = 0
@@ -173,6 +180,7 @@ class JobSpec:
     jobs_dir: str | None = None
     journal_dir: str | None = None
     data_worker_time_min: str | None = None
+    on_memory_warning: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -204,6 +212,11 @@ class JobSpec:
                 f"--data-worker-time-min={self.data_worker_time_min}: only data workers that join later run in holes. "
                 f"Use --data-workers={low}-MAX with a MAX above {low}"
             )
+        if self.on_memory_warning == "migrate" and (self.checkpoint is None or low == high):
+            problems.append(
+                "--on-memory-warning=migrate: only with --checkpoint=DIR, from which the new job goes on, and with "
+                "--data-workers=MIN-MAX, as the memory of other jobs is not watched"
+            )
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
             rule = None if value is None else _broken_rule(option, value)
@@ -232,6 +245,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-time-min":
         return None if time_limit_s(value) else "a time above 0 such as 2:00 (minutes and seconds) or 1:30:00"
+    if option == "on-memory-warning":
+        return None if value in ("warn", "migrate") else "warn or migrate"
     if option == "data-worker-python":
         return _broken_command(value)
     if option in ("jobs-dir", "journal-dir"):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hetstream.hetjob.elastic.memory_growth import Forecast, MemoryGrowth, memory_to_ask_for
+from hetstream.hetjob.master.memory_warning import MemoryWarning
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus
 
 _MB = 1 << 20
@@ -52,7 +53,7 @@ class CompanionMemory:
         self._limit_mb: dict[str, float] = {}
         self._watched: dict[str, MemoryGrowth] = {}
         self._forecasts: dict[str, tuple[int, Forecast]] = {}
-        self._left_alone: set[str] = set()
+        self._answers: dict[str, str] = {}  # what was done about those for which nothing more is to be done
         self._most_mb: dict[int, int] = {}
         self._read_at = float("-inf")
 
@@ -98,26 +99,50 @@ class CompanionMemory:
 
     def replacement(self) -> Replacement | None:
         """The companion that runs out of memory first; None if none does, or nothing more can be done for it."""
-        open_cases = {
-            job_id: forecast for job_id, forecast in self._forecasts.items() if job_id not in self._left_alone
-        }
+        open_cases = {job_id: forecast for job_id, forecast in self._forecasts.items() if job_id not in self._answers}
         if not open_cases:
             return None
         job_id = min(open_cases, key=lambda case: (open_cases[case][1].full_in_s, case))
         cpus, forecast = open_cases[job_id]
+        return Replacement(job_id, cpus, self._needed_mb_per_cpu(job_id), _text(job_id, forecast))
+
+    def _needed_mb_per_cpu(self, job_id: str) -> int:
+        cpus, forecast = self._forecasts[job_id]
         needed = memory_to_ask_for(forecast, self._watched[job_id].limit_bytes)
-        mb_per_cpu = max(math.ceil(needed / _MB / cpus), self.mb_per_cpu or 0)
-        return Replacement(job_id, cpus, mb_per_cpu, f"companion {job_id} runs out of memory: {forecast.reason}")
+        return max(math.ceil(needed / _MB / cpus), self.mb_per_cpu or 0)
+
+    def warnings(self, largest_cpus: int) -> list[MemoryWarning]:
+        """The companions that are about to run out of memory, the first one first.
+
+        Args:
+            largest_cpus: CPUs of a data worker as the script says, to which `--data-worker-mem` belongs.
+        """
+        found = sorted(
+            (self._read_at + forecast.full_in_s, job_id) for job_id, (_, forecast) in self._forecasts.items()
+        )
+        return [
+            MemoryWarning(
+                job_id,
+                f"{_text(job_id, self._forecasts[job_id][1])}; {self._answers.get(job_id, 'it is to be replaced')}",
+                f"#HETSTREAM --data-worker-mem={self._needed_mb_per_cpu(job_id) * largest_cpus}M",
+                full_at_s,
+            )
+            for full_at_s, job_id in found
+        ]
 
     def replaced(self, done: Replacement) -> None:
         """It was: later companions get as much."""
-        self._left_alone.add(done.job_id)
+        self._answers[done.job_id] = f"one with {done.mb_per_cpu} MB a CPU takes its place when it works"
         self.mb_per_cpu = max(done.mb_per_cpu, self.mb_per_cpu or 0)
 
     def not_replaced(self, tried: Replacement) -> None:
         """Slurm refused the new one: it is not asked again for this companion."""
-        self._left_alone.add(tried.job_id)
+        self._answers[tried.job_id] = "Slurm takes none with more in its place"
 
     def most_mb(self, cpus: int) -> int | None:
         """The most memory that a companion of so many CPUs had, in MB; None if that was not measured."""
         return self._most_mb.get(cpus)
+
+
+def _text(job_id: str, forecast: Forecast) -> str:
+    return f"companion {job_id} runs out of memory: {forecast.reason}"

@@ -1,4 +1,5 @@
-"""The file in which the elastic controller's memory and changes outlive a killed job master. Called by `elastic.py`.
+"""The file in which the elastic controller's memory and changes outlive a killed job master. Called by `elastic.py`;
+`hetstream why` reads there what the job warns of.
 
 It lies beside the address file and goes with it when the job ends. What cannot be read or written costs the memory,
 never the job.
@@ -9,26 +10,31 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hetstream.base import typed_json
+from hetstream.base.files import Directory
 from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.job_environment import CONTROLLER_STATE_FILE
 from hetstream.hetjob.master.companion_time import TimeTally
+from hetstream.hetjob.master.memory_warning import MemoryWarning
 
 log = logging.getLogger(__name__)
 
 # As many changes as a day has at a cooldown of 86 s; the service's events have all.
 MOST_CHANGES = 1000
+_MAX_BYTES = 16 << 20
 
 
 class _FileContent(msgspec.Struct, forbid_unknown_fields=True):
     memory: ControllerState
     changes: list[dict[str, Any]]
     tally: TimeTally = msgspec.field(default_factory=TimeTally)
+    warnings: tuple[MemoryWarning, ...] = ()
 
 
 class ControllerStateFile:
@@ -61,9 +67,10 @@ class ControllerStateFile:
         self.tally = page.tally
         self.changes.extend(page.changes)
 
-    def write(self, memory: ControllerState) -> None:
+    def write(self, memory: ControllerState, warnings: Sequence[MemoryWarning] = ()) -> None:
         """Write down what is known now, if anything is new: the old page or the new one is there, whole."""
-        page = msgspec.json.encode(_FileContent(memory, [dict(change) for change in self.changes], self.tally))
+        changes = [dict(change) for change in self.changes]
+        page = msgspec.json.encode(_FileContent(memory, changes, self.tally, tuple(warnings)))
         if page == self._written:
             return
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -77,3 +84,17 @@ class ControllerStateFile:
             self._problem = str(error)
             return
         self._written = page
+
+
+def kept_warnings(directory: Path) -> tuple[MemoryWarning, ...]:
+    """What the job master with this directory warns of now; () where it keeps nothing.
+
+    Raises:
+        OSError: it cannot be read, or is none of this user's.
+        MsgspecError: it is another file.
+    """
+    try:
+        with Directory.open(directory) as opened:
+            return typed_json.decode(opened.read(CONTROLLER_STATE_FILE, _MAX_BYTES), _FileContent).warnings
+    except FileNotFoundError:
+        return ()

@@ -26,8 +26,10 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.job_cgroup import read_job_memory
 from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.memory_watch import MemoryWatch
+from hetstream.hetjob.master.migration import Migration
 from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
-from hetstream.hetjob.master.trainer_memory import TrainerMemory, counted_left_s
+from hetstream.hetjob.master.trainer_memory import TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
 from hetstream.hetjob.site.measured import Measured
 from hetstream.mpi_dataworkers.wire.messages import LoaderStatus, Status, SteerDataWorkers
@@ -80,6 +82,7 @@ class Elastic:
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
         measuring: what the site is told of the job's speed; None for nothing.
+        migration: moves a trainer that runs out of memory; None: that is only said.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Elastic:
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         measuring: Measuring | None = None,
+        migration: Migration | None = None,
     ) -> None:
         self._controller = controller
         self._companions = companions
@@ -100,7 +104,6 @@ class Elastic:
         self._controller_state_file = controller_state_file
         self._site = site
         self._measuring = measuring
-        self._trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
@@ -108,6 +111,8 @@ class Elastic:
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._memory = CompanionMemory(companions.mb_per_cpu)
+        trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
+        self._watch = MemoryWatch(trainer_memory, self._memory, migration)
         self._time = companions.time
         self._moves = CompanionMoves()
         self._said = ""
@@ -139,7 +144,7 @@ class Elastic:
             "data_worker_cpus": controller.cpus,
             "data_worker_mb": self._memory.most_mb(controller.cpus),
             "trainer_cpus_recommended": controller.trainer_cpus,
-            "trainer_memory": self._trainer_memory.first_warning,
+            "trainer_memory": self._watch.trainer.first_warning,
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
             **self._time.summary(self._clock()),
@@ -181,8 +186,7 @@ class Elastic:
             self._last_read = snapshot
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
-        if self._trainer_memory.look(now, counted_left_s(measured)):
-            log.warning("%s", self._trainer_memory.warning)
+        self._watch.look_at_trainer(measured, now)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
@@ -200,7 +204,8 @@ class Elastic:
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             self._note(decision, snapshot.num_data_workers)
-        self._controller_state_file.write(self._controller.memory())
+        warnings = self._watch.warnings(self._controller.limits.largest_cpus, now)
+        self._controller_state_file.write(self._controller.memory(), warnings)
         if decision.is_change:
             # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
@@ -476,7 +481,7 @@ class Elastic:
             if state is not CompanionState.WORKING and snapshot.of(state)
         ]
         site = "" if snapshot.site_limit is None else f", by the site {snapshot.site_limit}"
-        warning = self._trainer_memory.warning
+        warning = self._watch.trainer.warning
         return (
             f"{f'{warning}; ' if warning else ''}"
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -42,6 +43,7 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
 from hetstream.hetjob.master.hole_options import HOLES_VARIABLE, hole_options
+from hetstream.hetjob.master.migration import LOG_FILE, Migration
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
@@ -81,6 +83,7 @@ class MasterConfig:
         time_min_s: the least time of companions, which run in backfill holes; None if they run as long as the job.
         longest_s: the most that they may have, then; None without a limit.
         total_steps, total_epochs: how much the training loop does in all; None where the script does not say.
+        on_memory_warning: `migrate` where a trainer that runs out of memory is moved; else that is only said.
     """
 
     program: tuple[str, ...]
@@ -101,6 +104,7 @@ class MasterConfig:
     total_epochs: int | None = None
     time_min_s: float | None = None
     longest_s: float | None = None
+    on_memory_warning: Literal["warn", "migrate"] = "warn"
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -224,6 +228,7 @@ def serve(
             controller_state_file,
             site,
             measuring=Measuring(work, options),
+            migration=_migration(config, job, environ),
         )
         launcher.elastic = elastic
     service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
@@ -241,6 +246,17 @@ def serve(
                 elastic.join()
             _tidy(config, job, elastic, work)
     return 0
+
+
+def _migration(config: MasterConfig, job: JobEnvironment, environ: Mapping[str, str]) -> Migration | None:
+    """What moves the trainer when it runs out of memory; None where the script does not want that."""
+    if config.on_memory_warning != "migrate":
+        return None
+
+    def start_command(argv: Sequence[str], env: Mapping[str, str], log_file: Path) -> Child:
+        return start_child(argv, env=env, log=log_file)
+
+    return Migration(config.program, job.job_id, job.directory / LOG_FILE, environ, start_command)
 
 
 def _hole_options(config: MasterConfig) -> tuple[str, ...] | None:

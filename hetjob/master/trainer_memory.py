@@ -1,7 +1,8 @@
 """Whether the trainer of a job runs out of memory, and what to do. Pure, clock as an argument; for `elastic.py`.
 
-A companion is replaced by one with more memory; a trainer is its user's to move. So this says once, in good time, that
-it will run out, with the command that moves a training with checkpoints to more memory.
+A companion is replaced by one with more memory; a trainer is its user's to move, unless the script says otherwise
+(`migration.py`). So this says once, in good time, that it will run out, with the command that moves a training with
+checkpoints to more memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hetstream.hetjob.elastic.memory_growth import Forecast, GrowthOptions, MemoryGrowth, memory_to_ask_for
+from hetstream.hetjob.elastic.memory_growth import GrowthOptions, MemoryGrowth, memory_to_ask_for
+from hetstream.hetjob.master.memory_warning import MemoryWarning
 from hetstream.hetjob.site.measured import Measured
 
 _GIB = 1 << 30
@@ -43,8 +45,9 @@ class TrainerMemory:
         read: says what it has; None where that is not known, or not limited.
 
     Attributes:
-        warning: the line for people, while memory is about to run out; else empty.
-        first_warning: the first such line; empty while there was none.
+        open_warning: while memory is about to run out; else None.
+        needed: memory that the job should have instead, as sbatch writes sizes; of the last warning.
+        first_warning: the first warning's line for people; empty while there was none.
     """
 
     def __init__(self, job_id: str, read: Callable[[], MemoryReading | None]) -> None:
@@ -52,8 +55,15 @@ class TrainerMemory:
         self._read = read
         self._growth: MemoryGrowth | None = None
         self._read_at = float("-inf")
-        self.warning = ""
+        self.open_warning: MemoryWarning | None = None
+        self.needed = ""
         self.first_warning = ""
+
+    @property
+    def warning(self) -> str:
+        """The line for people, while memory is about to run out; else empty."""
+        found = self.open_warning
+        return f"{found.text}. If it has checkpoints, move it to more: {found.command}" if found else ""
 
     def look(self, now: float, remaining_s: float = math.inf) -> bool:
         """Read memory if it is time to; whether there is a first warning now.
@@ -67,22 +77,20 @@ class TrainerMemory:
         self._read_at = now
         reading = self._read()
         if reading is None:
-            self._growth, self.warning = None, ""
+            self._growth = self.open_warning = None
             return False
         if self._growth is None or self._growth.limit_bytes != reading.limit_bytes:
             self._growth = MemoryGrowth(reading.limit_bytes, _OPTIONS)
         forecast = self._growth.reading(now, reading.used_bytes, remaining_s)
-        self.warning = self._line(forecast, reading) if forecast else ""
+        self.open_warning = None
+        if forecast is not None:
+            self.needed = f"{math.ceil(memory_to_ask_for(forecast, reading.limit_bytes) / _GIB)}G"
+            text = f"the trainer runs out of memory: {forecast.reason}"
+            command = f"hetstream migrate {self._job_id} --mem={self.needed}"
+            self.open_warning = MemoryWarning(self._job_id, text, command, now + forecast.full_in_s)
         is_first = bool(self.warning and not self.first_warning)
         self.first_warning = self.first_warning or self.warning
         return is_first
-
-    def _line(self, forecast: Forecast, reading: MemoryReading) -> str:
-        needed_gib = math.ceil(memory_to_ask_for(forecast, reading.limit_bytes) / _GIB)
-        return (
-            f"the trainer runs out of memory: {forecast.reason}. If it has checkpoints, move it to more: "
-            f"hetstream migrate {self._job_id} --mem={needed_gib}G"
-        )
 
 
 def counted_left_s(measured: Measured | None) -> float:

@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--longest", type=float, metavar="S", help="the most time that those may have")
         p.add_argument("--total-steps", type=int, metavar="N", help="steps of the training loop in all")
         p.add_argument("--total-epochs", type=int, metavar="N", help="epochs of the training loop in all")
+        p.add_argument("--on-memory-warning", choices=("warn", "migrate"), default="warn", help="of the trainer")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
 
 
@@ -71,6 +72,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         total_epochs=args.total_epochs,
         time_min_s=args.time_min,
         longest_s=args.longest,
+        on_memory_warning=args.on_memory_warning,
     )
 
 

@@ -1,12 +1,18 @@
-"""`hetstream why`: what a pending job waits for, and whether data workers would let it start now."""
+"""`hetstream why`: what a pending job waits for, and whether data workers would let it start now; of a running one,
+when its memory will be full.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hetstream.base.errors import UsageError
+from hetstream.base.text import printable
+from hetstream.hetjob.master.memory_warning import MemoryWarning
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
@@ -14,6 +20,7 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
+from hetstream.slurm_plugin.insight.memory_warnings import memory_warnings
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
@@ -35,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "why",
         help=summary,
         description="Say what a pending job waits for: CPUs, GPUs, memory, several nodes at once, another job's "
-        "reservation; and whether it would start now with its data loading on other nodes.",
+        "reservation; and whether it would start now with its data loading on other nodes. Of a running job of yours "
+        "that is about to run out of memory: when, and what helps.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
     jobs, snapshot = read_jobs(args, [args.job])
-    emit(args, report_of(args.job, jobs, snapshot))
+    emit(args, report_of(args.job, jobs, snapshot, {job.label: memory_warnings(job) for job in jobs}))
     return 0
 
 
@@ -90,13 +98,23 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
     return jobs
 
 
-def report_of(name: str, jobs: list[Job], snapshot: Snapshot) -> Report:
-    """Put the explanations into words and a table."""
+def report_of(
+    name: str, jobs: list[Job], snapshot: Snapshot, warnings: Mapping[str, Sequence[MemoryWarning]] | None = None
+) -> Report:
+    """Put the explanations into words and a table.
+
+    Args:
+        name: as the user has it.
+        jobs: the records that it names.
+        snapshot: the cluster.
+        warnings: of running jobs, by label.
+    """
     explainer = Explainer(snapshot)
     found = [explainer.explain(job) for job in jobs]
     lines: list[str] = []
     for explanation in found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
+        lines += _warning_lines((warnings or {}).get(explanation.job.label, ()))
     if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
         lines.append("all components start together, and only when the backfill scheduler has a turn")
     blockers = [
@@ -104,7 +122,14 @@ def report_of(name: str, jobs: list[Job], snapshot: Snapshot) -> Report:
         for explanation in found
         for blocker in explanation.blockers
     ]
-    summary = {"job": name, "jobs": [_facts(explanation, snapshot.taken_s) for explanation in found]}
+    facts = [
+        {
+            **_facts(explanation, snapshot.taken_s),
+            "memory_warnings": [*map(msgspec.structs.asdict, (warnings or {}).get(explanation.job.label, ()))],
+        }
+        for explanation in found
+    ]
+    summary = {"job": name, "jobs": facts}
     section = Section("blockers", _COLUMNS, blockers)
     return Report(meta_of("why", snapshot), summary, lines, (section,))
 
@@ -153,6 +178,15 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     lines.append(f"data workers would let it start now  {helps}{explanation.conversion.text}")
     if explanation.conversion.directive:
         lines.append(f"          add to the script: {explanation.conversion.directive}")
+    return lines
+
+
+def _warning_lines(warnings: Sequence[MemoryWarning]) -> list[str]:
+    lines = []
+    for warning in warnings:
+        lines.append(f"memory    {printable(warning.text)}")
+        next_time = "next time " if warning.command.startswith("#") else ""
+        lines.append(f"          what helps: {next_time}{printable(warning.command)}")
     return lines
 
 

@@ -9,14 +9,16 @@ the daemon's own observation bears it out:
   and a quarter more has at least as much left as it is late: the guess doubles as long as the job stays, and its
   uncertainty is that of a guess.
 
-All in seconds of work at full speed, so a job that was given few data workers is not late for it. The daemon's next
-life begins with the claims of then.
+All in seconds of work at full speed, so a job that was given few data workers is not late for it. The daemon keeps the
+promises in its state directory with the reports they came with, so its next life holds jobs to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,16 +35,35 @@ LEAST_SPEED = 0.1
 _LONGEST_S = 600.0
 
 
+class Promise(NamedTuple):
+    """What one job has promised.
+
+    Attributes:
+        done_s: work that it can have done since its first claim, in seconds at full speed.
+        due_s: the least sum of that and a claim.
+        seen_s: until when `done_s` counts, in seconds since the epoch.
+    """
+
+    done_s: float
+    due_s: float
+    seen_s: float
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether these can be numbers of ours: what comes from a file may be anything."""
+        numbers = all(isinstance(number, float) and math.isfinite(number) for number in self)
+        return numbers and self.done_s >= 0 and self.due_s >= 0
+
+
 class Promises:
     """What jobs have claimed until now.
 
-    Of each job two numbers are kept: the work that it can have done since its first claim, and the least sum of that
-    and a claim.
+    Args:
+        kept: by job, of an earlier life of the daemon.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[float, float]] = {}
-        self._seen_s = np.inf
+    def __init__(self, kept: Mapping[str, Promise] | None = None) -> None:
+        self._kept = dict(kept or {})
 
     def believed(self, table: JobTable, jobs: Sequence[str], speed: Floats, left_s: Floats, now_s: float) -> JobTable:
         """The table with what is believed instead of what is claimed; the promises are brought up to date.
@@ -54,16 +75,14 @@ class Promises:
             left_s: until its time limit, infinite without one.
             now_s: seconds since the epoch.
         """
-        passed_s = min(max(now_s - self._seen_s, 0.0), _LONGEST_S)
-        self._seen_s = now_s
-        kept = [self._kept.get(job) for job in jobs]
-        is_new = np.array([numbers is None for numbers in kept], np.bool_)
-        done_s, due_s = np.array([numbers or (0.0, np.inf) for numbers in kept], np.float64).reshape(len(jobs), 2).T
-        done_s = np.where(is_new, 0.0, done_s + passed_s * np.maximum(speed, LEAST_SPEED))
+        first = Promise(0.0, np.inf, now_s)
+        kept = np.array([self._kept.get(job, first) for job in jobs], np.float64).reshape(len(jobs), 3)
+        done_s, due_s, seen_s = kept.T
+        done_s = done_s + np.clip(now_s - seen_s, 0.0, _LONGEST_S) * np.maximum(speed, LEAST_SPEED)
         due_s = np.fmin(due_s, done_s + table.remaining_s)
         has_claimed = np.isfinite(due_s)
         self._kept.update(
-            (job, (done, due))
+            (job, Promise(done, due, now_s))
             for job, done, due, counts in zip(jobs, done_s.tolist(), due_s.tolist(), has_claimed.tolist(), strict=True)
             if counts
         )
@@ -73,6 +92,10 @@ class Promises:
         sigma = np.where(is_late, np.maximum(table.remaining_sigma, LATE_SIGMA), table.remaining_sigma)
         total_s = np.where(has_claimed, np.fmax(table.total_s, done_s + remaining_s), table.total_s)
         return replace(table, remaining_s=remaining_s, remaining_sigma=sigma, total_s=total_s)
+
+    def of(self, jobs: Iterable[str]) -> dict[str, Promise]:
+        """What those of these jobs have promised that have claimed anything."""
+        return {job: self._kept[job] for job in jobs if job in self._kept}
 
     def forget(self, job: str) -> None:
         """It has ended."""

@@ -27,7 +27,7 @@ _NOTHING = Held()
 
 @dataclass
 class Since:
-    """Since when something is so, by job, in seconds since the epoch; forgotten when the daemon ends.
+    """Since when something is so, by job, in seconds since the epoch; but for promises, forgotten when the daemon ends.
 
     Attributes:
         changed: its limit is what it is.

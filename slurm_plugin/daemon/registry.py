@@ -16,7 +16,7 @@ import msgspec
 
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.daemon.claimed_work import claim_s
+from hetstream.slurm_plugin.daemon.claimed_work import Promise, Promises, claim_s
 from hetstream.slurm_plugin.daemon.jobs_table import Since, pool_of, table_of, with_room
 from hetstream.slurm_plugin.daemon.known import (
     Held,
@@ -116,6 +116,7 @@ class Registry:
         settings: see above.
         policy: divides in the place of the one that the settings name.
         pace: how often jobs report and the policy is asked.
+        promises: what jobs have claimed of their remaining work, as an earlier life of the daemon remembers it.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Registry:
         settings: PolicySettings | None = None,
         policy: Policy | None = None,
         pace: Pace | None = None,
+        promises: Mapping[str, Promise] | None = None,
     ) -> None:
         self.jobs = {job.job: job for job in known}
         self.pool_cpus = 0
@@ -145,7 +147,7 @@ class Registry:
         self._held: dict[str, Held] = {}
         self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
         self._weights: dict[str, float] = {}
-        self._since = Since()
+        self._since = Since(promises=Promises(promises))
         self._is_due = False
         self._round_s = -self._pace.round_s
 
@@ -328,6 +330,10 @@ class Registry:
         return replace(
             job, weight=weight, account=leader.account, submit_s=leader.submit_s or 0.0, end_s=leader.end_s or math.inf
         )
+
+    def promises(self, jobs: Iterable[str]) -> dict[str, Promise]:
+        """What those of these jobs have promised that have claimed anything."""
+        return self._since.promises.of(jobs)
 
     def wait_shares(self) -> Mapping[str, float]:
         """Job id -> share of time that its trainers waited for data, of the jobs that said so."""

@@ -101,6 +101,7 @@ class Daemon:
             partitions=options.partitions,
             settings=store.settings(),
             pace=options.pace,
+            promises=store.promises(),
         )
         self._said_problem = ""
         self._munge = Munge(options.settings.munge_socket)
@@ -319,7 +320,8 @@ class Daemon:
         registry = self._registry
         if registry.touched:
             decisions = self._decisions(changes, registry.settings.policy, time.time())
-            self._store.save({job: registry.jobs.get(job) for job in registry.touched}, decisions)
+            touched = {job: registry.jobs.get(job) for job in registry.touched}
+            self._store.save(touched, decisions, registry.promises(touched))
             registry.touched.clear()
         self._wait_shares = registry.wait_shares()
         limit = "limit" if self._options.allocating else "would-be-limit"

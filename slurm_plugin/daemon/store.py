@@ -1,5 +1,5 @@
-"""What the daemon remembers across its own death, in SQLite: the jobs' last reports and limits, which policy divides,
-and the last decisions. Called by `server.py`.
+"""What the daemon remembers across its own death, in SQLite: the jobs' last reports, limits and promises, which policy
+divides, and the last decisions. Called by `server.py`.
 
 WAL mode: a process that is killed at any point leaves all of a change or nothing of it. It is written before a job has
 its answer, so a job never knows more than the daemon's next life, and no report counts twice.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,10 +20,13 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.daemon.claimed_work import Promise
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"
@@ -87,6 +91,8 @@ class Store:
             "create table if not exists jobs (job text primary key, user text not null, report text not null, "
             "sent_ns integer not null, seen_s real not null, weight real not null, max_workers integer, "
             "reason text not null); "
+            "create table if not exists promises (job text primary key, done_s real not null, due_s real not null, "
+            "seen_s real not null); "
             "create table if not exists settings (only_row integer primary key check (only_row = 1), "
             "value text not null); "
             "create table if not exists decisions (number integer primary key autoincrement, time_s real not null, "
@@ -103,8 +109,35 @@ class Store:
         with self._named():
             return _read(self._database)
 
-    def save(self, jobs: Mapping[str, Registered | None], decisions: Iterable[DecisionTaken] = ()) -> None:
-        """Remember these jobs, forget those that are None, and note the decisions. All or nothing.
+    def promises(self) -> dict[str, Promise]:
+        """What the jobs that are remembered have claimed of their remaining work.
+
+        What can be no promise is said and left out, and those jobs begin anew. An older daemon has left none.
+
+        Raises:
+            DaemonStateError: the file is damaged.
+        """
+        with self._named():
+            rows = self._database.execute(
+                "select job, done_s, due_s, seen_s from promises where job in (select job from jobs) order by job"
+            ).fetchall()
+        found = {job: Promise(*numbers) for job, *numbers in rows}
+        kept = {job: promise for job, promise in found.items() if promise.is_valid}
+        if len(kept) < len(found):
+            job = next(job for job in found if job not in kept)
+            log.warning(
+                "%s: of %d job(s) it is no promise that is kept there, and they begin anew: job=%.20r has %.80r",
+                self.path, len(found) - len(kept), job, tuple(found[job]),
+            )  # fmt: skip
+        return kept
+
+    def save(
+        self,
+        jobs: Mapping[str, Registered | None],
+        decisions: Iterable[DecisionTaken] = (),
+        promises: Mapping[str, Promise] | None = None,
+    ) -> None:
+        """Remember these jobs and what they promise, forget those that are None, note the decisions. All or nothing.
 
         Raises:
             DaemonStateError: it cannot be written.
@@ -112,10 +145,15 @@ class Store:
         with self._named(), transaction(self._database):
             for name, job in jobs.items():
                 self._database.execute("delete from jobs where job = ?", (name,))
+                self._database.execute("delete from promises where job = ?", (name,))
                 if job is not None:
                     report = msgspec.json.encode(job.report).decode()
                     row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
                     self._database.execute("insert into jobs values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._database.executemany(
+                "insert into promises values (?, ?, ?, ?)",
+                [(job, *promise) for job, promise in (promises or {}).items() if jobs.get(job) is not None],
+            )
             columns = DecisionTaken.__struct_fields__
             added = self._database.executemany(
                 f"insert into decisions ({', '.join(columns)}) values (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -46,13 +46,18 @@ def may_tell(job: Job) -> bool:
 def share_of(job: Job) -> float | None:
     """What one job tells; None if it tells nothing."""
     try:
-        directory = job_directory(_places(job), str(job.het.het_job_id if job.het else job.job_id))
+        directory = directory_of(job)
         path = directory / "address" if directory else None
         if path is None or not os.access(path, os.R_OK):
             return None
     except OSError:
         return None  # another user's directory
     return _ask(path)
+
+
+def directory_of(job: Job) -> Path | None:
+    """The directory of a job that may tell; None without one."""
+    return job_directory(_places(job), str(job.het.het_job_id if job.het else job.job_id))
 
 
 def _places(job: Job) -> list[Path]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from running_daemon import RunningDaemon, WaitUntil
 
-from hetstream.slurm_plugin.daemon.claimed_work import LATE_SIGMA, LEAST_SPEED, SLACK, Promises
+from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.site.messages import AskPolicy, ReportDemand, ShowPolicy
+from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.daemon.claimed_work import LATE_SIGMA, LEAST_SPEED, SLACK, Promise, Promises
+from hetstream.slurm_plugin.daemon.registry import Registry
+from hetstream.slurm_plugin.daemon.store import STATE_FILE, Store
 from hetstream.slurm_plugin.policy.choices import policy_named
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
 
@@ -94,3 +104,97 @@ def test_a_liars_advantage_ends_after_what_it_has_claimed(name: str) -> None:
         if now_s == 0:
             assert first.tolist() == [0, 8], "at first it is believed"
     assert first.tolist() == [8, 0]
+
+
+def claiming(job_id: int, steps: float) -> ReportDemand:
+    """A job that takes a step a second with the eight data workers that it has, and claims so many more."""
+    points = (SpeedPoint(1, 1, 0.125), SpeedPoint(1, 8, 1.0))
+    remaining = RemainingWork(steps, 0.1, "directive")
+    return ReportDemand(job_id, 0, 8, 8, 1, 0.5, Measured(1.0, 1.0, points, remaining=remaining))
+
+
+def next_life(store: Store, now_s: float) -> Registry:
+    """A daemon that begins with what the last one has left; two jobs run with eight companions each."""
+    registry = Registry(store.jobs(), allocating=True, promises=store.promises())
+    trainers = [Job(number, "train", "alice", ("cpu",), "RUNNING", "None", 1, 1, 1, 1, 1000) for number in (1, 2)]
+    companions = [
+        replace(trainers[0], job_id=10 * number + index, comment=f"hets:trainer={number}")
+        for number in (1, 2)
+        for index in range(8)
+    ]
+    nodes = (Node("cpu0", frozenset({"IDLE"}), ("cpu",), 32, 18, 64000, 0),)
+    registry.observe(
+        Snapshot(0.0, "22.05.8", "test", (*trainers, *companions), nodes, (Partition("cpu", ("cpu0",)),)), now_s
+    )
+    return registry
+
+
+def test_a_liar_gets_no_weight_back_by_a_restart_of_the_daemon(tmp_path: Path) -> None:
+    """The daemon dies every ten minutes, between two reports, and is away for one. Both jobs go on as they are."""
+    believed = []
+    now_s = 0.0
+    for _ in range(4):
+        with Store(tmp_path) as store:
+            registry = next_life(store, now_s)
+            for minute in range(9):
+                for job_id, steps in ((1, 3600 - now_s), (2, 120.0)):
+                    registry.report({"alice"}, claiming(job_id, steps), int(now_s * 1e9) + 1, now_s + job_id)
+                store.save(
+                    {job: registry.jobs[job] for job in registry.touched}, (), registry.promises(registry.touched)
+                )
+                registry.touched.clear()
+                if not minute:
+                    believed.append([job.remaining_s for job in registry.now(None, "", now_s + 2)])
+                now_s += MINUTE
+        now_s += MINUTE
+    for life, (honest, liar) in enumerate(believed):
+        assert honest == pytest.approx(3600 - 10 * MINUTE * life, abs=2 * MINUTE)
+        assert liar == pytest.approx(max(120, 10 * MINUTE * life - SLACK * 120), abs=2 * MINUTE)
+    with Store(tmp_path) as store:
+        store.save({"2": None}, (), store.promises())
+        assert list(store.promises()) == ["1"], "the other one has ended"
+
+
+@pytest.mark.parametrize("row", ["'x', 1.0, 1.0", "-1.0, 1.0, 1.0", "1.0, 9e999, 1.0", "1.0, 1.0, x'00'"])
+def test_what_is_no_promise_in_the_file_is_said_once_and_begins_anew(
+    row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        registry = next_life(store, 0.0)
+        registry.report({"alice"}, claiming(1, 50.0), 1, 1.0)
+        registry.report({"alice"}, claiming(2, 50.0), 1, 5.0)
+        store.save(registry.jobs, (), registry.promises(registry.jobs))
+    assert (tmp_path / STATE_FILE).stat().st_mode & 0o777 == 0o600
+    database = sqlite3.connect(tmp_path / STATE_FILE)
+    with database:
+        database.execute(f"insert or replace into promises values ('2', {row})")
+        database.execute("insert into promises values ('3', 1.0, 1.0, 1.0)")  # of no job
+    database.close()
+    with Store(tmp_path) as store:
+        assert store.promises().keys() == {"1"}
+    assert len(caplog.records) == 1
+    assert "of 1 job(s) it is no promise that is kept there, and they begin anew: job='2' has (" in caplog.text
+    database = sqlite3.connect(tmp_path / STATE_FILE)
+    database.execute("drop table promises")  # as a daemon of before has left it
+    database.close()
+    with Store(tmp_path) as store:
+        assert store.promises() == {}
+        assert len(store.jobs()) == 2
+
+
+def test_a_daemon_begins_with_the_promises_of_its_last_life(local: RunningDaemon, wait_until: WaitUntil) -> None:
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    local.ask(claiming(1, 60.0))
+    local.kill()
+    with Store(local.directory / "state") as store:
+        (promise,) = store.promises().values()
+        assert promise[:2] == (0.0, 60.0)
+        store.save({"1": store.jobs()[0]}, (), {"1": Promise(5000.0, 60.0, time.time())})
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    shown = local.ask(AskPolicy("1", 0))
+    assert isinstance(shown, ShowPolicy)
+    assert shown.jobs[0].claimed_s == 60.0
+    assert shown.jobs[0].remaining_s == pytest.approx(5000 - SLACK * 60, rel=0.05)
+    assert local.end() == 0

@@ -27,7 +27,6 @@ from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.job_cgroup import read_job_memory
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.master.memory_watch import MemoryWatch
-from hetstream.hetjob.master.migration import Migration
 from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
 from hetstream.hetjob.master.trainer_memory import TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
@@ -82,7 +81,9 @@ class Elastic:
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
         measuring: what the site is told of the job's speed; None for nothing.
-        migration: moves a trainer that runs out of memory; None: that is only said.
+
+    Attributes:
+        memory_watch: of trainer and companions.
     """
 
     def __init__(
@@ -95,7 +96,6 @@ class Elastic:
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         measuring: Measuring | None = None,
-        migration: Migration | None = None,
     ) -> None:
         self._controller = controller
         self._companions = companions
@@ -112,7 +112,7 @@ class Elastic:
         self._rates = WorkerRates()
         self._memory = CompanionMemory(companions.mb_per_cpu)
         trainer_memory = TrainerMemory(companions.job_id, partial(read_job_memory, companions.job_id))
-        self._watch = MemoryWatch(trainer_memory, self._memory, migration)
+        self.memory_watch = MemoryWatch(trainer_memory, self._memory)
         self._time = companions.time
         self._moves = CompanionMoves()
         self._said = ""
@@ -144,7 +144,7 @@ class Elastic:
             "data_worker_cpus": controller.cpus,
             "data_worker_mb": self._memory.most_mb(controller.cpus),
             "trainer_cpus_recommended": controller.trainer_cpus,
-            "trainer_memory": self._watch.trainer.first_warning,
+            "trainer_memory": self.memory_watch.trainer.first_warning,
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
             **self._time.summary(self._clock()),
@@ -186,7 +186,7 @@ class Elastic:
             self._last_read = snapshot
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
-        self._watch.look_at_trainer(measured, now)
+        self.memory_watch.look_at_trainer(measured, now)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
@@ -204,7 +204,7 @@ class Elastic:
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             self._note(decision, snapshot.num_data_workers)
-        warnings = self._watch.warnings(self._controller.limits.largest_cpus, now)
+        warnings = self.memory_watch.warnings(self._controller.limits.largest_cpus, now)
         self._controller_state_file.write(self._controller.memory(), warnings)
         if decision.is_change:
             # Written down and said first: acting may take seconds.
@@ -481,7 +481,7 @@ class Elastic:
             if state is not CompanionState.WORKING and snapshot.of(state)
         ]
         site = "" if snapshot.site_limit is None else f", by the site {snapshot.site_limit}"
-        warning = self._watch.trainer.warning
+        warning = self.memory_watch.trainer.warning
         return (
             f"{f'{warning}; ' if warning else ''}"
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "

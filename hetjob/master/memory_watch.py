@@ -24,23 +24,26 @@ class MemoryWatch:
     Args:
         trainer: see there.
         companions: see there.
+
+    Attributes:
+        trainer: see above.
         migration: moves the trainer; None: its warning is only said.
     """
 
-    def __init__(self, trainer: TrainerMemory, companions: CompanionMemory, migration: Migration | None) -> None:
+    def __init__(self, trainer: TrainerMemory, companions: CompanionMemory) -> None:
         self.trainer = trainer
+        self.migration: Migration | None = None
         self._companions = companions
-        self._migration = migration
 
     def look_at_trainer(self, measured: Measured | None, now: float) -> None:
         """Read its memory if it is time to; say and do what follows."""
         is_first = self.trainer.look(now, counted_left_s(measured))
         if is_first:
             log.warning("%s", self.trainer.warning)
-        if self._migration is not None:
+        if self.migration is not None:
             if is_first:
-                self._migration.begin(self.trainer.needed)
-            self._migration.look()
+                self.migration.begin(self.trainer.needed)
+            self.migration.look()
 
     def warnings(self, largest_cpus: int, now: float) -> list[MemoryWarning]:
         """What is warned of now, in seconds since the epoch to the nearest ten.

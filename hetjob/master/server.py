@@ -228,8 +228,8 @@ def serve(
             controller_state_file,
             site,
             measuring=Measuring(work, options),
-            migration=_migration(config, job, environ),
         )
+        elastic.memory_watch.migration = _migration(config, job, environ)
         launcher.elastic = elastic
     service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
     with signals_held(_STOP_SIGNALS):

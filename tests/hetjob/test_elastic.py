@@ -335,7 +335,9 @@ def test_a_trainer_that_runs_out_of_memory_is_told_of_in_the_log_the_headline_an
     now = [0.0]
     script = Script()
     elastic = world.run(script, clock=lambda: now[0])
-    elastic._watch.trainer = TrainerMemory("7", lambda: MemoryReading((32 << 30) + int(now[0]) * (8 << 20), 64 << 30))
+    elastic.memory_watch.trainer = TrainerMemory(
+        "7", lambda: MemoryReading((32 << 30) + int(now[0]) * (8 << 20), 64 << 30)
+    )
 
     def goes_on() -> bool:
         now[0] += 10.0

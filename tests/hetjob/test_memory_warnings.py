@@ -82,7 +82,8 @@ def until_warned(watch: MemoryWatch, now: list[float]) -> None:
 def test_a_trainer_moves_once_and_outside_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now, commands = [0.0], Commands()
-    watch = MemoryWatch(growing_trainer(now), CompanionMemory(None), migration(tmp_path, commands))
+    watch = MemoryWatch(growing_trainer(now), CompanionMemory(None))
+    watch.migration = migration(tmp_path, commands)
     until_warned(watch, now)
     ((argv, environ, log_file),) = commands.started
     assert argv[:3] == ["/bin/hetstream", "migrate", "8123"]
@@ -98,7 +99,8 @@ def test_a_trainer_moves_once_and_outside_of_its_job(tmp_path: Path, caplog: pyt
     assert len(commands.started) == 1
     assert caplog.text.count("the job that takes over is submitted: see ") == 1
     # The next job master knows nothing of the first warning, and warns again.
-    again = MemoryWatch(growing_trainer(now), CompanionMemory(None), migration(tmp_path, commands))
+    again = MemoryWatch(growing_trainer(now), CompanionMemory(None))
+    again.migration = migration(tmp_path, commands)
     until_warned(again, now)
     assert len(commands.started) == 1
     assert "the training is not moved again" in caplog.text
@@ -124,7 +126,7 @@ def test_a_migration_that_fails_is_said_and_leaves_the_job_alone(
 
 def test_without_the_wish_a_warning_is_only_said() -> None:
     now = [0.0]
-    watch = MemoryWatch(growing_trainer(now), CompanionMemory(None), None)
+    watch = MemoryWatch(growing_trainer(now), CompanionMemory(None))
     until_warned(watch, now)
     (warning,) = watch.warnings(4, now[0])
     assert warning.job == "8123"

@@ -123,7 +123,8 @@ def samples_of_hetstream(dataset: Paths, processes: int) -> Iterator[tuple[str, 
     from hetstream import DataLoader
 
     with running(processes, os.sched_getaffinity(0)) as service:
-        with DataLoader(Paths(BATCH_SIZE), BATCH_SIZE, service=service) as other:
+        other: DataLoader[Any] = DataLoader(Paths(BATCH_SIZE), BATCH_SIZE, service=service)
+        with other:
             iter(other)
             wait_for_data_workers(other, processes)
         for suffix in ("", "|, second loader"):

@@ -129,6 +129,13 @@ def test_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_startup(tmp_path: Path) -> None:
+    rows = run("startup", tmp_path, "hetstream,fork")
+    for system in ("hetstream", "hetstream, second loader", "torch DataLoader, fork"):
+        assert rows[system]["value"] is not None, rows
+
+
+@pytest.mark.slow
 def test_coordinated(tmp_path: Path) -> None:
     rows = run("coordinated", tmp_path, "hetstream")
     assert all(row["value"] is not None for row in rows.values()), rows

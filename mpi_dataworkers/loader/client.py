@@ -2,7 +2,7 @@
 
 Used by `remote_source.py`. The training thread opens a session for an epoch and takes its steps in order;
 everything else (credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the
-thread of the process's connection (`connection.py`), which all loaders share. So nothing here waits, and batches whose
+thread of the process's connection (`process_connection.py`), which all loaders share. So nothing here waits, and batches whose
 rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other loaders go on.
 
 What a session knows is in `session.py`, what the dispatcher was told in `registration.py`, whether data workers deliver
@@ -26,15 +26,15 @@ from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability
-from hetstream.mpi_dataworkers.loader.connection import (
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
+from hetstream.mpi_dataworkers.loader.notification import Notification
+from hetstream.mpi_dataworkers.loader.process_connection import (
     CONNECT_TIMEOUT_S,
     ConnectionOptions,
     ProcessConnection,
     join_service,
     service_at,
 )
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
-from hetstream.mpi_dataworkers.loader.notification import Notification
 from hetstream.mpi_dataworkers.loader.rebuilding import Rebuilder, rebuild
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions, Registration
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest

@@ -21,7 +21,6 @@ from hetstream.mpi_dataworkers.loader.keyword import takes
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
-from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order, PlannedSteps
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
@@ -29,6 +28,7 @@ from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochSetter, beginning_again, beginning_of
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
+from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, Order, PlannedSteps
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     make_connection,
@@ -40,7 +40,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
 from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, padding_waste, step_spread
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
-from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
 from hetstream.mpi_dataworkers.order.visitation import Cut
 

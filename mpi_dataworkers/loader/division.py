@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import StateError
-from hetstream.mpi_dataworkers.loader.order import PlannedSteps
+from hetstream.mpi_dataworkers.loader.step_indices import PlannedSteps
 from hetstream.mpi_dataworkers.order.interleave import Interleave, deal
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed
 from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan

@@ -12,8 +12,8 @@ from typing import Any
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.local_workers import FailedStep, LocalWorkers, ShardEnd, early_end, read_shards
-from hetstream.mpi_dataworkers.loader.order import Order
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.step_indices import Order
 
 
 class LocalSource:

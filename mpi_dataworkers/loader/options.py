@@ -98,7 +98,7 @@ class LoaderOptions:
             of length at each step (see `bucketing.BucketPlan`).
         bucket_boundaries: ascending lengths, at each of which a bucket begins.
         length_of: the same for an IterableDataset: a picklable function that gives an element's length. Every rank
-            then reads all shards, its slice of each round (see `rounds.RoundFormer`).
+            then reads all shards, its slice of each round (see `length_rounds.RoundFormer`).
         sharding: how the data is divided among data workers, a `ShardingPolicy`; default DYNAMIC, and HINT for an
             IterableDataset.
         visitation: `exactly_once` (default), `at_most_once`: go on without what a lost data worker held, or, under

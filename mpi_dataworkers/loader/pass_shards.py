@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetstream.mpi_dataworkers.loader.division import Division, interleave_of, snapshots_of
-from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order
+from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, Order
 from hetstream.mpi_dataworkers.order.interleave import Interleave, Slot
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.visitation import Cut

@@ -1,13 +1,13 @@
 """A program's own sampler, drawn ahead of the training loop, and its steps on their way to the dispatcher.
 
-Used by `remote_source.py`. `order.LookAhead` says how far.
+Used by `remote_source.py`. `step_indices.LookAhead` says how far.
 """
 
 from __future__ import annotations
 
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
-from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead, steps_to_gather
 from hetstream.mpi_dataworkers.loader.session import LoaderSession
+from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead, steps_to_gather
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetstream.base.training_progress import told
-from hetstream.mpi_dataworkers.loader.connection import REPORT_S
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep, Step
+from hetstream.mpi_dataworkers.loader.process_connection import REPORT_S
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.order.window import Window
 from hetstream.mpi_dataworkers.wire.messages import (

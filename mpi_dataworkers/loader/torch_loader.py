@@ -12,11 +12,11 @@ import torch.utils.data
 
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
-from hetstream.mpi_dataworkers.loader.order import LookAhead
+from hetstream.mpi_dataworkers.loader.step_indices import LookAhead
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
-from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
 
 
 def distributed_identity() -> tuple[int, int] | None:

@@ -23,11 +23,11 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, OnExtra, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
-from hetstream.mpi_dataworkers.loader.order import PartlyListedSteps
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
+from hetstream.mpi_dataworkers.loader.step_indices import PartlyListedSteps
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,

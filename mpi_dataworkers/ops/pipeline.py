@@ -34,7 +34,7 @@ from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
 from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, run_stage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
-from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices, derive_seed
 from hetstream.mpi_dataworkers.sources.together import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam

@@ -1,4 +1,4 @@
-"""Steps of one shard of an IterableDataset, each of elements that follow one another. For others see `rounds.py`."""
+"""Steps of one shard of an IterableDataset, of elements that follow one another. For others see `round_reader.py`."""
 
 from __future__ import annotations
 

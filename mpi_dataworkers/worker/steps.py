@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     use_one_thread,
     without,
 )
-from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.ops.round_reader import RankReader, SharedRounds, open_shard
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.sharding import Indices, SampleSeeds

@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.loader import connection
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S
-from hetstream.mpi_dataworkers.loader.connection import ConnectionOptions, join_service
+from hetstream.mpi_dataworkers.loader.process_connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (

@@ -15,9 +15,9 @@ from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.loader.order import ListedSteps
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps
 
 DATA = datasets.Augmented(24)
 

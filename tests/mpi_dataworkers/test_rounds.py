@@ -20,8 +20,8 @@ from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
-from hetstream.mpi_dataworkers.ops.rounds import SharedRounds, open_shard
-from hetstream.mpi_dataworkers.order.rounds import RoundFormer, StreamBuckets
+from hetstream.mpi_dataworkers.ops.round_reader import SharedRounds, open_shard
+from hetstream.mpi_dataworkers.order.length_rounds import RoundFormer, StreamBuckets
 from hetstream.mpi_dataworkers.wire.messages import ShardOrder
 
 BOUNDARIES = [10, 20, 40]

@@ -487,7 +487,7 @@ def test_another_dispatchers_key_is_named(
     foreign = tmp_path / "foreign"
     foreign.write_text(json.dumps(fields | {"server_public_key": new_keys()[0]}))
     foreign.chmod(0o600)
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.connection.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.process_connection.CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(AuthenticationError, match="the server key in the address file is not its key"):
         DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
 
@@ -771,7 +771,7 @@ atexit.register(connection._close_connections)
 
 
 def test_no_dispatcher_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.connection.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.process_connection.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(ServiceUnavailable, match=r"nowhere did not appear within 0\.2 s\. Is the dispatcher running"):
         DataLoader(datasets.Augmented(3), service=f"file:{tmp_path / 'nowhere'}")
 

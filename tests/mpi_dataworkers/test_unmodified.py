@@ -24,7 +24,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.hook import environment, patch
-from hetstream.mpi_dataworkers.loader.order import LookAhead
+from hetstream.mpi_dataworkers.loader.step_indices import LookAhead
 from hetstream.mpi_dataworkers.loader.torch_loader import look_ahead_of
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter

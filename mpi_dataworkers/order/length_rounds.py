@@ -2,7 +2,7 @@
 
 Used in place of `bucketing.BucketPlan` where lengths are known only when the elements come. The rounds of a shard are a
 function of its elements alone, so whoever reads the shard forms the same ones: step j of rank r is slice r of round j.
-`ops/rounds.py` reads the shards.
+`ops/round_reader.py` reads the shards.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.ops.iterable import Shard, ShardSteps
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, describe_failure, seed_generators
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
-from hetstream.mpi_dataworkers.order.rounds import RoundFormer
+from hetstream.mpi_dataworkers.order.length_rounds import RoundFormer
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # for editors and type checkers; tests/test_door.py compares 
     from hetstream.mpi_dataworkers.order.visitation import Visitation as Visitation
     from hetstream.mpi_dataworkers.partitioner.partition import partition as partition
     from hetstream.slurm_plugin.errors import *
+
+    __version__: str
 else:
     _MODULES = {
         "Adaptive": "checkpoint.policy.interval",
@@ -63,7 +65,7 @@ else:
         "slurm_plugin.errors",
     )
 
-    __all__ = [*_MODULES, "HetstreamError"]
+    __all__ = [*_MODULES, "HetstreamError", "__version__"]
 
     def _errors():
         """Every error by its name."""
@@ -79,6 +81,8 @@ else:
             value = getattr(importlib.import_module(f"hetstream.{_MODULES[name]}"), name)
         elif name[:1].isupper() and name in (errors := _errors()):
             value = errors[name]
+        elif name == "__version__":
+            value = importlib.import_module("importlib.metadata").version("hetstream")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,13 @@ def test_every_name_is_there(name: str) -> None:
 
 def test_a_star_brings_the_names_of_users_and_one_error_to_catch() -> None:
     code = "before = {*globals()}\nfrom hetstream import *\nprint(*sorted({*globals()} - before - {'before'}))"
-    assert run(code).split() == sorted([*MODULES, "HetstreamError"])
+    assert run(code).split() == sorted([*MODULES, "HetstreamError", "__version__"])
 
 
 def test_editors_see_what_is_there() -> None:
     tree = ast.parse((ROOT / "hetstream" / "__init__.py").read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    assert "__version__: str" in [ast.unparse(node) for node in block.body]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {(alias.name, alias.asname): node.module for node in imports for alias in node.names if alias.asname}
     assert seen == {(name, name): f"hetstream.{module}" for name, module in MODULES.items()}
@@ -93,4 +95,11 @@ def test_a_module_of_the_user_never_meets_ours(name: str, tmp_path: Path) -> Non
 def test_it_is_a_command_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hetstream", "--version"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("hetstream ")
+    assert done.stdout == f"hetstream {version('hetstream')}\n"
+
+
+def test_the_version_is_read_when_it_is_asked_for() -> None:
+    assert hetstream.__version__ == version("hetstream")
+    assert "__version__" in dir(hetstream)
+    code = "import sys, hetstream; before = 'importlib.metadata' in sys.modules; print(before, hetstream.__version__)"
+    assert run(code) == f"False {version('hetstream')}"

@@ -4,65 +4,44 @@ A save takes the state apart, copies its tensors into a slot of the rank's store
 program waits for. The checkpoint writer, another process, brings it to disk. Ranks talk when they start, when they
 restore, and about once a second when they ask whether to save; never while they save.
 
-This module has the order of things. The others do them:
+This module is what a program calls. The work is done by
 
-* a save: `capture.py` takes a state apart, `copy_plan.py` plans the copy, `saving.py` makes it;
-* the way to disk: `writer_link.py` has a checkpoint writer;
-* a restore: `candidates.py` chooses a generation, `source.py` opens it, `destinations.py` says where it goes;
-* what all ranks go by: `timing.py` when to save, `ownership.py` whose directory it is, `stop_agreement.py` when to end;
-* `assembly.py` plugs in what lets another job go on (`handover/`), and copies on other hosts (`replica/`).
+* `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
+* `save/saving.py`: takes a state apart (`capture.py`), plans its copy (`copy_plan.py`) and makes it;
+* `restoring.py`: chooses a generation (`candidates.py`), opens it (`source.py`), brings it home (`destinations.py`);
+* `timing.py` and `stopping.py`: when all ranks save, and when they end;
+* `assembly.py`: plugs in what lets another job go on (`handover/`), and copies on other hosts (`replica/`).
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
 import logging
 import os
 import sys
-import time
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import UnsupportedState
-from hetstream.checkpoint.flash import collector
-from hetstream.checkpoint.flash.assembly import other_hosts_of, succession_of
-from hetstream.checkpoint.flash.background import Background
-from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0, gather, together
-from hetstream.checkpoint.flash.host import find_host
+from hetstream.checkpoint.config import directory_of_job
+from hetstream.checkpoint.flash.distributed import Communicator, communicator
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
-from hetstream.checkpoint.flash.ownership import DirectoryOwnership
-from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
-from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
-from hetstream.checkpoint.flash.restore.source import MemorySource
-from hetstream.checkpoint.flash.restore.trial import Sources
+from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
+from hetstream.checkpoint.flash.restoring import Restoring
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
 from hetstream.checkpoint.flash.stats import CheckpointStats
-from hetstream.checkpoint.flash.stop import StopRequest
-from hetstream.checkpoint.flash.stop_agreement import StopAgreement
+from hetstream.checkpoint.flash.stopping import Stopping
+from hetstream.checkpoint.flash.storage import CheckpointStorage
 from hetstream.checkpoint.flash.timing import Timing
-from hetstream.checkpoint.flash.writer_link import WriterLink
-from hetstream.checkpoint.memory.adoption import newest_attempt
-from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import FALLBACK, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.lineage import Lineage
-from hetstream.checkpoint.tensors.leaves import Leaves
 
 _log = logging.getLogger(__name__)
-
-# How often to see whether somebody has deleted the store, beside each save.
-_LOOK_S = 1.0
 
 
 class FlashCheckpointer:
@@ -102,67 +81,21 @@ class FlashCheckpointer:
         path = directory_of_job() if directory is None else directory
         if path is None:
             raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")
-        self._options = options
-        self._ranks = ranks or communicator()
-        self._directory = CheckpointDirectory(path)
-        self._fallback = (options.fallback or self._directory.path / FALLBACK).absolute()
-        self._is_open = True
-        self._background = Background()
-        self._guards: list[Any] = []
-        self._last_step_s = self._looked_s = 0.0
-        self._last: Generation | None = None
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
-        self._timing = Timing(rule, self._directory, self._ranks)
-        job, component = job_and_component()
-        job_id = f"{job}+{component}" if component else job
-        self._succession = succession_of(job_id, self._directory, keep or Retention(), options)
-        self._others = other_hosts_of(self._directory, self._ranks.rank, options)
-        self._ownership = DirectoryOwnership(self._directory, self._ranks, self._succession, self._others)
-        identity = StoreIdentity(job, component, self._ranks.rank, self._directory.path)
-        with contextlib.ExitStack() as undo:
-            self._ownership.begin(newest_attempt(identity, (options.shared_memory.absolute(), self._fallback)))
-            undo.callback(self._directory.release)
-            lineage = self._ownership.lineage
-            self._store = self._open_store(dataclasses.replace(identity, lineage=lineage))
-            undo.callback(self._store.close)
-            self._writer = WriterLink(self._store, self._directory.path)
-            if self._others:
-                self._store.when_renewed.append(self._others.on_renewed)
-            self._ownership.settle(self._store)
-            self._host = find_host(self._ranks, self._store, self._directory.path)
-            self._writer.start(job_has_writer=job_has_writers())
-            undo.pop_all()
-        self._capture = Capture(
-            tuple(shared),
-            self._ranks.rank,
-            self._ranks.world_size,
-            options,
-            holds_shared=self._host.holds_shared,
-        )
-        self._saving = Saving(self._store, self._capture, check_async=options.check_async)
-        self._memory = MemorySource(self._store, self._host)
-        self._background.start(self._look_ahead)
-        self._stop = StopRequest(options.stop_signals, self._before_death)
-        self._stop.install()
-        self._stop_agreement = StopAgreement(self._ranks, self._asked_here, self._succession.asked)
-        if self._ranks.rank == 0:
+        self._pid = os.getpid()
+        self._options = options
+        self._guards: list[Any] = []
+        ranks = ranks or communicator()
+        storage = self._storage = CheckpointStorage(path, keep or Retention(), ranks, options)
+        capture = Capture(tuple(shared), ranks.rank, ranks.world_size, options, holds_shared=storage.host.holds_shared)
+        self._saving = Saving(storage.store, capture, check_async=options.check_async)
+        self._timing = Timing(rule, storage.directory, ranks)
+        self._restoring = Restoring(ranks, storage, self._saving, self._timing, allow_pickle=options.allow_pickle)
+        self._stopping = Stopping(ranks, storage, options.stop_signals)
+        self._saving.background.start(storage.populate)
+        if ranks.rank == 0:
             warn_of_wrapper()
         atexit.register(self._at_exit)
-
-    def _look_ahead(self) -> None:
-        """Map and read what an earlier start of the job left in memory, while the program makes its model."""
-        self._store.populate()
-        self._memory.read_ahead()
-
-    def _open_store(self, identity: StoreIdentity) -> Store:
-        options = self._options
-
-        def open_here() -> Store:
-            if options.fallback is None:
-                make_fallback(self._directory.path)
-            return Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback)
-
-        return together(self._ranks, open_here, undo=Store.close)
 
     # Saving
 
@@ -210,18 +143,10 @@ class FlashCheckpointer:
 
     def _begin_save(self, step: int) -> Generation:
         self._check_open()
-        self._check_owner()
-        self._last_step_s = time.time()
+        self._storage.check_owner()
         number = checked_step(step)
-        self._writer.tell_errors()
-        generation = Generation(self._ownership.attempt, number)
-        if self._last and generation[:2] < self._last[:2]:
-            # Before it is noted: what is saved behind it would be taken for what came before it.
-            raise OptionsError(f"{generation} is older than {self._last}, which was saved: steps of an attempt grow")
-        if self._last and self._last[:2] == generation[:2]:
-            generation = self._last._replace(repeat=self._last.repeat + 1)
-        self._last = generation
-        return generation
+        self._storage.writer.tell_errors()
+        return self._saving.begin(self._storage.attempt, number)
 
     # Preparing
 
@@ -231,14 +156,7 @@ class FlashCheckpointer:
         `restore` does so by itself. For lazy modules without shapes nothing is allocated.
         """
         self._check_open()
-        with collector.held_off():
-            leaves = self._capture.flatten(state)
-            self._store.announce(*self._capture.expected_bytes(state, leaves))
-            self._prepare(state, leaves)
-
-    def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
-        if not leaves.shapeless:
-            self._background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
+        self._saving.prepare(state, self._saving.announce(state))
 
     # Restoring
 
@@ -268,25 +186,7 @@ class FlashCheckpointer:
         self._check_open()
         step = None if step is None else checked_step(step)
         self.fence()
-        with collector.held_off():
-            leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
-        self._store.announce(*self._capture.expected_bytes(state, leaves))
-        self._become_owner()
-        candidates = self._candidates()
-        with collector.held_off():
-            request = RestoreRequest(step, strict, self._options.allow_pickle)
-            restored = restore_state(candidates, state, leaves, request)
-        if restored.generation and (step is not None or self._is_behind(restored.generation)):
-            self._go_back(restored.generation)
-        self._timing.begin(restored.step or 0)
-        self._succession.note_restored(restored.step or 0)
-        with collector.held_off():
-            # Last, as it goes on in a thread, and each look at a file would wait for that.
-            try:
-                self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
-            except UnsupportedState as error:  # the restore is done, here and on the other ranks; a save raises it
-                _log.warning("what was restored cannot be saved: %s", error)
-        return restored.step
+        return self._restoring.restore(state, step, strict=strict)
 
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
@@ -306,10 +206,7 @@ class FlashCheckpointer:
         self._check_open()
         step = None if step is None else checked_step(step)
         self.fence()
-        self._become_owner()
-        loaded = load_values(self._candidates(), RestoreRequest(step, allow_pickle=self._options.allow_pickle))
-        self._succession.note_restored(loaded.step if loaded else 0)
-        return loaded
+        return self._restoring.load(step)
 
     def all_steps(self) -> list[int]:
         """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.
@@ -323,36 +220,7 @@ class FlashCheckpointer:
         """
         self._check_open()
         self.fence()
-        if self._ownership.attempt:
-            return self._candidates().all_steps()[0]
-        lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
-        return RestoreCandidates(self._ranks, Sources(self._directory), lineage).all_steps()[0]
-
-    def _become_owner(self) -> None:
-        """Own the directory, and have a store that nobody has deleted. In a job that takes over from another, this
-        asks that job to stop, and waits until it has."""
-        self._store.renew_if_deleted()
-        if not self._ownership.attempt:
-            self._ownership.take_over(self._store)
-        # Other ranks of the host look into this rank's store, which may be another one than at the start.
-        self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
-
-    def _candidates(self) -> RestoreCandidates:
-        """What the owner of the directory can restore from."""
-        self._ownership.check_directory()
-        sources = Sources(self._directory, self._memory, self._others, self._host)
-        return RestoreCandidates(self._ranks, sources, self._ownership.lineage)
-
-    def _is_behind(self, generation: Generation) -> bool:
-        """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
-        return any(gather(self._ranks, self._last is not None and generation < self._last))
-
-    def _go_back(self, start: Generation) -> None:
-        """Saves come behind a generation from now on; all that is newer is left behind."""
-        self._background.wait()
-        has_saved = any(gather(self._ranks, self._last is not None))
-        self._ownership.go_back(start, self._store, has_saved=has_saved)
-        self._last = self._saving.stats.saved = None
+        return self._restoring.all_steps()
 
     # When to save, when to stop
 
@@ -365,13 +233,10 @@ class FlashCheckpointer:
         Once the program is to end, it says so after every step, and `stopping` is true on all ranks after the same.
         """
         self._check_open()
-        self._check_owner()
-        if time.monotonic() > self._looked_s + _LOOK_S:
-            self._looked_s = time.monotonic()
-            self._store.renew_if_deleted()
-            self._writer.tell_errors(between_saves=True)
-        is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
-        is_due = self._stop_agreement.is_asked(step) or is_due
+        self._storage.check_owner()
+        self._storage.look()
+        is_due = self._timing.is_due(step, self._saving.stats, self._storage.store.status)
+        is_due = self._stopping.is_asked(step) or is_due
         if is_due:
             self._timing.note_due(step)
         return is_due
@@ -384,29 +249,21 @@ class FlashCheckpointer:
         Of several ranks it is true on all of them after the same step, whichever was asked: look after `should_save`,
         which is where they agree, about once a second. In a program that saves without asking `should_save`, each rank
         knows only what it was asked itself."""
-        self._stop.promise()
-        is_stopping = self.stop_reason != ""
-        if is_stopping:
-            self._stop.note_asked()
-        return is_stopping
+        return self._stopping.look(has_saved=self._saving.newest is not None)
 
     @property
     def stop_reason(self) -> str:
         """Why `stopping` is true, in words; "" while it is not."""
-        is_agreed = self._ranks.world_size > 1 and (self._stop_agreement.has_looked or self._last is None)
-        return self._stop_agreement.reason or ("" if is_agreed else self._asked_here())
-
-    def _asked_here(self) -> str:
-        """Why this rank was asked to end; "" if it was not."""
-        return self._stop.reason or (self._store.stop_reason() if self._is_open else "")
+        return self._stopping.reason(has_saved=self._saving.newest is not None)
 
     # Looking and ending
 
     def stats(self) -> CheckpointStats:
         """How the saves of this rank go, and what the checkpoint writer says of them."""
+        storage = self._storage
         return self._saving.stats.with_writer_status(
-            self._store.status() if self._is_open else None,
-            writer_alive=self._is_open and self._store.is_writer_alive(),
+            storage.store.status() if storage.is_open else None,
+            writer_alive=storage.is_open and storage.store.is_writer_alive(),
             interval=self._timing.reason,
         )
 
@@ -419,7 +276,7 @@ class FlashCheckpointer:
         self._check_open()
         self.fence()
         wanted = self._saving.stats.saved
-        return wanted is None or self._writer.wait_for(wanted, timeout_s)
+        return wanted is None or self._storage.writer.wait_for(wanted, timeout_s)
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Bring the newest generation to disk and leave nothing behind. A second time, and in a forked child, nothing.
@@ -427,64 +284,41 @@ class FlashCheckpointer:
         Args:
             keep_memory: leave the generations in memory for the next start, as after a crash.
         """
-        if not self._is_open or os.getpid() != self._stop.pid:
+        if not self._storage.is_open or os.getpid() != self._pid:
             return
         try:
             self._close(keep_memory=keep_memory)
         finally:
             # Last: a request to end that comes again ends nothing that is ending in order.
-            self._stop.remove()
+            self._stopping.remove()
 
     def _close(self, *, keep_memory: bool) -> None:
         try:
             self.fence()
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
-        self._succession.withdraw()
-        is_owner = self._ownership.attempt > 0 and not self._stop_agreement.hands_over
-        saved, successor = self._saving.stats.saved, self._succession.successor
+        storage, saved = self._storage, self._saving.stats.saved
+        storage.succession.withdraw()
+        hands_over, successor = self._stopping.hands_over, storage.succession.successor
         if successor and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s
-            self._succession.hand_over(saved, self._last_step_s, timeout_s, self._writer.has_writer)
-        self._is_open = False
-        self._writer.end()
+            storage.succession.hand_over(saved, self._saving.last_step_s, timeout_s, storage.writer.has_writer)
+        storage.begin_closing()
         atexit.unregister(self._at_exit)
         for guard in self._guards:
             guard.remove()
-        self._background.wait()
-        self._saving.forget_slots()
-        self._store.renew_if_deleted()
-        if not keep_memory and not self._writer.has_writer():
-            _log.error("the newest generation stays in memory, as there is no checkpoint writer: %s", self._store.path)
-            keep_memory = True
-        if saved and not successor and not keep_memory:
-            self._writer.await_job_writer(saved, self._options.close_timeout_s)
-        self._store.close(keep=keep_memory, keep_unsaved=True)
-        self._writer.await_end(self._options.close_timeout_s)
-        self._ownership.end()
-        if is_owner:
-            with contextlib.suppress(OSError):
-                self._fallback.rmdir()  # unless it is used, or the user's
+        self._saving.close()
+        storage.close(None if successor else saved, keep_memory=keep_memory, hands_over=hands_over)
 
     def _at_exit(self) -> None:
         # Python sets it for an exception that ends the program: then memory is kept, as after any crash.
         self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
 
-    def _before_death(self) -> None:
-        """SIGTERM ends the process: the checkpoint writer is told that the memory may go once it is on disk."""
-        if self._is_open:
-            with contextlib.suppress(OSError):
-                self._store.mark_closed()
-
-    def _check_owner(self) -> None:
-        if not self._ownership.attempt:
-            raise OptionsError("restore() or load() comes first in a job that takes over from another")
-
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self._storage.is_open:
             raise OptionsError("the checkpointer is closed")
-        if os.getpid() != self._stop.pid:
-            raise OptionsError(f"a forked child shares no checkpointer; only process {self._stop.pid} can use it")
+        if os.getpid() != self._pid:
+            raise OptionsError(f"a forked child shares no checkpointer; only process {self._pid} can use it")
 
     def __enter__(self) -> FlashCheckpointer:
         return self

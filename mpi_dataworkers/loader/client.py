@@ -2,8 +2,9 @@
 
 Used by `remote_source.py`. The training thread opens a session for an epoch and takes its steps in order;
 everything else (credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the
-thread of the process's connection (`process_connection.py`), which all loaders share. So nothing here waits, and batches whose
-rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other loaders go on.
+thread of the process's connection (`process_connection.py`), which all loaders share. So nothing here waits, and
+batches whose rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other
+loaders go on.
 
 What a session knows is in `session.py`, what the dispatcher was told in `registration.py`, whether data workers deliver
 in `availability.py`: all without I/O. Here are the lock that guards them and the messages.

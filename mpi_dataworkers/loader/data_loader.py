@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import torch
 import torch.utils.data
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.config import TrainerIdentity, service_from_environment
-from hetstream.mpi_dataworkers.errors import PipelineError, StateError
+from hetstream.mpi_dataworkers.config import service_from_environment
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
-from hetstream.mpi_dataworkers.loader.division import own_position
 from hetstream.mpi_dataworkers.loader.keyword import takes
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
+from hetstream.mpi_dataworkers.loader.loader_order import order_of
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
-from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
-from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.position import LoaderPasses, LoaderPosition, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
-from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochSetter, beginning_again, beginning_of
-from hetstream.mpi_dataworkers.loader.sharing import SharedStream
-from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
-from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, Order, PlannedSteps
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSample
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     make_connection,
@@ -38,14 +31,8 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
 )
 from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
 from hetstream.mpi_dataworkers.ops.staged import BatchStage
-from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, padding_waste, step_spread
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
-from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
-from hetstream.mpi_dataworkers.order.sharding import EpochPlan
-from hetstream.mpi_dataworkers.order.visitation import Cut
 
-# `stats` computes padding_waste and step_spread over this many of the last steps; each step costs about 0.1 ms.
-_NUM_STEPS_JUDGED = 16
 _TorchLoader: Any = torch.utils.data.DataLoader
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -73,87 +60,26 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def __init__(self, options: LoaderOptions) -> None:
         identity = options.check(distributed_identity())
         super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
-        self._set_up(options, identity)
+        self.seed = options.seed or 0
+        self._repeat = options.repeat
+        self._device = torch.device("cpu" if options.device is None else options.device)
+        self._position = LoaderPosition()
+        self._order = order_of(self, options, identity)
         service = options.service or service_from_environment()
         options.say_what_has_no_effect(service is not None)
         say_pinning_has_no_effect(self)
-        self._connection = self._connect(options, service, identity)
-        self._connection.close_with(self)
-
-    def _set_up(self, options: LoaderOptions, identity: TrainerIdentity) -> None:
-        """Keep the options that decide the order of samples, and begin at the first epoch."""
-        self.seed = options.seed or 0
-        self._device = torch.device("cpu" if options.device is None else options.device)
-        self._listed_order = options.is_listed
-        self._sampler_epoch = SamplerEpochSetter(self.sampler, self.batch_sampler)
-        self._shuffle = bool(options.shuffle)
-        self._rank, self._world_size = (0, 1) if options.is_listed else (identity.rank, identity.world_size)
-        self._position = LoaderPosition()
-        self._repeat: int | None = options.repeat
-        self._global_batch_size = options.global_batch_size
-        sharding_plan = options.sharding_plan(self._world_size)
-        self._order_description = options.order_description(sharding_plan)
-        self._buckets = options.length_buckets()
-        self._division = options.division(sharding_plan, self._rank, self._world_size)
-        self._is_as_long_as_it_says = (
-            options.is_iterable
-            and self._world_size == 1
-            and sharding_plan.cut is not Cut.COPIES
-            and options.length_of is None
-        )
-        if not options.is_listed:
-            self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
-
-    def _connect(self, options: LoaderOptions, service: str | None, identity: TrainerIdentity) -> LoaderConnection:
-        sharing, pipeline_name, length_of = options.sharing, options.pipeline_name or "", options.length_of
-        sharing_description = {"sharing": str(sharing), "pipeline_name": pipeline_name}
-        service_options = ServiceOptions(
-            service=service,
-            identity=identity,
-            description={"fingerprint": fingerprint_of(self.dataset)} | self._order_description | sharing_description,
-            shared=SharedStream(sharing, pipeline_name) if sharing is not None else None,
-            buffer_bytes=options.buffer_bytes,
-            skipped=SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable),
-            divides=self._world_size > 1,
-        )
-        boundaries = tuple(options.bucket_boundaries or ())
-        in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
-        return make_connection(
+        self._connection = make_connection(
             self,
-            service_options,
-            buckets=self._buckets or in_rounds,
+            options.service_options(service, identity, self._description()),
+            buckets=self._order.buckets or options.stream_buckets(),
             batch_stage=options.batch_stage,
             gpu_stage=options.gpu_stage,
         )
+        self._connection.close_with(self)
 
-    def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
-        if self._buckets is not None:
-            return BucketPlan(
-                self._buckets,
-                batch_size=self.batch_size,
-                world_size=self._world_size,
-                drop_last=self.drop_last,
-                shuffle=self._shuffle,
-                seed=self.seed,
-                epoch=epoch,
-                global_batch_size=self._global_batch_size,
-            )
-        return EpochPlan(
-            len(self.dataset),
-            batch_size=self.batch_size,
-            world_size=self._world_size,
-            drop_last=self.drop_last,
-            shuffle=self._shuffle,
-            seed=self.seed,
-            epoch=epoch,
-            global_batch_size=self._global_batch_size,
-        )
-
-    def _num_steps(self, epoch: int) -> int | None:
-        """Steps of this rank in one pass; None when nobody knows."""
-        if self._listed_order:
-            return int(super().__len__())
-        return self._division.num_steps(epoch) if self._division is not None else self._plan(epoch).num_steps
+    def _description(self) -> dict[str, str]:
+        """The dataset and its order in words, which a state and the ranks of one program must agree on."""
+        return {"fingerprint": fingerprint_of(self.dataset)} | self._order.description
 
     def __len__(self) -> int:
         """Steps of this rank in an epoch, `repeat` times over.
@@ -162,8 +88,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             TypeError: nobody knows: an IterableDataset without `__len__` or for several ranks, sharding OFF, or an
                 endless stream. What an IterableDataset's `__len__` says is believed, as by torch.
         """
-        num_steps = self._num_steps(self._position.next.epoch)
-        if num_steps is None and self._is_as_long_as_it_says:
+        num_steps = self._order.num_steps(self._position.next.epoch)
+        if num_steps is None and self._order.believes_length:
             num_steps = int(super().__len__())
         if num_steps is None or self._repeat is None:
             what = "an endless stream" if self._repeat is None else f"a stream of {type(self.dataset).__name__}"
@@ -172,20 +98,18 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an iteration, over the current epoch; the next call begins the next epoch."""
-        passes = _Passes(self)
+        passes = LoaderPasses(self._begin_pass, self.__len__, self._repeat, type(self.dataset).__name__)
         if self._device.type == "cpu":
             return PositionTracker(passes, self._position)
         return OnDevice(PositionTracker(passes, self._position, is_prefetched=True), self._device, self._position)
-
-    def _order_epoch(self, at: Position) -> int:
-        """The epoch whose order and augmentation a pass has: no two passes have the same."""
-        return at.epoch * (self._repeat or 1) + at.pass_index
 
     def _begin_pass(self, at: Position) -> PassIterator:
         """Begin a pass, from a position on."""
         self._refresh_pipeline(at)
         connection = self._connection
-        shards, client = self._shards(at), connection.client
+        client = connection.client
+        num_data_workers = max(1, client.num_data_workers) if client is not None else 1
+        shards = self._order.begin_pass(at.order_epoch(self._repeat), at, num_data_workers)
         source: StepSource
         if client is not None:
             source = RemoteSource(connection, shards)
@@ -212,38 +136,17 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
                 "Make a new DataLoader for the new data."
             )
         self._connection.pipeline = pipeline
-        if self._division is not None:
-            self._division = replace(self._division, num_samples=pipeline.num_samples)
+        self._order.note_num_samples(pipeline.num_samples)
 
     def _why_length_is_fixed(self, at: Position) -> str:
         """Why the dataset may not have another length than before; "" when it may."""
-        if self._world_size > 1:
+        if self._order.world_size > 1:
             return "the other ranks, which divide it with this one, may not know"
         if self._connection.shared is not None:
             return "other jobs, which share the batches, do not know"
-        if self._buckets is not None:
+        if self._order.buckets is not None:
             return "lengths= has the old number"
         return "the state that was loaded has the old number" if at.step > 0 or at.shards is not None else ""
-
-    def _shards(self, at: Position) -> PassShards:
-        """The steps of a pass."""
-        epoch, client = self._order_epoch(at), self._connection.client
-        if self._division is None:
-            return PassShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
-        num_copies = max(1, client.num_data_workers) if client is not None else 1
-        return PassShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
-
-    def _new_order(self, epoch: int, at: Position) -> Order:
-        if not self._listed_order:
-            return PlannedSteps(self._plan(epoch), self._rank)
-        self._sampler_epoch.begin(epoch)
-        source, batched = self._index_sampler, self.batch_sampler is not None
-        if at.beginning is None:
-            return ListedSteps(source, batched, beginning_of(source, in_epoch=True))
-        with beginning_again(source, at.beginning):
-            order = ListedSteps(source, batched, at.beginning)
-            order.skip(at.step, at.drawn)
-        return order
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch, also at
@@ -280,20 +183,15 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return state.as_dict()
 
     def _state_at(self, at: Position) -> DataState:
-        beginning = at.beginning
-        if beginning is None:
-            beginning = beginning_of(self._index_sampler, in_epoch=False) if self._listed_order else ""
         return DataState(
             epoch=at.epoch,
             pass_index=at.pass_index,
             step=at.step,
             shards=at.shards,
-            world_size=self._world_size,
-            is_global=self._global_batch_size is not None,
-            pipeline=self._connection.pipeline.description()
-            | {"fingerprint": fingerprint_of(self.dataset)}
-            | self._order_description,
-            sampler=beginning,
+            world_size=self._order.world_size,
+            is_global=self._order.is_global,
+            pipeline=self._connection.pipeline.description() | self._description(),
+            sampler=self._order.beginning() if at.beginning is None else at.beginning,
             drawn=at.drawn,
             quarantined=self._connection.skipped.state(),
         )
@@ -307,12 +205,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             StateError: the state is of another dataset, order or batch size, or damaged; every difference is named.
         """
         loaded = DataState.read(state)
-        loaded.check_fits(self._state_at(Position(0)), None if self._listed_order else self._num_steps(loaded.epoch))
-        shards = loaded.shards
-        if self._division is not None and shards is not None:
-            shards = own_position(self._division, shards)
-        elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
-            raise StateError("the state and this loader divide the data in different ways")
+        shards = self._order.own_shards(loaded, self._state_at(Position(0)))
         self._connection.skipped.load_state(loaded.quarantined)
         self._position.load(
             Position(
@@ -336,25 +229,9 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         (share of a step that ranks wait for the one with the longest samples, where time goes with length), both over
         all ranks.
         """
-        client, statistics = self._connection.client, self._connection.statistics
-        values: dict[str, Any] = msgspec.structs.asdict(statistics.now())
-        values["wait_share"] = min(1.0, values["wait_s"] / values["elapsed_s"]) if values["elapsed_s"] else 0.0
-        values |= statistics.rates()
-        values["num_data_workers"] = client.num_data_workers if client else 0
-        values["batches_waiting"], values["batches_out_of_order"] = client.num_waiting() if client else (0, 0)
-        values["transport"] = dict(client.batches_by_transport) if client else {}
-        if self._buckets is not None:
-            values |= self._costs_by_length()
-        return values
-
-    def _costs_by_length(self) -> dict[str, float]:
-        epoch, stop = self._order_epoch(self._position.taken), self._position.taken.step
-        if stop == 0 and epoch > 0:
-            epoch, stop = epoch - 1, self._plan(epoch - 1).num_steps
-        plan = self._plan(epoch)
-        assert isinstance(plan, BucketPlan)
-        costs = [plan.cost(step) for step in range(max(0, stop - _NUM_STEPS_JUDGED), stop)]
-        return {"padding_waste": padding_waste(costs), "step_spread": step_spread(costs)}
+        taken = self._position.taken
+        by_length = self._order.costs_by_length(taken.order_epoch(self._repeat), taken.step)
+        return self._connection.stats() | by_length
 
     @property
     def skipped_samples(self) -> list[SkippedSample]:
@@ -373,24 +250,3 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Passes:
-    """What a `PositionTracker` asks of its loader, which lives as long as it is iterated."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    @property
-    def repeat(self) -> int | None:
-        return self._loader._repeat
-
-    @property
-    def dataset_name(self) -> str:
-        return type(self._loader.dataset).__name__
-
-    def begin(self, at: Position) -> PassIterator:
-        return self._loader._begin_pass(at)
-
-    def __len__(self) -> int:
-        return len(self._loader)

@@ -103,6 +103,22 @@ class Division:
         """Whether steps are given as they come: of several streams whichever has one, of a single one any step."""
         return self.sharding_plan.cut is Cut.COPIES or not self.in_order
 
+    @property
+    def believes_length(self) -> bool:
+        """Whether an IterableDataset's `__len__` says how many samples this loader gives, as for torch."""
+        is_whole = self.world_size == 1 and self.sharding_plan.cut is not Cut.COPIES
+        return self.num_samples < 0 and is_whole and not self.in_rounds
+
+    def check(self) -> None:
+        """Refuse samples that cannot be divided among the ranks.
+
+        Raises:
+            PipelineError: a shard has too few samples for its ranks.
+        """
+        if self.num_samples >= 0 and self.sharding_plan.cut is not Cut.COPIES:
+            for shard in self.shards(0):
+                self.steps_of(shard, epoch=0)
+
     def num_steps(self, epoch: int) -> int | None:
         """Steps of this rank in one pass; None when nobody knows."""
         if self.num_samples < 0 or self.sharding_plan.cut is Cut.COPIES:

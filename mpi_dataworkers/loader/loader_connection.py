@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from hetstream.base.errors import OptionsError
@@ -141,6 +142,16 @@ class LoaderConnection:
         client, statistics = self._client, self.statistics
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the loader was made, and rates over the last seconds; see `DataLoader.stats`."""
+        client, values = self.client, msgspec.structs.asdict(self.statistics.now())
+        values["wait_share"] = min(1.0, values["wait_s"] / values["elapsed_s"]) if values["elapsed_s"] else 0.0
+        values |= self.statistics.rates()
+        values["num_data_workers"] = client.num_data_workers if client else 0
+        values["batches_waiting"], values["batches_out_of_order"] = client.num_waiting() if client else (0, 0)
+        values["transport"] = dict(client.batches_by_transport) if client else {}
+        return values
 
     def use_batch_stage(self, batch_stage: BatchStage | None, on_extra: OnExtra | None = None) -> None:
         """Use another batch stage, or none; each pass that is open goes on with it at its next step.

@@ -36,12 +36,14 @@ from hetstream.mpi_dataworkers.loader.keyword import (
     wait_s,
     whole,
 )
+from hetstream.mpi_dataworkers.loader.loader_connection import ServiceOptions
 from hetstream.mpi_dataworkers.loader.option_rules import RULES
-from hetstream.mpi_dataworkers.loader.sharing import SharingMode
-from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples, quarantine_file, writing_problem
 from hetstream.mpi_dataworkers.ops.iterable import files_of
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPlan, ShardingPolicy, Traits, Visitation, decide
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
@@ -246,6 +248,33 @@ class LoaderOptions:
         if self.lengths is None or self.bucket_boundaries is None:
             return None
         return LengthBuckets(self.lengths, self.bucket_boundaries)
+
+    def stream_buckets(self) -> StreamBuckets | None:
+        """How a stream's elements are told apart by length, if they are read in rounds of like lengths."""
+        if self.length_of is None:
+            return None
+        return StreamBuckets(self.length_of, tuple(self.bucket_boundaries or ()))
+
+    def service_options(
+        self, service: str | None, identity: TrainerIdentity, description: dict[str, str]
+    ) -> ServiceOptions:
+        """What is asked of the service.
+
+        Args:
+            service: where it is; None: steps are made in process.
+            identity: who this trainer is.
+            description: the loader in words, which programs of one job name must agree on.
+        """
+        sharing, pipeline_name = self.sharing, self.pipeline_name or ""
+        return ServiceOptions(
+            service=service,
+            identity=identity,
+            description=description | {"sharing": str(sharing), "pipeline_name": pipeline_name},
+            shared=SharedStream(sharing, pipeline_name) if sharing is not None else None,
+            buffer_bytes=self.buffer_bytes,
+            skipped=SkippedSamples(self.error_policy(), self.quarantine_file(identity), not self.is_iterable),
+            divides=not self.is_listed and identity.world_size > 1,
+        )
 
     def torch_keywords(self, world_size: int) -> dict[str, Any]:
         """What torch's own constructor is given."""

@@ -6,8 +6,9 @@ the data once: an epoch has `repeat` of them, so mostly one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -36,6 +37,10 @@ class Position(msgspec.Struct, frozen=True):
     beginning: str | None = None
     drawn: str = ""
     is_loaded: bool = False
+
+    def order_epoch(self, repeat: int | None) -> int:
+        """The epoch whose order and augmentation the pass has, of `repeat` passes: no two passes have the same."""
+        return self.epoch * (repeat or 1) + self.pass_index
 
 
 class LoaderPosition:
@@ -68,22 +73,21 @@ class LoaderPosition:
             self.next = Position(epoch + 2)
 
 
-class LoaderPasses(Protocol):
-    """What a `PositionTracker` asks of its loader."""
+@dataclass(frozen=True)
+class LoaderPasses:
+    """What a `PositionTracker` asks of its loader, which lives for as long as it is iterated.
 
-    @property
-    def repeat(self) -> int | None:
-        """Passes of an epoch; None for an endless stream."""
+    Attributes:
+        begin: begins a pass, from a position on.
+        num_steps: gives the number of steps of an iteration.
+        repeat: passes of an epoch; None for an endless stream.
+        dataset_name: what an error calls the dataset.
+    """
 
-    @property
-    def dataset_name(self) -> str:
-        """What an error calls the dataset."""
-
-    def begin(self, at: Position) -> PassIterator:
-        """Begin a pass, from a position on."""
-
-    def __len__(self) -> int:
-        """Steps of an iteration."""
+    begin: Callable[[Position], PassIterator]
+    num_steps: Callable[[], int]
+    repeat: int | None
+    dataset_name: str
 
 
 class PositionTracker(Iterator[Any]):
@@ -161,4 +165,4 @@ class PositionTracker(Iterator[Any]):
         self._move_to(Position(at.epoch, at.pass_index, shards.position, state, at.beginning, drawn))
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return self._passes.num_steps()

@@ -17,8 +17,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
+import hetstream
 from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.text import PrintableFormatter, printable
@@ -66,7 +66,7 @@ def _verb_of(argv: Sequence[str]) -> str | None:
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser; with `only`, import that verb alone and leave the others as help lines."""
     parser = argparse.ArgumentParser(prog="hetstream", description="CPU data workers for GPU jobs on Slurm.")
-    parser.add_argument("--version", action="version", version=f"hetstream {version('hetstream')}")
+    parser.add_argument("--version", action="version", version=f"hetstream {hetstream.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, summary in VERBS.items():

@@ -173,7 +173,7 @@ def test_training_goes_on_and_all_gets_to_disk(make: Any, memory: Path, caplog: 
         for step in range(1, 5):
             assert checkpointer.save(step, state_of(step))
             assert checkpointer.wait(60)
-            delete(checkpointer._store.path)
+            delete(checkpointer._storage.store.path)
         assert checkpointer.load().sources == ("memory",)
     assert caplog.text.count(SAID) == 1
     assert "is lost" not in caplog.text
@@ -186,10 +186,10 @@ def test_what_no_writer_had_written_when_the_store_was_deleted_gets_to_disk(make
     with make() as checkpointer:
         assert checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
-        writer = checkpointer._writer.process.pid
+        writer = checkpointer._storage.writer.process.pid
         os.kill(writer, signal.SIGSTOP)
         assert checkpointer.save(2, state_of(2))
-        delete(checkpointer._store.path)
+        delete(checkpointer._storage.store.path)
         os.kill(writer, signal.SIGCONT)
         if then == "should_save":
             checkpointer.should_save(3)
@@ -208,10 +208,10 @@ def test_a_store_that_is_deleted_while_a_state_is_copied_holds_it(
     with make() as checkpointer:
         assert checkpointer.save(1, state_of(1))
         with monkeypatch.context() as patched:
-            patched.setattr(saving, "reach", lambda _point: delete(checkpointer._store.path))
+            patched.setattr(saving, "reach", lambda _point: delete(checkpointer._storage.store.path))
             assert getattr(checkpointer, how)(2, state_of(2))
             checkpointer.fence()
-        assert checkpointer._store.held()[0].header.generation.step == 2
+        assert checkpointer._storage.store.held()[0].header.generation.step == 2
         assert checkpointer.load().step == 2
         assert checkpointer.wait(60)
     assert saved_on_disk(make) == 2
@@ -268,6 +268,6 @@ def test_the_log_of_a_program_has_no_errors(make: Any, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), make() as checkpointer:
         checkpointer.save(1, state_of(1))
         checkpointer.wait(60)
-        delete(checkpointer._store.path)
+        delete(checkpointer._storage.store.path)
         checkpointer.save(2, state_of(2))
     assert [record.levelname for record in caplog.records] == ["WARNING"]

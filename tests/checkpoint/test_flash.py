@@ -123,7 +123,7 @@ def test_what_is_in_memory_is_read_before_a_restore_asks_and_used_only_while_it_
     monkeypatch.setattr(source, "_described", lambda segment: read.append(1) or described(segment))
     for step_after in (None, 2):
         with make() as checkpointer:
-            checkpointer._background.wait()
+            checkpointer._saving.background.wait()
             assert len(read) == 1
             if step_after:
                 checkpointer.save(step_after, {**state_of(2), "more": torch.ones(3)})
@@ -224,7 +224,7 @@ def test_a_writer_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCa
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
         os.kill(checkpointer.stats().writer_pid, signal.SIGKILL)
-        checkpointer._writer.process.wait()
+        checkpointer._storage.writer.process.wait()
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
     assert "the checkpoint writer has ended with code -9: another is started" in caplog.text

@@ -224,7 +224,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
                 assert struct.pack("<f", step) * num_elements in bytes(segment.payload), at
             step += 2
         assert at > 50
-        saving.forget_slots()
+        saving.close()
 
 
 def test_a_signal_after_the_end_goes_where_it_went_before(make: Any) -> None:
@@ -401,7 +401,7 @@ def test_relative_paths_are_those_of_the_beginning(
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
         os.kill(checkpointer.stats().writer_pid, signal.SIGKILL)
-        checkpointer._writer.process.wait()  # type: ignore[union-attr]
+        checkpointer._storage.writer.process.wait()  # type: ignore[union-attr]
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
     assert (tmp_path / "here" / "ckpt" / "latest").readlink() == Path("step-0000000002.1")

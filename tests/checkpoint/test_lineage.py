@@ -397,7 +397,7 @@ def test_a_step_that_only_memory_has_is_restored_and_what_was_saved_after_it_nev
     state = state_of(0)
     with make(num_slots=4) as checkpointer:
         save_steps(checkpointer, 1)
-        os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
+        os.kill(checkpointer._storage.writer.process.pid, signal.SIGSTOP)
         for step in (2, 3, 4):
             checkpointer.save(step, state_of(step))
         assert checkpointer.all_steps() == [1, 2, 3, 4]
@@ -405,7 +405,7 @@ def test_a_step_that_only_memory_has_is_restored_and_what_was_saved_after_it_nev
         assert value_of(state) == (3.0, 3)
         assert checkpointer.all_steps() == [1, 2, 3]
         checkpointer.save(4, state_of(40))
-        os.kill(checkpointer._writer.process.pid, signal.SIGCONT)
+        os.kill(checkpointer._storage.writer.process.pid, signal.SIGCONT)
         assert checkpointer.wait(60)
     with make() as checkpointer:
         assert checkpointer.restore(state) == 4

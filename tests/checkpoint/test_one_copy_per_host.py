@@ -130,7 +130,7 @@ def test_a_store_that_is_out_of_reach_is_no_error_of_the_program(make: Any, tmp_
     with make() as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})
         generation = checkpointer.stats().saved
-        memory = MemorySource(checkpointer._store, Host("here", 1, {0: tmp_path / "gone"}))
+        memory = MemorySource(checkpointer._storage.store, Host("here", 1, {0: tmp_path / "gone"}))
         with pytest.raises(NoCheckpoint, match="equal on all ranks is out of reach"), memory.open(generation, 0):
             pass
 

@@ -72,7 +72,7 @@ def test_a_program_that_ends_just_after_its_writer_loses_nothing(
     checkpointer = make()
     checkpointer.save(1, state_of(1))
     assert checkpointer.wait(TIMEOUT_S)
-    writer = checkpointer._writer.process
+    writer = checkpointer._storage.writer.process
     writer.send_signal(signal.SIGSTOP)
     checkpointer.save(2, state_of(2))
     has_writer = WriterLink.has_writer
@@ -85,7 +85,7 @@ def test_a_program_that_ends_just_after_its_writer_loses_nothing(
 
     monkeypatch.setattr(WriterLink, "has_writer", had_writer)
     checkpointer.close()
-    assert CheckpointDirectory(checkpointer._directory.path).checkpoints()[0].generation.step == 2
+    assert CheckpointDirectory(checkpointer._storage.directory.path).checkpoints()[0].generation.step == 2
     assert os.listdir(memory) == []
 
 
@@ -93,7 +93,7 @@ def test_a_writer_that_dies_between_two_saves_is_replaced_before_the_next(make: 
     with make(interval=1000) as checkpointer:
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(TIMEOUT_S)
-        writer = checkpointer._writer.process
+        writer = checkpointer._storage.writer.process
         writer.send_signal(signal.SIGSTOP)
         checkpointer.save(2, state_of(2))
         writer.kill()

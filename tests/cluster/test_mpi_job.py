@@ -29,7 +29,7 @@ if __name__ == "__main__":
         assert (values[:, 0] ** 2 == squares).all()
         ledger += squares.sqrt().to(int).tolist()
     report = {"ledger": ledger, "stats": loader.stats()}
-    open(f"rank-{loader._rank}-of-{loader._world_size}.json", "w").write(json.dumps(report))
+    open(f"rank-{loader._order.rank}-of-{loader._order.world_size}.json", "w").write(json.dumps(report))
 """
 # As docs/mpi.md shows it.
 SCRIPT = f"""#!/bin/bash

@@ -86,7 +86,7 @@ def test_rounds_never_mix_when_data_workers_and_the_dispatcher_come_and_go(
     loaders = ranks(3)
     rounds = assert_rounds(loaders, hurt)
     assert rounds == [
-        [one for loader in loaders for one in loader._plan(0).indices(step, loader._rank).tolist()]
+        [one for loader in loaders for one in loader._order.plan(0).indices(step, loader._order.rank).tolist()]
         for step in range(len(rounds))
     ]
 

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.background import Background
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.flash.save.slots import SlotViews
@@ -28,6 +30,7 @@ from hetstream.checkpoint.memory.writable_slot import WritableSlot
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.tensors.copy_plan import Plan
+from hetstream.checkpoint.tensors.leaves import Leaves
 
 _log = logging.getLogger(__name__)
 
@@ -85,16 +88,73 @@ class Saving:
 
     Attributes:
         stats: how they went; what the checkpoint writer says is not in it, see `CheckpointStats.with_writer_status`.
+        newest: the generation that was begun last, whether or not there was room for it; None before the first one.
+        last_step_s: when that was, in seconds since 1970.
+        background: makes memory ready beside the program.
     """
 
     def __init__(self, store: Store, capture: Capture, *, check_async: bool) -> None:
         self.stats = CheckpointStats()
+        self.newest: Generation | None = None
+        self.last_step_s = 0.0
+        self.background = Background()
         self._store = store
         self._capture = capture
         self._check_async = check_async
         self._copier = Copier()
         self._views = SlotViews()
         self._pending: _Pending | None = None
+
+    def announce(self, state: Mapping[str, Any]) -> Leaves:
+        """Take a state apart, and tell the checkpoint writer how large its saves will be.
+
+        Raises:
+            UnsupportedState: something in the state cannot be stored.
+            OptionsError: it is no state.
+        """
+        with collector.held_off():
+            leaves = self._capture.flatten(state)
+            self._store.announce(*self._capture.expected_bytes(state, leaves))
+        return leaves
+
+    def prepare(self, state: Mapping[str, Any], leaves: Leaves | None = None) -> None:
+        """Allocate the memory for saves of a state, in the background. For lazy modules without shapes nothing is.
+
+        Args:
+            state: top-level key to objects and trees.
+            leaves: the same taken apart; None: it has other tensors now.
+
+        Raises:
+            UnsupportedState: something in the state cannot be stored.
+        """
+        with collector.held_off():
+            leaves = self._capture.flatten(state) if leaves is None else leaves
+            if not leaves.shapeless:
+                self.background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
+
+    def begin(self, attempt: int, step: int) -> Generation:
+        """The generation that is about to be saved.
+
+        Args:
+            attempt: this start of the training.
+            step: steps of training that are done.
+
+        Raises:
+            OptionsError: it is older than the newest one.
+        """
+        self.last_step_s = time.time()
+        generation, newest = Generation(attempt, step), self.newest
+        if newest and generation[:2] < newest[:2]:
+            # Before it is noted: what is saved behind it would be taken for what came before it.
+            raise OptionsError(f"{generation} is older than {newest}, which was saved: steps of an attempt grow")
+        if newest and newest[:2] == generation[:2]:
+            generation = newest._replace(repeat=newest.repeat + 1)
+        self.newest = generation
+        return generation
+
+    def begin_anew(self) -> None:
+        """Training goes on from an older generation: what was saved here is left behind."""
+        self.newest = self.stats.saved = None
 
     def save(self, generation: Generation, state: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
         """Take a state; see `FlashCheckpointer.save`."""
@@ -158,8 +218,9 @@ class Saving:
             if pending.errors:
                 raise pending.errors[0]
 
-    def forget_slots(self) -> None:
+    def close(self) -> None:
         """Let go of the store's memory, which is about to be unmapped."""
+        self.background.wait()
         self._views.clear()
 
     def _take(

@@ -118,7 +118,7 @@ MODELS: dict[str, Callable[[torch.nn.Sequential, int], torch.nn.Module]] = {
 
 
 def _meet(checkpointer: FlashCheckpointer) -> None:
-    checkpointer._ranks.all_gather(b"")
+    checkpointer._storage._ranks.all_gather(b"")
 
 
 def _each_dies(job: Job, checkpointer: FlashCheckpointer) -> None:
@@ -140,7 +140,7 @@ def _told_twice(job: Job, checkpointer: FlashCheckpointer) -> None:
 
 
 def _writer_told(job: Job, checkpointer: FlashCheckpointer) -> None:
-    process = checkpointer._writer.process
+    process = checkpointer._storage.writer.process
     assert process is not None
     os.kill(process.pid, signal.SIGTERM)
     process.wait(_PATIENCE_S)

@@ -32,17 +32,17 @@ def arrange(event: str, out: Path, rank: int) -> None:
 def before_save(event: str, checkpointer: FlashCheckpointer) -> None:
     """The writer is killed, and the program, which looks for it when a save begins, has just looked."""
     if event == IS_GONE:
-        process = checkpointer._writer.process
+        process = checkpointer._storage.writer.process
         assert process is not None
         process.kill()
         process.wait(_PATIENCE_S)
-        checkpointer._writer.tell_errors = lambda **_: None  # type: ignore[method-assign]
+        checkpointer._storage.writer.tell_errors = lambda **_: None  # type: ignore[method-assign]
 
 
 def stop_at_its_end(out: Path, rank: int, checkpointer: FlashCheckpointer) -> None:
     """Tell the writer to end, and wait until it has looked for the last time and stopped."""
     assert checkpointer.wait(_PATIENCE_S)
-    process = checkpointer._writer.process
+    process = checkpointer._storage.writer.process
     assert process is not None
     process.terminate()
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -54,8 +54,8 @@ def stop_at_its_end(out: Path, rank: int, checkpointer: FlashCheckpointer) -> No
 def before_death(event: str, checkpointer: FlashCheckpointer) -> None:
     """The rank is about to be killed: the writer starts, and is told to end; or it ends."""
     if event == STARTS:
-        checkpointer._writer._spawn()
-    process = checkpointer._writer.process
+        checkpointer._storage.writer._spawn()
+    process = checkpointer._storage.writer.process
     if event in (STARTS, ENDS):
         assert process is not None
         process.send_signal(signal.SIGTERM if event == STARTS else signal.SIGCONT)

@@ -137,7 +137,7 @@ def main() -> None:
                         time.sleep(0.01)
                 step += 1
                 if step == options.delete_store_at:
-                    shutil.rmtree(checkpointer._store.path)
+                    shutil.rmtree(checkpointer._storage.store.path)
                 if step == options.term_at:
                     os.kill(os.getpid(), signal.SIGTERM)
                 mine.write(json.dumps([step, indices.tolist()]) + "\n")

@@ -82,7 +82,7 @@ def run(rank: int, directory: str, hosts: list[Path], commands: list[str], meeti
             elif word == "restore":
                 state = trained(0, rank)
                 step = checkpointer.restore(state)
-                checkpointer._background.wait()  # what it allocates is looked at
+                checkpointer._saving.background.wait()  # what it allocates is looked at
                 sources = chosen[-1].sources if step else []
                 said = json.dumps([rank, step, sources, came_to(state), Counted.num_bytes]) + "\n"
                 os.write(1, said.encode())  # whole, beside others

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
+if TYPE_CHECKING:
+    from hetstream.mpi_dataworkers.ops.pipeline import MadeStep
+
 
 class Delivered(msgspec.Struct, frozen=True):
     """One step as the training loop gets it.
 
-    `origin` is `local` when it was made in process. `num_bytes` are of its
-    tensors, `held_bytes` all that came for it. Without samples it is a step to go on without.
+    `origin` is `local` when it was made in process. `num_bytes` are of its tensors, `held_bytes` all that came for it.
+    Without samples it is a step to go on without.
     """
 
     payload: Any
@@ -27,6 +30,25 @@ class Delivered(msgspec.Struct, frozen=True):
     left_out: Sequence[Failure] = ()
     snapshot: bytes = b""
     held_bytes: int = 0
+
+    @classmethod
+    def made_here(cls, batch: Any, made: MadeStep, snapshot: bytes = b"") -> Delivered:
+        """A step that was made in process.
+
+        Args:
+            batch: of the step, where the program wants it.
+            made: how it was made.
+            snapshot: where the shard's reader is now; empty without one.
+        """
+        return cls(
+            batch,
+            num_samples=made.num_samples,
+            num_bytes=0,
+            origin="local",
+            num_skipped=made.num_skipped,
+            left_out=made.left_out,
+            snapshot=snapshot,
+        )
 
 
 class LocalFailure:

@@ -205,14 +205,7 @@ class LoaderConnection:
                 made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))
             except SampleError as error:
                 raise error.user_error() from None
-        return Delivered(
-            self.pinned(made.batch),
-            num_samples=made.num_samples,
-            num_bytes=0,
-            origin="local",
-            num_skipped=made.num_skipped,
-            left_out=made.left_out,
-        )
+        return Delivered.made_here(self.pinned(made.batch), made)
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.

@@ -74,14 +74,7 @@ class LocalSource:
                 step.reraise(next_step - 1)
             made, snapshot = step
             shards.took(number, next_step, snapshot)
-            return Delivered(
-                made.batch,
-                num_samples=made.num_samples,
-                num_bytes=0,
-                origin="local",
-                num_skipped=made.num_skipped,
-                left_out=made.left_out,
-            )
+            return Delivered.made_here(made.batch, made)
         self._steps = iter(())  # ends torch's processes
         if shards.has_more():
             raise early_end(shards.position)

@@ -222,15 +222,7 @@ class RemoteSource:
             made = read_step(reader, step, shards.snapshots.get(steps.shard, b""), policy)
         if made is None:
             return None
-        return Delivered(
-            connection.pinned(made.batch),
-            num_samples=made.num_samples,
-            num_bytes=0,
-            origin="local",
-            num_skipped=made.num_skipped,
-            left_out=made.left_out,
-            snapshot=reader.snapshot,
-        )
+        return Delivered.made_here(connection.pinned(made.batch), made, reader.snapshot)
 
     def _end_shard(self, number: int, how: Ended) -> None:
         if how is Ended.LOST:

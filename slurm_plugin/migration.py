@@ -46,11 +46,11 @@ def with_memory(script: str, given: Sequence[SbatchOption]) -> str:
     lines = script.splitlines(keepends=True)
     if not memory or any(_HET.match(line) for line in lines):
         return script
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line.strip() and not line.startswith("#"):
             break  # sbatch reads no further
         if line.startswith("#SBATCH"):
-            lines[number] = _MEMORY.sub(lambda _: " ".join(memory), line)
+            lines[index] = _MEMORY.sub(lambda _: " ".join(memory), line)
     return "".join(lines)
 
 

@@ -88,7 +88,7 @@ def write_file(
             os.fsync(descriptor)
             checksum_some()
             beside.result()
-            return tuple(digests[number] for number in range(len(chunks)))
+            return tuple(digests[index] for index in range(len(chunks)))
         finally:
             left.clear()
 

@@ -306,7 +306,7 @@ class Store:
             self._pipe = WakePipe(files)
             newest = next(iter(self.held()), None)
             self._memory = self._memory.renewed(files)
-            self._slots = [Slot(files.slot(number)) for number in range(len(former[2]))]
+            self._slots = [Slot(files.slot(index)) for index in range(len(former[2]))]
         kept = next((slot for slot in former[2] if newest and slot.path == newest.path), None)
         for slot in former[2]:
             if slot is not kept:

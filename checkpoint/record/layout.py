@@ -127,7 +127,7 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
         if size % ALIGN_BYTES == 0:
             offsets[number] = end
             end += size
-    unaligned = [number for number, size in enumerate(sizes) if size % ALIGN_BYTES]
+    unaligned = [index for index, size in enumerate(sizes) if size % ALIGN_BYTES]
     for number in sorted(unaligned, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
         offsets[number] = end
         end += -(-sizes[number] // ALIGN_BYTES) * ALIGN_BYTES

@@ -130,7 +130,7 @@ class Plan:
 
     def tensors_to_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is copied, in the order of the entries."""
-        copied = [tensors[number] for number in self.sources]
+        copied = [tensors[index] for index in self.sources]
         for span in self.spans:
             entry = self.layout.entries[span.entry]
             copied[span.entry] = _stretch(tensors[span.leaf], span.offset_bytes, DTYPES[entry.dtype], entry.shape)
@@ -160,9 +160,9 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
         sources.append(first)
         if group.is_span:
             spans.append(Span(entry, first, group.start - seen.addresses[first]))
-        for number in group.members:
-            view = group.view_of(seen, number)
-            refs[number] = TensorRef(entry, seen.kinds[number], *view, shard=seen.shards.get(number))
+        for index in group.members:
+            view = group.view_of(seen, index)
+            refs[index] = TensorRef(entry, seen.kinds[index], *view, shard=seen.shards.get(index))
     known = [ref for ref in refs if ref is not None]
     return Plan(
         lay_out(specs),
@@ -214,10 +214,10 @@ class _Group:
         is_as_it_lies = self.is_span or (seen.are_contiguous[first] and not seen.are_lazy[first])
         return is_as_it_lies and seen.devices[first].type == "cpu"
 
-    def view_of(self, seen: Signature, number: int) -> _View:
+    def view_of(self, seen: Signature, index: int) -> _View:
         """Which part of the entry a member is."""
-        name, shape, strides = NAMES[seen.dtypes[number]], seen.shapes[number], seen.strides[number]
-        is_contiguous = seen.are_contiguous[number]
+        name, shape, strides = NAMES[seen.dtypes[index]], seen.shapes[index], seen.strides[index]
+        is_contiguous = seen.are_contiguous[index]
         is_same = name == self.dtype and shape == self.shape
         if is_same and is_contiguous and not self.is_span:
             return _WHOLE
@@ -226,12 +226,12 @@ class _Group:
         if not self.is_span:
             is_permuted = not is_contiguous and _is_dense(shape, strides)
             return dtype, own_shape, strides if is_permuted else None, 0, is_permuted
-        return dtype, own_shape, None if is_contiguous else strides, seen.addresses[number] - self.start, False
+        return dtype, own_shape, None if is_contiguous else strides, seen.addresses[index] - self.start, False
 
 
 def _group(leaves: Leaves, seen: Signature) -> list[_Group]:
     """Which tensors are one entry: equal views of one place, and views that overlap."""
-    sizes = [0 if is_lazy else seen.memory_bytes(number) for number, is_lazy in enumerate(seen.are_lazy)]
+    sizes = [0 if is_lazy else seen.memory_bytes(index) for index, is_lazy in enumerate(seen.are_lazy)]
     groups = []
     for clump in _clumps(seen, sizes):
         first = clump[0]
@@ -239,9 +239,9 @@ def _group(leaves: Leaves, seen: Signature) -> list[_Group]:
             groups.append(_alone(seen, clump, sizes[first]))
             continue
         places: dict[Any, list[int]] = {}
-        for number in clump:
-            place = seen.addresses[number], seen.dtypes[number], seen.shapes[number], seen.strides[number]
-            places.setdefault(place, []).append(number)
+        for index in clump:
+            place = seen.addresses[index], seen.dtypes[index], seen.shapes[index], seen.strides[index]
+            places.setdefault(place, []).append(index)
         span = _span(seen, leaves.tensors[first], [*places.values()])
         groups += [span] if span else [_alone(seen, members, sizes[members[0]]) for members in places.values()]
     return groups
@@ -257,7 +257,7 @@ def _clumps(seen: Signature, sizes: Sequence[int]) -> Iterator[list[int]]:
     ends = begins + np.array(sizes, np.int64)
     kinds = {device: index for index, device in enumerate(dict.fromkeys(seen.devices))}
     devices = np.array([kinds[device] for device in seen.devices], np.int64)
-    yield from ([number] for number in np.flatnonzero(begins == ends).tolist())
+    yield from ([index] for index in np.flatnonzero(begins == ends).tolist())
     for device in kinds.values():
         order = np.flatnonzero((begins < ends) & (devices == device))
         order = order[np.argsort(begins[order], kind="stable")]
@@ -266,7 +266,7 @@ def _clumps(seen: Signature, sizes: Sequence[int]) -> Iterator[list[int]]:
         is_first[1:] = begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]
         firsts = np.flatnonzero(is_first)
         counts = np.diff(firsts, append=len(order))
-        yield from ([number] for number in order[firsts[counts == 1]].tolist())
+        yield from ([index] for index in order[firsts[counts == 1]].tolist())
         for first, count in zip(firsts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
             yield sorted(order[first : first + count].tolist())
 
@@ -286,7 +286,7 @@ def _span(seen: Signature, tensor: torch.Tensor, places: list[list[int]]) -> _Gr
         tensor: the storage of this one has to hold all of it.
         places: their numbers, equal views of one place together.
     """
-    members = sorted(number for place in places for number in place)
+    members = sorted(index for place in places for index in place)
     ones = [place[0] for place in places]
     item_bytes = {name: seen.dtypes[name].itemsize for name in ones}
     used_bytes = {name: math.prod(seen.shapes[name]) * item_bytes[name] for name in ones}
@@ -300,11 +300,11 @@ def _span(seen: Signature, tensor: torch.Tensor, places: list[list[int]]) -> _Gr
     is_inside = storage.data_ptr() <= start and start + num_bytes <= storage.data_ptr() + storage.nbytes()
     if not (is_aligned and is_worth_it and is_inside) or any(NAMES[seen.dtypes[name]] in CARRIERS for name in ones):
         return None
-    for number in members:
-        is_all = seen.addresses[number] == start and seen.memory_bytes(number) == num_bytes
-        if is_all and seen.are_contiguous[number]:
-            dtype, shape = NAMES[seen.dtypes[number]], tuple(seen.shapes[number])
-            return _Group(members, number, dtype, shape, num_bytes, start, is_span=True)
+    for index in members:
+        is_all = seen.addresses[index] == start and seen.memory_bytes(index) == num_bytes
+        if is_all and seen.are_contiguous[index]:
+            dtype, shape = NAMES[seen.dtypes[index]], tuple(seen.shapes[index])
+            return _Group(members, index, dtype, shape, num_bytes, start, is_span=True)
     kinds = {seen.dtypes[name] for name in ones}
     kind = kinds.pop() if len(kinds) == 1 else torch.uint8
     shape = (num_bytes // kind.itemsize,)

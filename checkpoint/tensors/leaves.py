@@ -67,12 +67,12 @@ class Signature:
     are_contiguous: list[bool] = field(compare=False)
     addresses: list[int] = field(compare=False)
 
-    def memory_bytes(self, number: int) -> int:
+    def memory_bytes(self, index: int) -> int:
         """How much memory a tensor spans, from its first element to behind the last."""
-        dtype, shape = self.dtypes[number], self.shapes[number]
-        if self.are_contiguous[number]:
+        dtype, shape = self.dtypes[index], self.shapes[index]
+        if self.are_contiguous[index]:
             return math.prod(shape) * dtype.itemsize
-        return _span_bytes(shape, self.strides[number], dtype.itemsize)
+        return _span_bytes(shape, self.strides[index], dtype.itemsize)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Leaves:
 
     def equal_keys(self, shared: Iterable[str]) -> tuple[str, ...]:
         """Of keys that are said to be equal on every rank, those that are: without a sharded tensor."""
-        sharded = {number for number, shard in self.shards.items() if shard.is_sharded}
+        sharded = {index for index, shard in self.shards.items() if shard.is_sharded}
         return tuple(key for key in shared if not sharded or sharded.isdisjoint(numbers_in(self.tree[key])))
 
     def without(self, keys: Collection[str]) -> Leaves:
@@ -148,15 +148,15 @@ class Leaves:
                 kept += numbers_in(self.tree[key])
                 if key in self.plain:
                     plain[key] = range(begin, len(kept))
-        places = {number: place for place, number in enumerate(kept)}
+        places = {index: place for place, index in enumerate(kept)}
         return Leaves(
             {key: renumbered(node, places) for key, node in self.tree.items() if key not in keys},
-            [self.names[number] for number in kept],
-            [self.tensors[number] for number in kept],
-            [self.kinds[number] for number in kept],
-            {places[number]: shard for number, shard in self.shards.items() if number in places},
+            [self.names[index] for index in kept],
+            [self.tensors[index] for index in kept],
+            [self.kinds[index] for index in kept],
+            {places[index]: shard for index, shard in self.shards.items() if index in places},
             plain,
-            {places[number] for number in self.stepped if number in places},
+            {places[index] for index in self.stepped if index in places},
             [name for name in self.shapeless if name.partition(".")[0] not in keys],
         )
 
@@ -218,11 +218,11 @@ class Flattener:
         if tensor.dtype not in NAMES or tensor.is_meta:
             raise _unsupported(path, tensor.dtype)
         leaves = self._leaves
-        number = len(leaves.tensors)
+        index = len(leaves.tensors)
         leaves.names.append(path)
         leaves.tensors.append(tensor)
         leaves.kinds.append(kind)
-        return {TENSOR: number}
+        return {TENSOR: index}
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> Node:
         if tensor.layout is not torch.strided:

@@ -249,7 +249,7 @@ def names_of(record: Record) -> dict[int, str]:
     # What is foreign here may hold tensors; they are found under its place.
     tree = record.decode(lambda ref: _Number(next(counter)), lambda tag, body, again: again(body))  # noqa: ARG005
     named = {int(value): name for name, value in walk("", tree) if isinstance(value, _Number)}
-    return {number: named.get(number, f"#{number}") for number in range(len(record.tensors))}
+    return {index: named.get(index, f"#{index}") for index in range(len(record.tensors))}
 
 
 class _Number(int):

@@ -46,10 +46,10 @@ def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: i
             f"no sticky bit. Use another place, or: chmod +t {open_to_all}"
         )
     directory = Directory.open(base)
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         outer = directory
         try:
-            directory = _own(outer, name, mode if number == own_parents else 0o755)
+            directory = _own(outer, name, mode if index == own_parents else 0o755)
         finally:
             outer.close()
     return directory

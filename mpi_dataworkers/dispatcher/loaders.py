@@ -296,6 +296,6 @@ def _take_steps(session: Session, steps: StepList) -> None:
 def _split_steps(steps: StepList) -> Iterator[tuple[int, bytes]]:
     counts = memoryview(steps.counts).cast("i")
     offset = 0
-    for number, count in enumerate(counts):
-        yield steps.first_step + number, steps.indices[offset : offset + 8 * count]
+    for index, count in enumerate(counts):
+        yield steps.first_step + index, steps.indices[offset : offset + 8 * count]
         offset += 8 * count

@@ -102,8 +102,8 @@ class Tables:
         """File a worker under the number of its leases, after each change of it: who leases looks at no busy one."""
         worker = self.workers.get(peer)
         load = LEASES_PER_WORKER if worker is None or worker.draining else worker.num_making
-        for number, free in enumerate(self.free):
-            if number == load:
+        for index, free in enumerate(self.free):
+            if index == load:
                 free[peer] = None
             else:
                 free.pop(peer, None)

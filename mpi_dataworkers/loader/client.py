@@ -207,10 +207,10 @@ class ServiceClient:
             )
         while True:
             with self._lock:
-                for number, session in enumerate(sessions):
+                for index, session in enumerate(sessions):
                     found = session.next_or_end()
                     if found is not None:
-                        return number, found if isinstance(found, Ended) else self._pop(session)
+                        return index, found if isinstance(found, Ended) else self._pop(session)
                 if self._failure is not None:
                     raise self._failure
                 now = time.monotonic()

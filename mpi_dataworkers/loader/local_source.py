@@ -64,16 +64,16 @@ class LocalSource:
         shards = self.shards
         for step in self._steps:
             shards.skip_taken()
-            number = shards.next_slot
+            slot_index = shards.next_slot
             if isinstance(step, ShardEnd):
-                shards.ended(number)
+                shards.ended(slot_index)
                 continue
-            next_step = shards.slots[number].step + 1
+            next_step = shards.slots[slot_index].step + 1
             if isinstance(step, FailedStep):
-                shards.took(number, next_step)
+                shards.took(slot_index, next_step)
                 step.reraise(next_step - 1)
             made, snapshot = step
-            shards.took(number, next_step, snapshot)
+            shards.took(slot_index, next_step, snapshot)
             return Delivered.made_here(made.batch, made)
         self._steps = iter(())  # ends torch's processes
         if shards.has_more():

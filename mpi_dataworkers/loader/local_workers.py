@@ -175,8 +175,8 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
         readers: dict[int, ShardReader | RankReader] = {}
         while shards.slots:
             shards.skip_taken()
-            number = shards.next_slot
-            slot = shards.slots[number]
+            slot_index = shards.next_slot
+            slot = shards.slots[slot_index]
             try:
                 if in_trainer:
                     with generators_kept(self._pipeline.own_generators):
@@ -185,15 +185,15 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
                     made = self._make(slot, readers)
             except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
                 yield FailedStep(error.user_error() if isinstance(error, SampleError) else error, in_trainer)
-                shards.took(number, slot.step + 1)
+                shards.took(slot_index, slot.step + 1)
                 continue
             if made is None:
                 yield ShardEnd()
                 readers.pop(slot.shard, None)
-                shards.ended(number)
+                shards.ended(slot_index)
             else:
                 yield made
-                shards.took(number, slot.step + 1)
+                shards.took(slot_index, slot.step + 1)
 
     def _make(self, slot: Slot, readers: dict[int, ShardReader | RankReader]) -> tuple[MadeStep, bytes] | None:
         shards, steps = self._shards, self._shards.steps_of(slot.shard)

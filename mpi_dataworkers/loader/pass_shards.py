@@ -102,30 +102,30 @@ class PassShards:
         assert self.order is not None
         return self.order
 
-    def took(self, number: int, next_step: int, snapshot: bytes = b"") -> None:
+    def took(self, slot_index: int, next_step: int, snapshot: bytes = b"") -> None:
         """A step of a shard was taken.
 
         Args:
-            number: of its slot.
+            slot_index: of its slot.
             next_step: the shard's next step; those that were skipped over were lost.
             snapshot: where the shard's reader is now; empty if it has not said so.
         """
-        slot = self.slots[number]
+        slot = self.slots[slot_index]
         self.position += 1
         if self.order is not None:
             self.order.forget(slot.step)
         if snapshot:
             self.snapshots[slot.shard] = snapshot
-        self._interleave.taken(number, next_step - slot.step)
+        self._interleave.taken(slot_index, next_step - slot.step)
 
-    def ended(self, number: int) -> Slot | None:
+    def ended(self, slot_index: int) -> Slot | None:
         """The shard in this slot has no more steps.
 
         Returns:
             The slot of the shard that is read in its place; None when there is none, and the slot is removed.
         """
-        self.snapshots.pop(self.slots[number].shard, None)
-        return self._interleave.ended(number)
+        self.snapshots.pop(self.slots[slot_index].shard, None)
+        return self._interleave.ended(slot_index)
 
     def has_more(self) -> bool:
         """Whether a step is left. Draws the program's sampler."""

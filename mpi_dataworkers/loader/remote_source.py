@@ -138,15 +138,15 @@ class RemoteSource:
         """Wait for the next step; see `StepSource`."""
         shards = self.shards
         while shards.slots:
-            number, step = self._next_step()
+            slot_index, step = self._next_step()
             if isinstance(step, Ended):
-                self._end_shard(number, step)
+                self._end_shard(slot_index, step)
                 continue
-            next_step = self._sessions[number].buffer.position
+            next_step = self._sessions[slot_index].buffer.position
             if isinstance(step, Delivered):
-                shards.took(number, next_step, step.snapshot)
+                shards.took(slot_index, next_step, step.snapshot)
                 return step
-            shards.took(number, next_step)
+            shards.took(slot_index, next_step)
             raise rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, next_step - 1)
         return None
 
@@ -156,14 +156,14 @@ class RemoteSource:
         # Where the order is to be kept, only the next shard's step will do.
         candidates = sessions[first:] + sessions[:first] if self.shards.any_order else sessions[first : first + 1]
         chosen, step = self._take_from(candidates)
-        number = (first + chosen) % len(sessions)
+        slot_index = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
-            return number, self._made_instead(number, step)
+            return slot_index, self._made_instead(slot_index, step)
         if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.local_after_failure:
             self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
-            return number, self._made_here(self.shards.slots[number].shard, step.step) or step
+            return slot_index, self._made_here(self.shards.slots[slot_index].shard, step.step) or step
         self._client.say_streaming()
-        return number, step
+        return slot_index, step
 
     def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
         """Wait for the next step of one of the sessions, and count the steps that were lost before it.
@@ -185,11 +185,11 @@ class RemoteSource:
             self._connection.count(lost_steps=sum(session.num_lost for session in sessions) - num_lost)
         return taken
 
-    def _made_instead(self, number: int, fallback: LocalFallback) -> Step | Ended:
+    def _made_instead(self, slot_index: int, fallback: LocalFallback) -> Step | Ended:
         """Make a step in this process instead of waiting for data workers; theirs is taken if it has come meanwhile."""
         self._client.say_local(fallback.reason)
-        session = self._sessions[number]
-        made = self._made_here(self.shards.slots[number].shard, fallback.step)
+        session = self._sessions[slot_index]
+        made = self._made_here(self.shards.slots[slot_index].shard, fallback.step)
         if made is None:
             self._client.end_session_at(session, fallback.step)
             return Ended.ENDED
@@ -224,16 +224,16 @@ class RemoteSource:
             return None
         return Delivered.made_here(connection.pinned(made.batch), made, reader.snapshot)
 
-    def _end_shard(self, number: int, how: Ended) -> None:
+    def _end_shard(self, slot_index: int, how: Ended) -> None:
         if how is Ended.LOST:
             self._connection.count(lost_shards=1)
-        self._client.close_session(self._sessions[number])
-        self._readers.pop(self.shards.slots[number].shard, None)
-        begun = self.shards.ended(number)
+        self._client.close_session(self._sessions[slot_index])
+        self._readers.pop(self.shards.slots[slot_index].shard, None)
+        begun = self.shards.ended(slot_index)
         if begun is None:
-            del self._sessions[number]
+            del self._sessions[slot_index]
         else:
-            self._sessions[number] = self._open_session(begun)
+            self._sessions[slot_index] = self._open_session(begun)
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""

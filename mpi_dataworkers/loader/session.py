@@ -246,8 +246,8 @@ class LoaderSession:
     def extend(self, steps: Sequence[bytes], ended: bool) -> ExtendSession:
         """Add steps of a listed order: int64 index bytes each; `ended` when the sampler has no more."""
         first = self.known_steps
-        for number, indices in enumerate(steps):
-            self._lists[first + number] = indices
+        for index, indices in enumerate(steps):
+            self._lists[first + index] = indices
         self.known_steps += len(steps)
         if ended:
             self.num_steps = self.known_steps

@@ -180,9 +180,9 @@ def _in_company(sizes: list[int], limit: int) -> tuple[list[int], list[int]]:
     lasts: list[int] = []
     stops: list[int] = []
     begin = end = 0
-    for number, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if end > begin and end + size - begin >= limit:
-            lasts.append(number)
+            lasts.append(index)
             stops.append(end)
             begin = end
         end += size

@@ -172,7 +172,7 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set):
-        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif inspect.isfunction(value):
         try:
             found = inspect.getclosurevars(value)

@@ -317,8 +317,8 @@ def digest_of(blob: Buffer, buffers: Sequence[Buffer], program: Program, setting
     random_ids = {class_id.encode() for class_id in classes.values()}
     blob = b"".join((settings, blob))
     mentioned = sorted((blob.find(class_id), class_id) for class_id in random_ids if class_id in blob)
-    for number, (_, class_id) in enumerate(mentioned):
-        blob = blob.replace(class_id, b"%032x" % number)
+    for index, (_, class_id) in enumerate(mentioned):
+        blob = blob.replace(class_id, b"%032x" % index)
     digest = xxhash.xxh3_128()
     parts: list[Buffer] = [msgspec.msgpack.encode(program), blob, *buffers]
     for part in parts:

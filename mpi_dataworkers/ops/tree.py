@@ -63,7 +63,7 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
             known = _plan_of_tensors(names, tuple(map(_look, tensors)))
         except RuntimeError:
             known = None  # of nested tensors, which have no shape
-    if known is not None and all(tensors[number].is_contiguous() for number in known[0].may_turn):
+    if known is not None and all(tensors[index].is_contiguous() for index in known[0].may_turn):
         plan, spec = known
     else:
         tensors = []
@@ -74,8 +74,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
         return spec, [plan.packs[0].of(tensors), *arrays]
     if not plan.packs:
         return spec, [*map(bytes_of_tensor, tensors), *arrays]
-    buffers: list[Leaf] = [pack.of([tensors[number] for number in pack.numbers]) for pack in plan.packs]
-    buffers += [bytes_of_tensor(tensors[number]) for number in plan.alone]
+    buffers: list[Leaf] = [pack.of([tensors[index] for index in pack.numbers]) for pack in plan.packs]
+    buffers += [bytes_of_tensor(tensors[index]) for index in plan.alone]
     return spec, buffers + arrays
 
 
@@ -102,21 +102,21 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     """The small tensors of each dtype share a buffer, where they are many."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(dtypes, shapes, strict=True)]
-    for number, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
+    for index, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
         if 0 < size < FUSE_BELOW_BYTES and not dtype.is_complex:
-            by_dtype.setdefault(dtype, []).append(number)
+            by_dtype.setdefault(dtype, []).append(index)
     packs = []
     for dtype, numbers in by_dtype.items():
         if len(numbers) >= _PACK_FROM:
-            row_shapes = {shapes[number][1:] if shapes[number] else None for number in numbers}
+            row_shapes = {shapes[index][1:] if shapes[index] else None for index in numbers}
             row_shape = row_shapes.pop() if len(row_shapes) == 1 else None
-            lengths = [shapes[number].numel() if row_shape is None else shapes[number][0] for number in numbers]
-            packs.append(Pack(numbers, sum(sizes[number] for number in numbers), dtype, row_shape, lengths))
-    packed = {number for pack in packs for number in pack.numbers}
-    alone = [number for number in range(len(dtypes)) if number not in packed]
+            lengths = [shapes[index].numel() if row_shape is None else shapes[index][0] for index in numbers]
+            packs.append(Pack(numbers, sum(sizes[index] for index in numbers), dtype, row_shape, lengths))
+    packed = {index for pack in packs for index in pack.numbers}
+    alone = [index for index in range(len(dtypes)) if index not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
-    may_turn = [number for number, shape in enumerate(shapes) if sum(size > 1 for size in shape) > 1]
+    may_turn = [index for index, shape in enumerate(shapes) if sum(size > 1 for size in shape) > 1]
     return _Plan(packs, alone, may_turn, *raw)
 
 
@@ -230,8 +230,8 @@ class _Layout:
             return [layout.view(next_buffer()) for layout in self.alone]
         built: list[torch.Tensor | None] = [None] * self.num_tensors
         for pack in self.packs:
-            for number, part in zip(pack.numbers, pack.parts(next_buffer()), strict=True):
-                built[number] = part
+            for index, part in zip(pack.numbers, pack.parts(next_buffer()), strict=True):
+                built[index] = part
         for layout in self.alone:
             built[layout.number] = layout.view(next_buffer())
         return built
@@ -241,11 +241,9 @@ def _read(spec: bytes) -> _Layout:
     table, packs, tree = _decoder.decode(spec)
     dtypes = [getattr(torch, name) for name, _ in table]
     shapes = [shape for _, shape in table]
-    packed = {number for pack in packs for number in pack}
-    layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
-    alone = [
-        TensorLayout(number, dtypes[number], shapes[number]) for number in range(len(table)) if number not in packed
-    ]
+    packed = {index for pack in packs for index in pack}
+    layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[index] for index in pack]) for pack in packs]
+    alone = [TensorLayout(index, dtypes[index], shapes[index]) for index in range(len(table)) if index not in packed]
     in_order = packs == [list(range(len(table)))]
     return _Layout(len(table), layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
 

@@ -43,19 +43,19 @@ class Interleave:
         self.slots = [Slot(shard, 0) for shard in take(self._left, width)]
         self.next_slot = 0
 
-    def taken(self, number: int, steps: int = 1) -> None:
+    def taken(self, slot_index: int, steps: int = 1) -> None:
         """The shard in this slot gave a step; more than one when some before it were lost."""
-        self.slots[number].step += steps
-        self.next_slot = (number + 1) % len(self.slots)
+        self.slots[slot_index].step += steps
+        self.next_slot = (slot_index + 1) % len(self.slots)
 
-    def ended(self, number: int) -> Slot | None:
+    def ended(self, slot_index: int) -> Slot | None:
         """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
         if self._left:
-            begun = self.slots[number] = Slot(take(self._left, 1)[0], 0)
-            self.next_slot = (number + 1) % len(self.slots)
+            begun = self.slots[slot_index] = Slot(take(self._left, 1)[0], 0)
+            self.next_slot = (slot_index + 1) % len(self.slots)
             return begun
-        del self.slots[number]
-        self.next_slot = number % len(self.slots) if self.slots else 0
+        del self.slots[slot_index]
+        self.next_slot = slot_index % len(self.slots) if self.slots else 0
         return None
 
     def state(self) -> dict[str, Any]:

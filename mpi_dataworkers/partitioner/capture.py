@@ -205,7 +205,7 @@ class _Reader:
             out_spec=self._exported.call_spec.out_spec,
             in_spec=in_spec,
             shape_rules=None if rules is None else tuple(rules),
-            plain_arguments={number: value for number, value in enumerate(flat) if not isinstance(value, torch.Tensor)},
+            plain_arguments={index: value for index, value in enumerate(flat) if not isinstance(value, torch.Tensor)},
             constants=self._constants(),
             how=self._how,
         )
@@ -299,7 +299,7 @@ def _plain_containers(value: Any) -> Any:
 def _place(stack: str) -> tuple[str, int, str] | None:
     """The last place of the program in a stack, as torch.fx writes it; torch's own where there is no other."""
     lines = stack.splitlines()
-    places = [(match, number) for number, line in enumerate(lines) if (match := _PLACE.search(line))]
+    places = [(match, index) for index, line in enumerate(lines) if (match := _PLACE.search(line))]
     own = [place for place in places if not _NOT_THE_PROGRAM.search(place[0].group(1))] or places
     if not own:
         return None

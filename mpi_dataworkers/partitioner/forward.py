@@ -338,15 +338,15 @@ def difference(found: list[Any], expected: list[Any]) -> str:
     """
     if len(found) != len(expected):
         return f"there are {len(found)} values instead of {len(expected)}"
-    for number, (actual, other) in enumerate(zip(found, expected, strict=True)):
+    for index, (actual, other) in enumerate(zip(found, expected, strict=True)):
         if not isinstance(other, torch.Tensor):
             if actual != other:
-                return f"value {number} is {actual!r} instead of {other!r}"
+                return f"value {index} is {actual!r} instead of {other!r}"
             continue
         if not isinstance(actual, torch.Tensor) or actual.dtype != other.dtype or actual.shape != other.shape:
-            return f"value {number} has another type or size"
+            return f"value {index} has another type or size"
         if not _alike(actual, other):
-            return f"value {number} differs"
+            return f"value {index} differs"
     return ""
 
 

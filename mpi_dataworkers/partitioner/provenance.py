@@ -77,8 +77,8 @@ class Delivery:
         if all(not isinstance(leaf, torch.Tensor) for leaf in leaves):
             return batch
         tagged = [
-            self._leaf(leaf, number) if type(leaf) is torch.Tensor and (wanted is None or number in wanted) else leaf
-            for number, leaf in enumerate(leaves)
+            self._leaf(leaf, index) if type(leaf) is torch.Tensor and (wanted is None or index in wanted) else leaf
+            for index, leaf in enumerate(leaves)
         ]
         return _pytree.tree_unflatten(tagged, spec)
 

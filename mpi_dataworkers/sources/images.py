@@ -69,7 +69,7 @@ class ImageFolder:
         else:
             names = [label_of(file.rpartition("/")[2]) for file in self._files]
         self.classes: tuple[str, ...] = tuple(sorted(set(names)))
-        numbers = {name: number for number, name in enumerate(self.classes)}
+        numbers = {name: index for index, name in enumerate(self.classes)}
         self._labels = tuple(numbers[name] for name in names)
 
     def __len__(self) -> int:

@@ -153,7 +153,7 @@ class TableDataset(ABC):
         self._files = tuple(self._looked_at(path) for path in absolute)
         sizes = [rows for file in self._files for rows in file.group_rows]
         self._ends = [int(end) for end in np.cumsum(sizes)]
-        self._places = [(file, number) for file in self._files for number in range(len(file.group_rows))]
+        self._places = [(file, index) for file in self._files for index in range(len(file.group_rows))]
 
     @abstractmethod
     def look_at(self, path: Path) -> tuple[int, ...]:

@@ -91,8 +91,8 @@ class TransportSender:
             PeerUnreachable: none works; the next call begins with the best again.
         """
         failures = []
-        for number in range(self._chosen.get(receivers, 0), len(receivers)):
-            address = receivers[number]
+        for index in range(self._chosen.get(receivers, 0), len(receivers)):
+            address = receivers[index]
             sender = self._senders.get(transport_of(address))
             if sender is None:
                 failures.append(f"{address} is of no transport that this data worker knows")
@@ -102,8 +102,8 @@ class TransportSender:
             except PeerUnreachable as error:
                 failures.append(str(error))
                 continue
-            if self._chosen.get(receivers) != number:
-                self._chosen[receivers] = number
+            if self._chosen.get(receivers) != index:
+                self._chosen[receivers] = index
                 because = f" ({'; '.join(failures)})" if failures else ""
                 _log.info("batches to the loader go by %s%s", address, because)
             return waited_s

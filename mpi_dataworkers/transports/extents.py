@@ -38,9 +38,9 @@ class Extents:
     def take(self, num_bytes: int) -> int | None:
         """Offset of a new extent, or None while no part is large enough."""
         wanted = max(PAGE_BYTES, _rounded(num_bytes, PAGE_BYTES))
-        for number, (offset, size) in enumerate(self._free):
+        for index, (offset, size) in enumerate(self._free):
             if size >= wanted:
-                self._free[number : number + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
+                self._free[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
                 self._taken[offset] = wanted
                 return offset
         return None

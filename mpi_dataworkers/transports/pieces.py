@@ -32,8 +32,8 @@ def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
 
 def left_of(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
     """What is left of pieces of which so many bytes were sent."""
-    for number, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         if num_sent < len(piece):
-            return [memoryview(piece)[num_sent:], *pieces[number + 1 :]]
+            return [memoryview(piece)[num_sent:], *pieces[index + 1 :]]
         num_sent -= len(piece)
     return []

@@ -128,8 +128,8 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         yield "GresTypes=gpu"
     for group in spec.groups:
         yield _node_line(group, spec.network)
-    for number, group in enumerate(spec.groups):
-        default = " Default=YES" if number == 0 else ""
+    for index, group in enumerate(spec.groups):
+        default = " Default=YES" if index == 0 else ""
         nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
         yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec, group)} State=UP"
     for name, settings in sites.partitions(spec).items():

@@ -33,7 +33,7 @@ def draw(graph: ForwardGraph, costs: Mapping[str, OperatorCost], decision: Decis
             box = (operator.name in decision.moved, operator.line or "the model")
             boxes.setdefault(box, []).append(operator)
             of_operator[operator.name] = box
-    tops = {box: 40 + number * (_HEIGHT + _GAP) for number, box in enumerate(boxes)}
+    tops = {box: 40 + index * (_HEIGHT + _GAP) for index, box in enumerate(boxes)}
     arrows = (
         {
             (of_operator[name], box): name in decision.sent and not box[0]

@@ -484,7 +484,7 @@ class _Engine:
     def _too_large(self) -> dict[int, str]:
         """Jobs that do not fit the empty cluster: they are reported, and nobody waits for them."""
         wrong: dict[int, str] = {}
-        for number, shape in enumerate(self._shapes):
+        for index, shape in enumerate(self._shapes):
             if self._nodes.find(shape) is None:
-                wrong[number] = f"larger than the cluster: not enough {self._nodes.why_not(shape)}"
+                wrong[index] = f"larger than the cluster: not enough {self._nodes.why_not(shape)}"
         return {job: wrong[number] for job, number in enumerate(self._shape_of) if number in wrong}

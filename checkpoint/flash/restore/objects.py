@@ -39,8 +39,8 @@ def _backup(here: Any) -> Any:
 
 def _places_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Any, str], dict[str, Any]]]:
     """Where an optimizer has tensors: the place, and the dict that holds it."""
-    for number, group in enumerate(optimizer.param_groups):
-        yield from (((number, key), group) for key in group)
+    for index, group in enumerate(optimizer.param_groups):
+        yield from (((index, key), group) for key in group)
     for parameter, state in optimizer.state.items():
         if isinstance(state, dict):
             yield from (((parameter, key), state) for key in state)

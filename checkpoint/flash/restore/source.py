@@ -212,9 +212,9 @@ def _wholes(
         wholes = held.enter_context(parts).wholes
         names = names_of(record)
         return {
-            ref: wholes[names[number]]
-            for number, ref in enumerate(record.tensors)
-            if ref.shard and names[number] in wholes
+            ref: wholes[names[index]]
+            for index, ref in enumerate(record.tensors)
+            if ref.shard and names[index] in wholes
         }
 
     return lambda ref: found().get(ref)

@@ -168,14 +168,6 @@ class FeatureGraph:
         text = repr((self.inputs, steps, self.outputs))
         return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
-    def output_type(self, output: Output) -> FeatureType:
-        """The type of an output: of a matrix with its width, of a JaggedBatch as of its features."""
-        types = [self.types[name] for name in output.of]
-        is_jagged = any(kind.is_jagged for kind in types)
-        if not output.keys:
-            return types[0]
-        return FeatureType(types[0].dtype, is_jagged, 1 if is_jagged else sum(kind.width for kind in types))
-
     def __str__(self) -> str:
         count = Counter(step.operator.name for step in self.steps)
         used = ", ".join(f"{name} {count[name]}" for name in sorted(count)) or "no operator"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetstream.mpi_dataworkers.partitioner.describe import Observed
-from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.program import Call, Ref, references, replace_in
 
 # The fastest of so many runs counts: the first pays for memory and for what is loaded at first use.
 _NUM_RUNS = 3
@@ -107,15 +107,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def seconds_of(program: OperatorProgram, inputs: Sequence[Any]) -> float:
-    """What a program takes as a whole."""
-    best = float("inf")
-    with _own_random_numbers(inputs), torch.no_grad():
-        for _ in range(_NUM_RUNS):
-            started = time.perf_counter()
-            for value in program(*inputs):
-                _finish(value)
-            best = min(best, time.perf_counter() - started)
-    return best

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,14 +174,3 @@ def references(value: Any) -> list[str]:
 
     replace_in(value, note)
     return found
-
-
-def needed_calls(calls: Sequence[Call], wanted: Iterable[str]) -> tuple[Call, ...]:
-    """Those calls that lead to the wanted values."""
-    needed = set(wanted)
-    kept: list[Call] = []
-    for call in reversed(calls):
-        if call.name in needed:
-            kept.append(call)
-            needed.update(references((call.args, call.kwargs)))
-    return tuple(reversed(kept))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Flags, Term, Workload
+from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Term, Workload
 
 # Half the width of an interval that holds 95 of 100 of what is measured, in standard deviations.
 _Z95 = 1.96
@@ -87,12 +87,6 @@ class StepTimeModel:
         columns = self.family.columns(side.terms, configurations, self.workload)
         of_slopes = np.einsum("ni,ij,nj->n", columns, side.covariance, columns)
         found: Array = np.sqrt(np.maximum(0.0, of_slopes) + (side.noise * (columns @ side.slopes)) ** 2)
-        return found
-
-    def bounded_by_data(self, configurations: Configurations) -> Flags:
-        """Whether trainers would wait for data, shape (n,) of bool."""
-        compute, loading = self.sides(configurations)
-        found: Flags = loading > compute
         return found
 
 

@@ -15,7 +15,14 @@ import msgspec
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.distributed import Communicator, gather
-from hetstream.checkpoint.flash.restore.trial import Applied, Destination, Sources, Trial, UnusableHere
+from hetstream.checkpoint.flash.restore.trial import (
+    Applied,
+    Destination,
+    Sources,
+    Trial,
+    UnusableElsewhere,
+    UnusableHere,
+)
 from hetstream.checkpoint.record.agreement import (
     Choice,
     Offer,
@@ -79,22 +86,17 @@ class RestoreCandidates:
             OtherRelease: another release of hetstream wrote the newest one, or the one of this step.
         """
         self._check_same_step(step)
+        tries = _Tries(self.sources.directory.path)
         offer = self._offer(with_left=step is not None)
-        path = self.sources.directory.path
-        logged: set[str] = set()
-        unusable: list[tuple[Generation, Source, str]] = []
-        num_tries = 0
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
             offers = self._exchange(offer)
             choice = choose_generation(offers, self.lineage, step)
             _refuse_other_release(offers, choice, step)
-            for note in choice.notes:
-                if note not in logged:
-                    _log.warning("%s", note)
-                    logged.add(note)
+            tries.log(choice.notes)
             if choice.generation is None:
                 if step is not None:
+                    path = self.sources.directory.path
                     raise NoCheckpoint(_why_not_this_step(step, offers, self.lineage, path, choice.notes))
                 if is_on_disk:
                     raise self._none_usable(choice.notes)
@@ -102,20 +104,9 @@ class RestoreCandidates:
             outcome = Trial(self.ranks, self.sources, choice, destination).run()
             if isinstance(outcome, Applied):
                 return choice
-            why = "of another rank"
-            if isinstance(outcome, UnusableHere):
-                why = outcome.problem
-                unusable.append((choice.generation, choice.sources[self.ranks.rank], why))
-            num_tries += 1
-            if num_tries > _MAX_TRIES:
-                raise NoCheckpoint(
-                    f"{path}: {num_tries} checkpoints one after the other cannot be used, the last one "
-                    f"because {why}. See hetstream ckpt ls {path}"
-                )
+            tries.note(choice.generation, choice.sources[self.ranks.rank], outcome)
             # What a training has saved meanwhile is newer than what this rank knew of.
-            offer = self._offer(with_left=step is not None)
-            for record in unusable:
-                offer = offer.without(*record)
+            offer = tries.without_unusable(self._offer(with_left=step is not None))
 
     def _check_same_step(self, step: int | None) -> None:
         requests = gather(self.ranks, _RequestedStep(step))
@@ -153,6 +144,50 @@ class RestoreCandidates:
                 disk.append(OfferedRecord(checkpoint.generation, checkpoint.world_size))
         replicas = sources.elsewhere.offered() if sources.elsewhere else []
         return Offer(memory, disk, problems, replicas, host=host.name if host else "", unread=unread)
+
+
+class _Tries:
+    """The generations that were tried in one restore and could not be used.
+
+    Args:
+        path: of the directory, for messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._logged: set[str] = set()
+        self._unusable: list[tuple[Generation, Source, str]] = []
+        self._count = 0
+
+    def log(self, notes: list[str]) -> None:
+        """Log what is newer than the choice and cannot be used, each once."""
+        for note in notes:
+            if note not in self._logged:
+                _log.warning("%s", note)
+                self._logged.add(note)
+
+    def note(self, generation: Generation, source: Source, outcome: UnusableHere | UnusableElsewhere) -> None:
+        """A generation could not be used, here or on another rank.
+
+        Raises:
+            NoCheckpoint: it was one too many.
+        """
+        why = "of another rank"
+        if isinstance(outcome, UnusableHere):
+            why = outcome.problem
+            self._unusable.append((generation, source, why))
+        self._count += 1
+        if self._count > _MAX_TRIES:
+            raise NoCheckpoint(
+                f"{self._path}: {self._count} checkpoints one after the other cannot be used, the last one because "
+                f"{why}. See hetstream ckpt ls {self._path}"
+            )
+
+    def without_unusable(self, offer: Offer) -> Offer:
+        """What a rank has, without what it could not use."""
+        for record in self._unusable:
+            offer = offer.without(*record)
+        return offer
 
 
 def _refuse_other_release(offers: list[Offer], choice: Choice, step: int | None) -> None:

@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks import harness, machine, running
 from benchmarks.harness import Row
-from hetstream.checkpoint.memory.store import SHARED_MEMORY
-from hetstream.checkpoint.memory.store_files import list_stores, stores_prefix
+from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView
 
 TRAINER, WRITER, BOTH, HOST = "trainer", "writer", "trainer and checkpoint writer", "both, and the memory"

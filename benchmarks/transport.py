@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, System, Target
+from benchmarks.running import Sample
 
 LARGE = ("38.5 MB", "9.6 MB")
 SMALL = ("160 KB", "1 KB")
@@ -83,7 +84,7 @@ def systems(tensorflow: peers.Peers, torch_peers: peers.Peers) -> list[System]:
     ]
 
 
-def describe(case: str, sample: harness.Sample) -> str:
+def describe(case: str, sample: Sample) -> str:
     """One figure for the progress line."""
     return f"{sample['batches_per_s']:,.0f}/s" if case in SMALL else f"{sample['gb_per_s']:.2f} GB/s"
 

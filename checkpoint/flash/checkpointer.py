@@ -27,7 +27,7 @@ import torch
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job
 from hetstream.checkpoint.flash.distributed import Communicator, communicator
-from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
+from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step, requested_step
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
 from hetstream.checkpoint.flash.restoring import Restoring
 from hetstream.checkpoint.flash.save.capture import Capture
@@ -184,9 +184,9 @@ class FlashCheckpointer:
             DirectoryReplaced: another directory has taken the place of the one that this training began in.
         """
         self._check_open()
-        step = None if step is None else checked_step(step)
+        wanted = requested_step(step)
         self.fence()
-        return self._restoring.restore(state, step, strict=strict)
+        return self._restoring.restore(state, wanted, strict=strict)
 
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
@@ -204,9 +204,9 @@ class FlashCheckpointer:
             DirectoryReplaced: another directory has taken the place of the one that this training began in.
         """
         self._check_open()
-        step = None if step is None else checked_step(step)
+        wanted = requested_step(step)
         self.fence()
-        return self._restoring.load(step)
+        return self._restoring.load(wanted)
 
     def all_steps(self) -> list[int]:
         """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.

@@ -118,3 +118,12 @@ def checked_step(step: int) -> int:
     if not isinstance(step, SupportsIndex) or not 0 <= operator.index(step) <= MAX_NUMBER:
         raise OptionsError(f"step={step!r}: a number of steps, from 0 to {MAX_NUMBER}")
     return operator.index(step)
+
+
+def requested_step(step: int | None) -> int | None:
+    """A step to restore as Python's number; None: the newest.
+
+    Raises:
+        OptionsError: it is none.
+    """
+    return None if step is None else checked_step(step)

@@ -15,7 +15,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0
-from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
+from hetstream.checkpoint.flash.options import CheckpointOptions, requested_step
 from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.trial import Sources
@@ -69,9 +69,7 @@ class CheckpointReader:
             NoCheckpoint: there is none that can be used, or none of this step.
             StateMismatch: the layout of the state is another; every difference is named. Nothing is restored.
         """
-        request = RestoreRequest(
-            None if step is None else checked_step(step), strict, self._allow_pickle, only_given=True
-        )
+        request = RestoreRequest(requested_step(step), strict, self._allow_pickle, only_given=True)
         with collector.held_off():
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
@@ -90,7 +88,7 @@ class CheckpointReader:
         Raises:
             NoCheckpoint: there is none that can be used, or none of this step.
         """
-        request = RestoreRequest(None if step is None else checked_step(step), allow_pickle=self._allow_pickle)
+        request = RestoreRequest(requested_step(step), allow_pickle=self._allow_pickle)
         loaded = load_values(self._candidates(), request)
         if loaded is None:
             raise self._nothing()

@@ -6,6 +6,8 @@ HetstreamError
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
 ├── WritersNotStarted        the checkpoint writers of a job did not start
+├── GpuCoordinatorError      nobody coordinates the GPUs of this node, or what answers is something else
+├── GpuJobRefused            the coordinator does not let a process share a GPU
 ├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
 │   └── SiteClosed           it closed the connection without an answer
@@ -26,6 +28,8 @@ _MOST_SHOWN = 2000
 __all__ = [
     "ConversionError",
     "DirectiveError",
+    "GpuCoordinatorError",
+    "GpuJobRefused",
     "MasterError",
     "ProgramNotFound",
     "ServiceNotFound",
@@ -50,6 +54,14 @@ class MasterError(HetstreamError):
 
 class WritersNotStarted(HetstreamError):
     """The job's checkpoint writers did not come up."""
+
+
+class GpuCoordinatorError(HetstreamError):
+    """Nobody coordinates the GPUs of this node, or what answers is something else."""
+
+
+class GpuJobRefused(HetstreamError):
+    """The coordinator does not let a process share a GPU: another version, a GPU that it was not given."""
 
 
 class ServiceNotFound(HetstreamError):

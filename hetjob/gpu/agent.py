@@ -1,0 +1,246 @@
+"""The agent in one training process: keeps to the coordinator's orders, and says how the process is.
+
+Called from the program's own threads, at launches and at boundaries of mini-batches; it has no thread. A guaranteed
+process never waits here, whatever has become of the coordinator. An opportunistic one launches only while an order
+lets it: without a coordinator it pauses, and asks for a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from hetstream.base.forks import generation
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.gpu.devices.base import Device
+from hetstream.hetjob.gpu.orders import NO_LIMIT, JobClass, Order, Statistics
+from hetstream.hetjob.gpu.throttle import Throttle
+
+# A coordinator that has gone is looked for again after this.
+_CONNECT_AGAIN_NS = 500_000_000
+_NEVER_NS = -_CONNECT_AGAIN_NS
+# While it waits, a process says so often that it is there.
+_REPORT_NS = 100_000_000
+
+
+class Channel(Protocol):
+    """Where orders come from, and statistics go: a `Connection`, or files as AntMan has them."""
+
+    def order(self) -> Order | None:
+        """The newest order."""
+
+    def report(self, statistics: Statistics, *, news: bool) -> None:
+        """Say how the process is."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody is at the other end."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Agent:
+    """One process's agent.
+
+    Args:
+        device: the GPU.
+        job_class: of the process.
+        connect: makes a channel.
+        clock: nanoseconds of CLOCK_MONOTONIC.
+        wait: sleeps for so many seconds.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        job_class: JobClass,
+        connect: Callable[[], Channel],
+        clock: Callable[[], int] = time.monotonic_ns,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._device, self._job_class, self._connect = device, job_class, connect
+        self._clock, self._wait = clock, wait
+        self._throttle = Throttle(job_class)
+        self._channel: Channel | None = None
+        self._connected_ns = _NEVER_NS
+        self._is_missed = False
+        self._generation = generation()
+        self._boundaries = self._boundary_ns = self._mini_batch_ns = self._gap_ns = 0
+        self._is_idle = False
+        self._limit_bytes = NO_LIMIT
+        self._paused_ns = 0
+        self._usual_work_ns = 0
+        self._leave_in_forked_children()
+
+    def before_launch(self) -> None:
+        """Wait until the process may launch. The first launch is when the coordinator hears of the process.
+
+        Raises:
+            GpuJobRefused: an opportunistic process may not take part.
+        """
+        if generation() != self._generation:
+            return
+        if self._connected_ns == _NEVER_NS:
+            self._look_for_coordinator()
+        if self._is_idle:
+            self._begin_mini_batch()
+        if self._job_class is JobClass.GUARANTEED:
+            return
+        wait_ns = self._wait_ns()
+        if wait_ns:
+            self._pause(wait_ns)
+
+    def after_launch(self) -> None:
+        """Note what the GPU has done, and keep little enough in flight."""
+        if self._job_class is JobClass.GUARANTEED or generation() != self._generation:
+            return
+        work_ns = self._device.launched()
+        if work_ns:
+            self._usual_work_ns += (work_ns - self._usual_work_ns) // 8
+            self._throttle.worked(self._order(), self._clock(), work_ns)
+
+    def at_boundary(self) -> None:
+        """A mini-batch has ended: take over the memory limit, and report.
+
+        Raises:
+            GpuJobRefused: an opportunistic process may no longer take part.
+        """
+        if generation() != self._generation:
+            return
+        now_ns = self._clock()
+        if self._boundary_ns:
+            self._mini_batch_ns = now_ns - self._boundary_ns
+        self._boundaries += 1
+        self._boundary_ns = now_ns
+        self._is_idle = True
+        if self._channel is None or self._channel.is_lost:
+            self._leave_lost_coordinator()
+            if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
+                self._look_for_coordinator()
+        self._apply_limit()
+        self._report(news=True)
+        self._device.begin_mini_batch()
+
+    def close(self) -> None:
+        """Leave the coordinator."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _leave_in_forked_children(self) -> None:
+        """A child that kept the connection would keep its parent alive for the coordinator."""
+        reference = weakref.ref(self)
+
+        def leave() -> None:
+            agent = reference()
+            if agent is not None:
+                agent.close()
+
+        os.register_at_fork(after_in_child=leave)
+
+    def _begin_mini_batch(self) -> None:
+        """The first launch after a boundary. What was launched before it must have ended, else there was no gap."""
+        self._is_idle = False
+        self._gap_ns = self._clock() - self._boundary_ns if self._device.is_idle() else 0
+        self._report(news=True)
+
+    def _order(self) -> Order | None:
+        return self._channel.order() if self._channel is not None else None
+
+    def _wait_ns(self) -> int:
+        in_mini_batch = self._boundaries > 0 and not self._is_idle
+        return self._throttle.wait_ns(
+            self._order(), self._clock(), work_ns=self._usual_work_ns, in_mini_batch=in_mini_batch
+        )
+
+    def _pause(self, wait_ns: int) -> None:
+        began_ns = self._clock()
+        reported_ns = 0
+        while wait_ns:
+            self._wait(wait_ns / 1e9)
+            now_ns = self._clock()
+            if now_ns - reported_ns >= _REPORT_NS:
+                reported_ns = now_ns
+                if self._channel is None or self._channel.is_lost:
+                    self._leave_lost_coordinator()
+                    if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
+                        self._look_for_coordinator()
+                self._apply_limit()
+                self._report(news=False)
+            wait_ns = self._wait_ns()
+        self._paused_ns += self._clock() - began_ns
+
+    def _apply_limit(self) -> None:
+        """Hold as much memory as the order says; without an order, a guaranteed process holds what it needs."""
+        order = self._order()
+        if self._job_class is JobClass.GUARANTEED:
+            limit_bytes = NO_LIMIT
+        elif order is None:
+            return
+        else:
+            limit_bytes = order.limit_bytes
+        if limit_bytes != self._limit_bytes:
+            self._limit_bytes = limit_bytes
+            self._device.set_limit(limit_bytes)
+
+    def _report(self, *, news: bool) -> None:
+        if self._channel is None:
+            return
+        use = self._device.memory()
+        self._channel.report(
+            Statistics(
+                updated_ns=self._clock(),
+                boundaries=self._boundaries,
+                boundary_ns=self._boundary_ns,
+                mini_batch_ns=self._mini_batch_ns,
+                gap_ns=self._gap_ns,
+                is_idle=int(self._is_idle),
+                held_bytes=use.held_bytes,
+                peak_bytes=use.peak_bytes,
+                host_bytes=use.host_bytes,
+                host_capacity_bytes=use.host_capacity_bytes,
+                limit_bytes=self._limit_bytes,
+                paused_ns=self._paused_ns,
+            ),
+            news=news,
+        )
+
+    def _look_for_coordinator(self) -> None:
+        self._connected_ns = self._clock()
+        try:
+            self._channel = self._connect()
+        except GpuCoordinatorError as error:
+            self._miss(str(error))
+            return
+        except GpuJobRefused as error:
+            if self._job_class is JobClass.OPPORTUNISTIC:
+                raise
+            self._miss(str(error))
+            return
+        if self._is_missed:
+            _say("the coordinator of GPUs is back")
+            self._is_missed = False
+        self._report(news=True)
+
+    def _leave_lost_coordinator(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self._miss("the coordinator of GPUs has gone")
+
+    def _miss(self, why: str) -> None:
+        """Say once that there is no coordinator, and what follows from that."""
+        if not self._is_missed:
+            guaranteed = self._job_class is JobClass.GUARANTEED
+            _say(f"{why}; this {self._job_class.value} job {'goes on as if alone' if guaranteed else 'pauses'}")
+            self._is_missed = True
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hetstream: {text}\n")
+    sys.stderr.flush()

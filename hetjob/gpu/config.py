@@ -1,0 +1,61 @@
+"""Settings of a process that shares its GPU. Only this file reads them from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetstream.base.errors import OptionsError
+from hetstream.hetjob.gpu.orders import JobClass
+
+# Where the coordinator of a node listens.
+DEFAULT_SOCKET = "/run/hetstream/gpu.sock"
+_DEFAULT_HOST_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class SharingSettings:
+    """How a process shares its GPU.
+
+    Attributes:
+        gpu: the GPU, as the coordinator calls it.
+        job_class: of the process.
+        job: id of the Slurm job, or a name.
+        socket: of the coordinator.
+        host_bytes: memory of the host that may stand in for memory of the GPU.
+    """
+
+    gpu: str
+    job_class: JobClass
+    job: str
+    socket: str
+    host_bytes: int
+
+
+def settings_from_environment(environ: Mapping[str, str] = os.environ) -> SharingSettings | None:
+    """What the environment says; None: the process does not share its GPU.
+
+    Raises:
+        OptionsError: a variable breaks its rule.
+    """
+    gpu = environ.get("HETSTREAM_GPU")
+    if not gpu:
+        return None
+    problems = []
+    classes = [kind.value for kind in JobClass]
+    job_class = environ.get("HETSTREAM_JOB_CLASS", JobClass.OPPORTUNISTIC.value)
+    if job_class not in classes:
+        problems.append(f"HETSTREAM_JOB_CLASS={job_class}: use one of {', '.join(classes)}")
+    host_bytes = environ.get("HETSTREAM_GPU_HOST_BYTES", str(_DEFAULT_HOST_BYTES))
+    if not host_bytes.isdecimal():
+        problems.append(f"HETSTREAM_GPU_HOST_BYTES={host_bytes}: use a whole number of bytes")
+    if problems:
+        raise OptionsError("; ".join(problems))
+    return SharingSettings(
+        gpu=gpu,
+        job_class=JobClass(job_class),
+        job=environ.get("SLURM_JOB_ID") or f"process {os.getpid()}",
+        socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
+        host_bytes=int(host_bytes),
+    )

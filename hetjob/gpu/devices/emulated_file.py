@@ -1,0 +1,114 @@
+"""The file that stands for an emulated GPU: its size, its core, and how much memory each process holds.
+
+Each process has a place in the file for as long as it holds the place's lock: the kernel frees the lock, and so the
+memory, when the process ends in whatever way, as a driver does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+_HEAD = struct.Struct("<8sqqqq")  # magic, capacity, core, segment, bytes a second over the bus
+_PLACE = struct.Struct("<qq")  # process, bytes held
+_PLACES = 32
+_MAGIC = b"HGEMU001"
+SIZE_BYTES = _HEAD.size + _PLACES * _PLACE.size
+
+
+class EmulatedGpuFile:
+    """One emulated GPU.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        head = os.pread(self._descriptor, _HEAD.size, 0)
+        if len(head) != _HEAD.size or not head.startswith(_MAGIC):
+            os.close(self._descriptor)
+            raise ValueError(f"{os.fspath(path)} is no emulated GPU")
+        _, self.capacity_bytes, self.core, self.segment_bytes, self.bus_bytes_per_s = _HEAD.unpack(head)
+        self._own: int | None = None
+        self._held_bytes = 0
+
+    @staticmethod
+    def create(path: Path, *, capacity_bytes: int, core: int, segment_bytes: int, bus_bytes_per_s: int) -> None:
+        """Make a GPU that nobody uses."""
+        head = _HEAD.pack(_MAGIC, capacity_bytes, core, segment_bytes, bus_bytes_per_s)
+        path.write_bytes(head + bytes(SIZE_BYTES - len(head)))
+
+    def take(self, num_bytes: int) -> bool:
+        """Hold more; whether there was so much."""
+        with self._locked():
+            if self._own is None:
+                self._own = self._free_place()
+            if sum(held for _, held in self._living()) + num_bytes > self.capacity_bytes:
+                return False
+            self._hold(self._held_bytes + num_bytes)
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        """Hold less."""
+        with self._locked():
+            self._hold(self._held_bytes - num_bytes)
+
+    def held_by(self, pid: int) -> int:
+        """What a process holds."""
+        with self._locked():
+            return sum(held for holder, held in self._living() if holder == pid)
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        os.close(self._descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+
+    def _hold(self, num_bytes: int) -> None:
+        assert self._own is not None
+        self._held_bytes = num_bytes
+        os.pwrite(self._descriptor, _PLACE.pack(os.getpid(), num_bytes), _offset(self._own))
+
+    def _free_place(self) -> int:
+        for number in range(_PLACES):
+            if self._try_lock(number):
+                os.pwrite(self._descriptor, _PLACE.pack(os.getpid(), 0), _offset(number))
+                return number
+        raise OSError(f"an emulated GPU has no more than {_PLACES} processes")
+
+    def _living(self) -> Iterator[tuple[int, int]]:
+        """Processes that hold memory, and how much."""
+        for number in range(_PLACES):
+            pid, held = _PLACE.unpack(os.pread(self._descriptor, _PLACE.size, _offset(number)))
+            if held <= 0:
+                continue
+            if number != self._own and self._try_lock(number):
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, _PLACE.size, _offset(number))
+                continue
+            yield pid, held
+
+    def _try_lock(self, number: int) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, _PLACE.size, _offset(number))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+def _offset(number: int) -> int:
+    return _HEAD.size + number * _PLACE.size

@@ -1,0 +1,175 @@
+"""How a process and the coordinator of its node meet: one message each way over a Unix socket.
+
+The coordinator knows who asks from the kernel (SO_PEERCRED), and answers with the descriptors of the two pages. Later
+on the process sends a byte when it has written something that cannot wait. The end of the connection is the end of
+either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from typing import Annotated
+
+import msgspec
+
+from hetstream.base.text import printable, shortened
+from hetstream.base.typed_json import decode, encode
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
+from hetstream.hetjob.gpu.pages import VERSION, Page
+
+MOST_BYTES = 4096
+NEWS = b"!"
+# A coordinator that is there answers within milliseconds.
+_ANSWER_S = 2.0
+_CREDENTIALS = struct.Struct("3i")
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process says of itself. The coordinator believes the version alone.
+
+    Attributes:
+        version: of the pages.
+        job: id of the Slurm job; a name, where there is no Slurm.
+        job_class: what the process takes itself for.
+        gpu: which GPU it uses.
+    """
+
+    version: int
+    job: _Name
+    job_class: JobClass
+    gpu: _Name
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the coordinator says.
+
+    Attributes:
+        version: of the pages.
+        refusal: why the process may not take part; empty: it may, and two descriptors come along.
+        job_class: what the process is.
+    """
+
+    version: int
+    refusal: str = ""
+    job_class: JobClass = JobClass.OPPORTUNISTIC
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """All that is read of a message of another version."""
+
+    version: int
+
+
+def read_introduction(message: bytes) -> Introduction:
+    """Read what a process sent.
+
+    Raises:
+        GpuJobRefused: it is of another version, or no introduction.
+    """
+    try:
+        version = decode(message, _Version).version
+        if version != VERSION:
+            raise GpuJobRefused(
+                f"its hetstream shares GPUs by protocol {version}, and this node's coordinator by protocol {VERSION}. "
+                "Use the hetstream that the cluster has"
+            )
+        return decode(message, Introduction)
+    except msgspec.MsgspecError as error:
+        raise GpuJobRefused(f"it sent no introduction: {error}") from error
+
+
+class Connection:
+    """A process's connection with its coordinator.
+
+    Args:
+        path: of the coordinator's socket.
+        introduction: who asks.
+
+    Raises:
+        GpuCoordinatorError: nobody answers there.
+        GpuJobRefused: the coordinator does not want this process.
+    """
+
+    def __init__(self, path: str, introduction: Introduction) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors: list[int] = []
+        try:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(path)
+            connection.send(encode(introduction))
+            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2)
+            self.job_class = _check(path, message, descriptors)
+            self._orders = Page(descriptors[0], Order, writable=False)
+            self._statistics = Page(descriptors[1], Statistics, writable=True)
+            connection.setblocking(False)
+        except OSError as error:
+            connection.close()
+            raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._connection = connection
+
+    def order(self) -> Order | None:
+        """The newest order; None if the page holds none that is whole."""
+        return self._orders.read()
+
+    def report(self, statistics: Statistics, *, news: bool) -> None:
+        """Write statistics; with `news`, wake the coordinator. Never waits."""
+        self._statistics.write(statistics)
+        if news:
+            with contextlib.suppress(OSError):  # it is stopped, or gone: `is_lost` says which
+                self._connection.send(NEWS)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the coordinator has gone."""
+        try:
+            return self._connection.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Leave; a second time does nothing."""
+        self._connection.close()
+        self._orders.close()
+        self._statistics.close()
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket, by the kernel's word."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(uid)
+
+
+def _check(path: str, message: bytes, descriptors: list[int]) -> JobClass:
+    try:
+        version = decode(message, _Version).version
+        answer = decode(message, Answer) if version == VERSION else None
+    except msgspec.MsgspecError as error:
+        raise GpuCoordinatorError(f"what answers at {path} is no coordinator of GPUs: {error}") from error
+    if answer is None:
+        raise GpuJobRefused(
+            f"the coordinator of this node's GPUs speaks protocol {version}, and this hetstream protocol {VERSION}. "
+            "Use the hetstream that the cluster has"
+        )
+    if answer.refusal:
+        raise GpuJobRefused(f"the coordinator of this node's GPUs refuses this process: {_one_line(answer.refusal)}")
+    if len(descriptors) != 2:
+        raise GpuCoordinatorError(f"the coordinator at {path} sent {len(descriptors)} descriptors instead of 2")
+    return answer.job_class
+
+
+def _one_line(text: str) -> str:
+    return printable(shortened(text, 500))

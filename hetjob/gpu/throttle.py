@@ -1,0 +1,53 @@
+"""When a job's next launch is due under its order. Pure; the clock is an argument."""
+
+from __future__ import annotations
+
+from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Verdict
+
+# Whoever has to wait looks at the order again after this: how much of a gap goes by before its first launch.
+LOOK_AGAIN_NS = 200_000
+# Debts are forgiven beyond this: a kernel that took a second must not cost a minute.
+_MOST_DEBT_NS = 200_000_000
+
+
+class Throttle:
+    """Says how long a job has to wait before it launches, and learns how long its launches keep the GPU busy.
+
+    A share of 250 thousandths means that each millisecond of work is followed by three of rest, but while others leave
+    the GPU idle.
+
+    Args:
+        job_class: a guaranteed job never waits.
+    """
+
+    def __init__(self, job_class: JobClass) -> None:
+        self._is_bound = job_class is JobClass.OPPORTUNISTIC
+        self._rested_ns = 0  # when the debt of earlier launches is paid
+
+    def wait_ns(self, order: Order | None, now_ns: int, *, work_ns: int = 0, in_mini_batch: bool = True) -> int:
+        """How long to wait, and ask again; 0: launch now.
+
+        Args:
+            order: the newest; None: there is none that is whole.
+            now_ns: the time.
+            work_ns: how long the launch will keep the GPU busy, as far as known: it is to end while the GPU is idle.
+            in_mini_batch: whether the job is on the way to a boundary.
+        """
+        if not self._is_bound:
+            return 0
+        if order is None or now_ns >= order.valid_until_ns or order.verdict == Verdict.PAUSE:
+            return LOOK_AGAIN_NS
+        if order.verdict == Verdict.FINISH:
+            return 0 if in_mini_batch else LOOK_AGAIN_NS
+        if order.share >= FULL_SHARE or now_ns + work_ns <= order.open_until_ns:
+            return 0
+        if order.share <= 0:
+            return LOOK_AGAIN_NS
+        return min(LOOK_AGAIN_NS, max(0, self._rested_ns - now_ns))
+
+    def worked(self, order: Order | None, now_ns: int, work_ns: int) -> None:
+        """Note work that has just ended."""
+        if order is None or now_ns <= order.open_until_ns or not 0 < order.share < FULL_SHARE:
+            return
+        debt_ns = work_ns * (FULL_SHARE - order.share) // order.share
+        self._rested_ns = min(max(self._rested_ns, now_ns) + debt_ns, now_ns + _MOST_DEBT_NS)

@@ -1,0 +1,25 @@
+"""`hetstream gpu ACTION`: several jobs on one GPU. One file for each action."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+# In the order of the help text; each is a module `gpu_NAME` beside this one.
+_ACTIONS = {
+    "coordinator": "coordinate the jobs on this node's GPUs",
+    "run": "run a training program that shares its GPU",
+    "emulate": "make an emulated GPU, to try all this on a machine without one",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb with all its actions."""
+    parser = subparsers.add_parser(
+        "gpu",
+        help=summary,
+        description="Several jobs on one GPU: a guaranteed one, and opportunistic ones that use what it leaves.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, text in _ACTIONS.items():
+        importlib.import_module(f"hetstream.slurm_plugin.cli.gpu_{action}").add_parser(actions, text)

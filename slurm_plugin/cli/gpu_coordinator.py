@@ -1,0 +1,64 @@
+"""`hetstream gpu coordinator`: coordinates the jobs on this node's GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
+from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs
+from hetstream.slurm_plugin.coordinator.gpus import open_gpu
+from hetstream.slurm_plugin.coordinator.server import Coordinator
+
+EPILOG = """\
+It runs until SIGTERM or Ctrl-C, as an ordinary user: it ends no job and changes no GPU. When it ends, opportunistic
+jobs pause until it is back, and guaranteed ones go on as if alone.
+
+examples:
+  hetstream gpu coordinator --grants /run/hetstream/grants --gpu GPU-1a2b=150000000000
+  hetstream gpu coordinator --own-jobs --socket ./gpu.sock --gpu emulation:./gpu0     to try it
+
+exit codes:
+  0  it was stopped
+  1  it could not begin, or failed
+  2  the command line is wrong
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "coordinator",
+        help=summary,
+        description="Say which of a GPU's jobs may launch work, and how much of its memory each may hold.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--gpu", action="append", required=True, metavar="GPU", help="NAME=BYTES or emulation:FILE; again for each"
+    )
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--grants", type=Path, metavar="DIR", help="what jobs were given, by Slurm's prolog: DIR/JOB.json")
+    who.add_argument("--own-jobs", action="store_true", help="serve this user's processes, as what they say they are")
+    parser.add_argument(
+        "--socket", type=Path, default=Path(DEFAULT_SOCKET), metavar="PATH", help=f"(default {DEFAULT_SOCKET})"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Coordinate until a signal comes."""
+    gpus = [open_gpu(text) for text in args.gpu]
+    admission: Admission = OwnJobs() if args.own_jobs else GrantedJobs(args.grants)
+    try:
+        coordinator = Coordinator(args.socket, gpus, admission)
+    except OSError as error:
+        raise HetstreamError(f"cannot listen at {args.socket}: {error}. Give another --socket") from error
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: coordinator.stop())
+    print(f"coordinating {', '.join(args.gpu)} at {args.socket}", file=sys.stderr, flush=True)
+    coordinator.run()
+    return 0

@@ -1,0 +1,53 @@
+"""`hetstream gpu emulate`: an emulated GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+
+_MIB = 2**20
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "emulate",
+        help=summary,
+        description="Make a file that stands for a GPU. Programs that share it compute on one core, and count tensors "
+        "against its memory. Speeds on it say nothing about a real GPU.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="to be made; the GPU's name is emulation:FILE")
+    parser.add_argument("--memory-mib", type=int, default=1024, metavar="N", help="its memory (default 1024)")
+    parser.add_argument(
+        "--segment-kib", type=int, default=2048, metavar="N", help="what memory comes in (default 2048)"
+    )
+    parser.add_argument(
+        "--core", type=int, metavar="N", help="where its kernels run (default: the last of this process)"
+    )
+    parser.add_argument(
+        "--bus-mib-per-s", type=int, default=1024, metavar="N", help="speed of memory of the host (default 1024)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make it."""
+    if min(args.memory_mib, args.segment_kib, args.bus_mib_per_s) <= 0:
+        raise UsageError("--memory-mib, --segment-kib and --bus-mib-per-s are at least 1")
+    cores = os.sched_getaffinity(0)
+    core = max(cores) if args.core is None else args.core
+    if core not in cores:
+        raise UsageError(f"--core {core}: this process may run on {sorted(cores)}")
+    EmulatedGpuFile.create(
+        args.file,
+        capacity_bytes=args.memory_mib * _MIB,
+        core=core,
+        segment_bytes=args.segment_kib * 1024,
+        bus_bytes_per_s=args.bus_mib_per_s * _MIB,
+    )
+    print(f"emulated GPU: emulation:{args.file}")
+    return 0

@@ -1,0 +1,60 @@
+"""`hetstream gpu run`: a training program that shares its GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import ProgramNotFound
+from hetstream.hetjob.gpu import environment
+from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
+from hetstream.hetjob.gpu.orders import JobClass
+
+EPILOG = """\
+The program takes the place of this command: its exit code and signals are its own.
+
+examples:
+  hetstream gpu run --class opportunistic --gpu emulation:./gpu0 --socket ./gpu.sock python train.py
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "run",
+        help=summary,
+        description="Run a training program with an agent that keeps to what the node's coordinator says. The program "
+        "needs no change.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --class CLASS --gpu GPU [options] [--] PROGRAM [ARGUMENTS]",
+    )
+    parser.add_argument(
+        "--class", dest="job_class", required=True, choices=[kind.value for kind in JobClass], help="what the job is"
+    )
+    parser.add_argument("--gpu", required=True, metavar="GPU", help="as the coordinator calls it")
+    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
+    parser.add_argument(
+        "--host-bytes", type=int, metavar="N", help="memory of the host that may stand in for the GPU's (default 1 GiB)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become the program."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise UsageError("name the program to run, such as: python train.py")
+    settings = {
+        "HETSTREAM_GPU": args.gpu,
+        "HETSTREAM_JOB_CLASS": args.job_class,
+        "HETSTREAM_GPU_SOCKET": os.path.abspath(args.socket),
+    }
+    if args.host_bytes is not None:
+        settings["HETSTREAM_GPU_HOST_BYTES"] = str(args.host_bytes)
+    try:
+        os.execvpe(command[0], command, {**os.environ, **environment(settings)})
+    except OSError as error:
+        raise ProgramNotFound(f"cannot run {command[0]}: {error}") from error

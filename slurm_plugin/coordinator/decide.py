@@ -1,0 +1,198 @@
+"""What the jobs of one GPU are to do now: state and measurements in, orders with their reasons out. Pure.
+
+In doubt opportunistic jobs pause: when the guaranteed job has no agent, says nothing, or says what cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from hetstream.hetjob.gpu.orders import FULL_SHARE, Order, Statistics, Verdict
+from hetstream.slurm_plugin.coordinator import memory, pacing, trial
+from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.pacing import Pacing, Phase
+from hetstream.slurm_plugin.coordinator.trial import Trial
+
+# An order that is not renewed lapses after this. The coordinator renews it several times in that time.
+VALID_NS = 150_000_000
+_RAISE_NS = 100_000_000
+# A job that holds more than it may is given so long to come to a boundary before it is stopped where it is.
+_FINISH_NS = 2_000_000_000
+# ... and so long before it is reported.
+_OBEY_NS = 10_000_000_000
+# A guaranteed job may take all memory until it has made so many mini-batches: what it needs is not known before.
+_SETTLED = 3
+# A job's own count of its memory may be so far below the GPU's: contexts and libraries have some.
+_UNCOUNTED = 0.05
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What the coordinator remembers of one GPU.
+
+    Attributes:
+        pacing: beside the guaranteed job.
+        trial: of jobs that are alone.
+        limits: memory limits of opportunistic jobs, in bytes, by name.
+        raised_ns: when a limit was raised last.
+        lowered_ns: since when a job has held more than it may, by name.
+        paused: since when a job should be paused, and the mini-batches that it had made then, by name.
+    """
+
+    pacing: Pacing = field(default_factory=Pacing)
+    trial: Trial = field(default_factory=Trial)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    raised_ns: int = 0
+    lowered_ns: Mapping[str, int] = field(default_factory=dict)
+    paused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one job is to do, and why.
+
+    Attributes:
+        order: for its page.
+        reason: for people.
+        is_disobedient: it does not keep to its orders, so Slurm should take it away.
+    """
+
+    order: Order
+    reason: str
+    is_disobedient: bool = False
+
+
+def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
+    """What all jobs of a GPU are to do.
+
+    Args:
+        state: what the call before returned.
+        seen: the GPU and its jobs.
+        now_ns: the time.
+
+    Returns:
+        The new state, and each job's decision by its name.
+    """
+    seen = replace(seen, jobs=tuple(_believed(job, now_ns) for job in seen.jobs))
+    guaranteed = seen.guaranteed
+    if guaranteed and guaranteed.statistics:
+        advanced = pacing.advance(state.pacing, guaranteed.name, guaranteed.statistics, bool(seen.opportunistic))
+        if state.lowered_ns and advanced.phase is Phase.MEASURING:
+            advanced = replace(advanced, history=advanced.history.changed())  # somebody is still on his way out
+        state = replace(state, pacing=advanced)
+    elif not guaranteed and not seen.is_reserved:
+        state = replace(state, pacing=Pacing())
+    state = _limit_memory(state, seen, now_ns)
+    valid_until_ns = now_ns + VALID_NS
+    decisions = {}
+    if guaranteed:
+        run = Order(valid_until_ns, Verdict.RUN, share=FULL_SHARE)
+        decisions[guaranteed.name] = Decision(run, f"guaranteed; {state.pacing.reason}")
+    for job in seen.opportunistic:
+        order, reason = _order_for(state, seen, job, now_ns)
+        order = replace(order, valid_until_ns=valid_until_ns, limit_bytes=state.limits[job.name])
+        decisions[job.name] = Decision(order, reason)
+    return _watched(state, seen, decisions, now_ns)
+
+
+def _believed(job: SharingJob, now_ns: int) -> SharingJob:
+    """The job without statistics that cannot be: what is in the future, or below nothing."""
+    record = job.statistics
+    if record is None:
+        return job
+    values = [getattr(record, one.name) for one in fields(Statistics)]
+    is_possible = min(values) >= 0 and max(record.updated_ns, record.boundary_ns) <= now_ns
+    return job if is_possible and record.is_idle in (0, 1) else replace(job, statistics=None)
+
+
+def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int) -> tuple[Order, str]:
+    """When an opportunistic job may launch."""
+    record = job.statistics
+    if record is None:
+        return Order(), "it has said nothing that can be: paused"
+    uncounted = seen.capacity_bytes * _UNCOUNTED
+    if job.measured_bytes is not None and job.measured_bytes > record.held_bytes + uncounted:
+        return Order(), (
+            f"it says that it holds {record.held_bytes:,} bytes, and the GPU counts {job.measured_bytes:,}: paused"
+        )
+    if seen.guaranteed is None:
+        if seen.is_reserved:
+            return Order(), "a guaranteed job without an agent has the GPU: paused"
+        return Order(verdict=Verdict.RUN, share=FULL_SHARE), "no guaranteed job is there"
+    if not record.host_capacity_bytes and state.limits[job.name] < record.peak_bytes:
+        return Order(), f"{record.peak_bytes:,} bytes that it needs are not free, and nothing can stand in: paused"
+    return _order_beside(state, seen.guaranteed.statistics, job, now_ns)
+
+
+def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, now_ns: int) -> tuple[Order, str]:
+    """The same beside a guaranteed job."""
+    if record is None:
+        return Order(), "the guaranteed job says nothing that can be: paused"
+    over_since_ns = state.lowered_ns.get(job.name)
+    if over_since_ns is not None and now_ns - over_since_ns < _FINISH_NS:
+        return Order(verdict=Verdict.FINISH), "it is to give memory back at its next boundary"
+    open_until_ns = pacing.open_until_ns(state.pacing, record, now_ns)
+    if state.pacing.phase is Phase.MEASURING:
+        verdict = Verdict.RUN if open_until_ns else Verdict.PAUSE
+        return Order(
+            verdict=verdict, open_until_ns=open_until_ns
+        ), f"{state.pacing.reason}: paused while it is measured"
+    if pacing.is_silent(state.pacing, record, now_ns):
+        return Order(), "the guaranteed job has been at one mini-batch for long: paused"
+    order = Order(verdict=Verdict.RUN, share=state.pacing.share, open_until_ns=open_until_ns)
+    return (
+        order,
+        f"{state.pacing.reason}; gaps {state.pacing.gap_use / 10:.0f}%, busy time {state.pacing.share / 10:.0f}%",
+    )
+
+
+def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
+    """New limits for the opportunistic jobs."""
+    jobs = seen.opportunistic
+    demands = {job.name: memory.demand_bytes(job, seen.capacity_bytes) for job in jobs}
+    if seen.guaranteed is None and not seen.is_reserved:
+        return _share_memory(state, seen, demands, now_ns)
+    available = 0
+    if seen.guaranteed and len(state.pacing.history.recent) >= _SETTLED:
+        record = seen.guaranteed.statistics or Statistics()
+        peak_bytes = max(record.peak_bytes, state.pacing.history.peak_bytes)
+        available = memory.left_bytes(seen.capacity_bytes, peak_bytes)
+    wanted = memory.divided(available, demands)
+    may_rise = now_ns - state.raised_ns >= _RAISE_NS
+    limits = memory.stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
+    rises = any(limits[name] > state.limits.get(name, 0) for name in limits)
+    return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns if rises else state.raised_ns)
+
+
+def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int], now_ns: int) -> GpuState:
+    """New limits where opportunistic jobs are alone: what they ask for and some more, or what trials have shown."""
+    spare_bytes = seen.capacity_bytes - sum(demands.values())
+    if spare_bytes >= 0 or len(demands) == 1:
+        each_bytes = spare_bytes // max(1, len(demands))
+        limits = {name: demand_bytes + each_bytes for name, demand_bytes in demands.items()}
+        return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns)
+    advanced = trial.advance(state.trial, seen.capacity_bytes, demands, seen.opportunistic)
+    return replace(state, limits=dict(advanced.tried), trial=advanced, raised_ns=now_ns)
+
+
+def _watched(
+    state: GpuState, seen: Measurements, decisions: dict[str, Decision], now_ns: int
+) -> tuple[GpuState, dict[str, Decision]]:
+    """Who has not kept to his orders, for how long."""
+    lowered_ns, paused = {}, {}
+    for job in seen.opportunistic:
+        decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
+        complaint = ""
+        if job in memory.overdrawn([job], state.limits):
+            lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
+            if now_ns - lowered_ns[job.name] > _OBEY_NS:
+                complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
+        if decision.order.verdict == Verdict.PAUSE:
+            paused[job.name] = state.paused.get(job.name, (now_ns, made))
+            # One mini-batch may have been on its way.
+            if made > paused[job.name][1] + 1:
+                complaint = "it goes on although it should pause"
+        if complaint:
+            decisions[job.name] = replace(decision, reason=f"{complaint}; {decision.reason}", is_disobedient=True)
+    return replace(state, lowered_ns=lowered_ns, paused=paused), decisions

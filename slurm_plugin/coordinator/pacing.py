@@ -1,0 +1,134 @@
+"""How much of the GPU's time opportunistic jobs have beside a guaranteed one, by feedback on its mini-batches. Pure.
+
+They use two kinds of time. *Gaps*, in which the guaranteed job has nothing on the GPU, cost it little: what is running
+when a gap ends. A *share* of the rest costs it about as much as they get. So gaps come first, and a share is raised in
+small steps, until mini-batches take longer than they do alone, and halved then.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from hetstream.hetjob.gpu.orders import FULL_SHARE, Statistics
+from hetstream.slurm_plugin.coordinator.batches import BatchHistory, Pace
+
+# A guaranteed job may lose so much of its speed, at most. The goal for users is 3 %; the rest is for what is not seen.
+TOLERANCE = 0.02
+_FIRST_GAP_USE = 500
+_GAP_USE_STEP = 100
+_LEAST_GAP_USE = 200
+_SHARE_STEP = 10
+_MOST_SHARE = 950
+# Gaps are opened for so long at a time. A coordinator that is stopped closes them by saying nothing.
+OPEN_NS = 30_000_000
+# A gap that is so much longer than any of late is no gap between two mini-batches: the job decodes, saves, or waits.
+_LONG_IDLE_NS = 1_000_000_000
+_LONG_IDLE_FACTOR = 4
+# Without a boundary for so long, nobody knows what the guaranteed job does, nor how fast.
+_SILENT_FACTOR = 3
+_SILENT_NS = 200_000_000
+
+
+class Phase(enum.Enum):
+    """What goes on between a guaranteed job and the others on its GPU."""
+
+    VACANT = "no guaranteed job is there"
+    MEASURING = "the guaranteed job runs alone, to see how fast it is"
+    SHARING = "the others use what it leaves"
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """The state of one GPU.
+
+    Attributes:
+        guaranteed: name of the guaranteed job's process; empty: none.
+        phase: of `Phase`.
+        history: of the guaranteed job's mini-batches.
+        alone: its pace without others; None: not known.
+        gap_use: how much of a likely gap is used, in thousandths; all of them: each gap to its end.
+        share: of the time outside of gaps, in thousandths.
+        reason: why this is so.
+    """
+
+    guaranteed: str = ""
+    phase: Phase = Phase.VACANT
+    history: BatchHistory = field(default_factory=BatchHistory)
+    alone: Pace | None = None
+    gap_use: int = _FIRST_GAP_USE
+    share: int = 0
+    reason: str = "no guaranteed job is there"
+
+
+def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Pacing:
+    """The state after a record of the guaranteed job.
+
+    Args:
+        pacing: the state before.
+        name: of the guaranteed job's process.
+        record: what it says.
+        others: whether opportunistic jobs are on the GPU.
+    """
+    if name != pacing.guaranteed:
+        return Pacing(name, Phase.MEASURING, BatchHistory(seen=record.boundaries), reason="a guaranteed job has come")
+    pacing = replace(pacing, history=pacing.history.after(record))
+    pace = pacing.history.pace()
+    if pace is None:
+        return pacing
+    if pacing.phase is Phase.MEASURING or not others:
+        return Pacing(
+            name, Phase.SHARING, pacing.history.changed(), pace, reason=f"alone a mini-batch takes {_ms(pace.mean_ns)}"
+        )
+    return _judge(pacing, pace)
+
+
+def _judge(pacing: Pacing, pace: Pace) -> Pacing:
+    """Compare mini-batches of late with those alone."""
+    assert pacing.alone is not None
+    history = pacing.history.changed()
+    slowdown = pace.mean_ns / pacing.alone.mean_ns - 1
+    by_chance = (pace.error_ns + pacing.alone.error_ns) / pacing.alone.mean_ns
+    seen = f"mini-batches take {_ms(pace.mean_ns)}, {slowdown:+.1%} of alone"
+    if slowdown > TOLERANCE + by_chance:
+        if pacing.share > 0:
+            share = pacing.share // 2 if pacing.share >= 2 * _SHARE_STEP else 0
+            return replace(pacing, history=history, share=share, reason=f"{seen}: less of its busy time")
+        if pacing.gap_use > _LEAST_GAP_USE:
+            gap_use = max(_LEAST_GAP_USE, pacing.gap_use - 2 * _GAP_USE_STEP)
+            return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: less of its gaps")
+        return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=f"{seen}: measured anew")
+    if slowdown < -TOLERANCE - by_chance:
+        return replace(pacing, history=history, alone=pace, reason=f"{seen}: it has become faster")
+    if slowdown > TOLERANCE / 2:
+        return replace(pacing, history=history, reason=f"{seen}: left as it is")
+    if pacing.gap_use < FULL_SHARE:
+        gap_use = min(FULL_SHARE, pacing.gap_use + _GAP_USE_STEP)
+        return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: more of its gaps")
+    share = min(_MOST_SHARE, pacing.share + _SHARE_STEP)
+    return replace(pacing, history=history, share=share, reason=f"{seen}: more of its busy time")
+
+
+def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
+    """Until when the guaranteed job leaves the GPU idle, as far as that may be used; 0: it is busy."""
+    if not record.is_idle or not record.boundary_ns:
+        return 0
+    idle_ns = now_ns - record.boundary_ns
+    if idle_ns > max(_LONG_IDLE_NS, _LONG_IDLE_FACTOR * pacing.history.longest_gap_ns):
+        return now_ns + OPEN_NS
+    if pacing.phase is not Phase.SHARING:
+        return 0
+    if pacing.gap_use >= FULL_SHARE:
+        return now_ns + OPEN_NS
+    end_ns = record.boundary_ns + pacing.gap_use * pacing.history.likely_gap_ns // FULL_SHARE
+    return min(end_ns, now_ns + OPEN_NS)
+
+
+def is_silent(pacing: Pacing, record: Statistics, now_ns: int) -> bool:
+    """Whether the guaranteed job has been at one mini-batch for much longer than it takes."""
+    usual_ns = pacing.alone.mean_ns if pacing.alone else 0
+    return not record.is_idle and now_ns - record.updated_ns > _SILENT_FACTOR * usual_ns + _SILENT_NS
+
+
+def _ms(duration_ns: float) -> str:
+    return f"{duration_ns / 1e6:.1f} ms"

@@ -1,0 +1,290 @@
+"""The coordinator's loop: admits processes, reads their statistics, has `decide` decide, and writes their orders.
+
+One thread. It wakes when a process has news, and often enough to renew orders. What a process sends is read in bounded
+pieces, and a process that does not talk as it should is dropped: then it counts as gone, and pauses if it is bound to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError
+from hetstream.base.places import Places
+from hetstream.base.typed_json import encode
+from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.gpu.introduction import MOST_BYTES, Answer, peer_of, read_introduction
+from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
+from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
+from hetstream.slurm_plugin.coordinator.admission import Admission, Peer
+from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, decide
+from hetstream.slurm_plugin.coordinator.gpus import Gpu
+from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+
+_log = logging.getLogger(__name__)
+
+# Orders are renewed so often while GPUs are shared; each is valid for several times as long.
+RENEW_S = 0.02
+# What root has granted is looked at so often.
+_GRANTS_S = 0.5
+_MOST_PROCESSES = 256
+_MOST_OF_USER = 64
+_MODE = 0o666  # who may do what is decided by the kernel's word on each connection
+
+
+@dataclass(eq=False)
+class _Member:
+    """A connection, and the process behind it once it is admitted."""
+
+    connection: socket.socket
+    peer: Peer
+    name: str
+    since_ns: int
+    gpu: str = ""
+    job_class: JobClass = JobClass.OPPORTUNISTIC
+    job: str = ""
+    orders: Page[Order] | None = None
+    statistics: Page[Statistics] | None = None
+    decision: Decision | None = None
+
+
+@dataclass
+class _SharedGpu:
+    gpu: Gpu
+    state: GpuState = field(default_factory=GpuState)
+    is_reserved: bool = False
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """One process, for people.
+
+    Attributes:
+        gpu, job, job_class, pid, uid: who.
+        decision: what it is to do, and why.
+        statistics: what it says.
+        alone_ns: how long a mini-batch of the guaranteed job takes alone; 0: not known.
+    """
+
+    gpu: str
+    job: str
+    job_class: JobClass
+    pid: int
+    uid: int
+    decision: Decision | None
+    statistics: Statistics | None
+    alone_ns: int
+
+
+class Coordinator:
+    """Coordinates the GPUs of this node until it is stopped.
+
+    Args:
+        path: of the socket; one that a dead coordinator has left is replaced.
+        gpus: what is shared.
+        admission: who may.
+
+    Raises:
+        HetstreamError: another coordinator listens there.
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(self, path: Path, gpus: Sequence[Gpu], admission: Admission) -> None:
+        self._admission = admission
+        self._gpus = {gpu.name: _SharedGpu(gpu) for gpu in gpus}
+        self._members: list[_Member] = []
+        self._places: Places[_Member] = Places(_MOST_PROCESSES, _MOST_OF_USER)
+        self._num_admitted = 0
+        self._grants_read_s = -_GRANTS_S
+        self._listener = _listen(path)
+        self._path = path
+        self._wake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Work until `stop`."""
+        try:
+            while not self._is_stopped:
+                self._step()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Have `run` return; from any thread or signal handler."""
+        self._is_stopped = True
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def members(self) -> list[MemberView]:
+        """Who is on the GPUs."""
+        views = []
+        for member in self._members:
+            if member.gpu:
+                shared = self._gpus[member.gpu]
+                alone = shared.state.pacing.alone
+                record = member.statistics.read() if member.statistics else None
+                views.append(
+                    MemberView(
+                        member.gpu, member.job, member.job_class, member.peer.pid, member.peer.uid,
+                        member.decision, record, int(alone.mean_ns) if alone else 0,
+                    )
+                )  # fmt: skip
+        return views
+
+    def _step(self) -> None:
+        ready = self._selector.select(RENEW_S if self._members else _GRANTS_S)
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is not self._wake:
+                self._hear(key.data)
+        self._read_grants()
+        for shared in self._gpus.values():
+            self._decide(shared)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        pid, uid = peer_of(connection)
+        self._num_admitted += 1
+        member = _Member(connection, Peer(pid, uid), f"{self._num_admitted}", time.monotonic_ns())
+        self._members.append(member)
+        self._places.enter(member, uid)
+        self._selector.register(connection, selectors.EVENT_READ, member)
+        crowded_out = self._places.one_too_many()
+        if crowded_out is not None:
+            self._drop(crowded_out, f"user {crowded_out.peer.uid} has too many connections")
+
+    def _hear(self, member: _Member) -> None:
+        """An introduction, or news. All that has come is taken: what counts is in the page."""
+        if member not in self._members:
+            return
+        try:
+            message = member.connection.recv(MOST_BYTES)
+            while message and member.gpu:
+                message = member.connection.recv(MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._drop(member, "it has gone")
+            return
+        try:
+            self._admit(member, message)
+        except GpuJobRefused as error:
+            with contextlib.suppress(OSError):
+                member.connection.send(encode(Answer(VERSION, refusal=str(error))))
+            self._drop(member, f"refused: {error}")
+
+    def _admit(self, member: _Member, message: bytes) -> None:
+        introduction = read_introduction(message)
+        if introduction.gpu not in self._gpus:
+            raise GpuJobRefused(f"GPU {introduction.gpu!r} is not shared here; shared are: {', '.join(self._gpus)}")
+        member.job_class = self._admission.admit(member.peer, introduction)
+        member.job, member.gpu = introduction.job, introduction.gpu
+        member.orders, order_descriptor = make_orders()
+        try:
+            member.statistics, statistics_descriptor = make_statistics()
+            try:
+                answer = encode(Answer(VERSION, job_class=member.job_class))
+                with contextlib.suppress(OSError):  # it has gone already: seen at its connection
+                    socket.send_fds(member.connection, [answer], [order_descriptor, statistics_descriptor])
+            finally:
+                os.close(statistics_descriptor)
+        finally:
+            os.close(order_descriptor)
+        _log.info(
+            "GPU shared gpu=%s job=%s class=%s pid=%d uid=%d",
+            member.gpu, member.job, member.job_class.value, member.peer.pid, member.peer.uid,
+        )  # fmt: skip
+
+    def _decide(self, shared: _SharedGpu) -> None:
+        members = [member for member in self._members if member.gpu == shared.gpu.name]
+        if not members and not shared.is_reserved:
+            shared.state = GpuState()
+            return
+        jobs = tuple(
+            SharingJob(
+                member.name,
+                member.job_class,
+                member.since_ns,
+                member.statistics.read() if member.statistics else None,
+                shared.gpu.held_by(member.peer.pid),
+            )
+            for member in members
+        )
+        seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved)
+        shared.state, decisions = decide(shared.state, seen, time.monotonic_ns())
+        for member in members:
+            decision = decisions.get(member.name)
+            if decision is None or member.orders is None:
+                continue
+            member.orders.write(decision.order)
+            if decision.is_disobedient and not (member.decision and member.decision.is_disobedient):
+                _log.warning("GPU order not kept gpu=%s job=%s: %s", member.gpu, member.job, decision.reason)
+            member.decision = decision
+
+    def _read_grants(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._grants_read_s >= _GRANTS_S:
+            self._grants_read_s = now_s
+            for name, shared in self._gpus.items():
+                shared.is_reserved = self._admission.is_reserved(name)
+
+    def _drop(self, member: _Member, why: str) -> None:
+        self._members.remove(member)
+        self._places.leave(member)
+        self._selector.unregister(member.connection)
+        member.connection.close()
+        for page in (member.orders, member.statistics):
+            if page is not None:
+                page.close()
+        _log.info("GPU left gpu=%s job=%s pid=%d: %s", member.gpu, member.job, member.peer.pid, why)
+
+    def _close(self) -> None:
+        for member in list(self._members):
+            self._drop(member, "the coordinator ends")
+        self._selector.close()
+        self._listener.close()
+        self._wake.close()
+        self._waker.close()
+        for shared in self._gpus.values():
+            shared.gpu.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+def _listen(path: Path) -> socket.socket:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            pass
+        else:
+            raise HetstreamError(f"another coordinator of GPUs listens at {path}. Stop it, or give another --socket")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        os.chmod(path, _MODE)
+        listener.listen(64)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -39,9 +39,15 @@ MAY_IMPORT_WITHIN = {
     "hetjob": {
         "": {"", "site"},
         "site": {"errors", "ports"},
+        "gpu": {"errors"},
         "elastic": {"errors", "site"},
         "master": {"", "site", "elastic"},
         "local": {"", "master"},
+    },
+    "hetjob/gpu": {
+        "": {"", "devices"},
+        "devices": {"orders"},
+        "startup": {"start"},
     },
     "checkpoint": {
         "": {""},
@@ -80,6 +86,8 @@ HOMES = {
         "mpi_dataworkers/features/tiles.py",
         "mpi_dataworkers/features/transform.py",
         "mpi_dataworkers/partitioner/",
+        "hetjob/gpu/hooks.py",
+        "hetjob/gpu/devices/emulation.py",
         "checkpoint/tensors/",
         "checkpoint/flash/",
         "checkpoint/convert/",

@@ -1,8 +1,8 @@
 """Who may share which GPU, and as what: by files that root or the coordinator's user wrote, never by what a job says.
 
 Slurm's prolog, or the packer, writes one file for each job that holds a GPU of the node, and the epilog removes it:
-`GRANTS/JOB.json` with `{"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-1a2b"]}`. A guaranteed job counts from then
-on, also before its program has begun, and if it never has an agent.
+`GRANTS/JOB.json` with `{"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-1a2b"]}`. A guaranteed job counts from
+then on, also before its program has begun, and if it never has an agent.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _believed(job: SharingJob, now_ns: int) -> SharingJob:
     record = job.statistics
     if record is None:
         return job
-    values = [getattr(record, one.name) for one in fields(Statistics)]
+    values = [getattr(record, attribute.name) for attribute in fields(Statistics)]
     is_possible = min(values) >= 0 and max(record.updated_ns, record.boundary_ns) <= now_ns
     return job if is_possible and record.is_idle in (0, 1) else replace(job, statistics=None)
 

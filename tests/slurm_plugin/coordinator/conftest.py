@@ -1,0 +1,107 @@
+"""A coordinator, and training programs that share an emulated GPU: all of them real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import WaitUntil
+
+TRAIN = Path(__file__).with_name("programs") / "train.py"
+HETSTREAM = [sys.executable, "-m", "hetstream"]
+MIB = 2**20
+
+
+@dataclass
+class Program:
+    """A training program that runs."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    @property
+    def losses(self) -> list[str]:
+        """One for each step so far."""
+        return self.out.read_text().splitlines()
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text()
+
+
+@dataclass
+class Node:
+    """A machine with one emulated GPU."""
+
+    directory: Path
+    wait_until: WaitUntil
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def gpu(self) -> str:
+        return f"emulation:{self.directory / 'gpu0'}"
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "gpu.sock"
+
+    def emulate(self, *, memory_mib: int = 256) -> None:
+        argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / "gpu0"), "--memory-mib", str(memory_mib)]
+        subprocess.run([*argv, "--segment-kib", "256"], check=True, capture_output=True)
+
+    def coordinate(self, *who: str) -> subprocess.Popen[bytes]:
+        """Start a coordinator, and wait until it listens."""
+        argv = [*HETSTREAM, "gpu", "coordinator", "--gpu", self.gpu, "--socket", str(self.socket)]
+        process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=subprocess.PIPE)
+        self.processes.append(process)
+        assert process.stderr is not None
+        assert b"coordinating" in process.stderr.readline()
+        return process
+
+    def train(self, job_class: str, *, steps: int = 100_000, width: int = 256, wait_ms: float = 0) -> Program:
+        """Start a training program."""
+        name = f"{job_class}-{len(self.processes)}"
+        out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
+        argv = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", self.gpu, "--socket", str(self.socket)]
+        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms)]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr)
+        self.processes.append(process)
+        return Program(process, out, err)
+
+    def goes_on(self, program: Program, steps: int, timeout_s: float = 60) -> None:
+        """Wait for so many more steps."""
+        target = len(program.losses) + steps
+        self.wait_until(
+            lambda: len(program.losses) >= target or program.process.poll() is not None,
+            timeout_s,
+            f"{steps} more steps",
+        )
+        assert len(program.losses) >= target, program.said
+
+    def stop(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Node]:
+    """A machine with an emulated GPU of 256 MiB, and nothing on it."""
+    node = Node(tmp_path, wait_until)
+    node.emulate()
+    try:
+        yield node
+    finally:
+        node.stop()

@@ -1,0 +1,267 @@
+"""The coordinator, with agents that the tests are: what they may send, read and say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from hetstream.base.errors import HetstreamError
+from hetstream.base.typed_json import encode
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.gpu import introduction, pages
+from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs, Peer
+from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
+from hetstream.slurm_plugin.coordinator.server import Coordinator
+from tests.base.users import STRANGER, VICTIM, needs_root, run_as
+from tests.conftest import WaitUntil
+
+GIB = 2**30
+GPU = "GPU-1a2b"
+Running = Callable[[Admission], Coordinator]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gpu.sock"
+
+
+@contextmanager
+def running(path: Path, admission: Admission) -> Iterator[Coordinator]:
+    coordinator = Coordinator(path, [StatedGpu(GPU, 32 * GIB)], admission)
+    thread = threading.Thread(target=coordinator.run)
+    thread.start()
+    try:
+        yield coordinator
+    finally:
+        coordinator.stop()
+        thread.join()
+
+
+@pytest.fixture
+def coordinator(path: Path) -> Iterator[Coordinator]:
+    """One for this user's jobs."""
+    with running(path, OwnJobs()) as coordinator:
+        yield coordinator
+
+
+def connect(path: Path, job_class: JobClass, job: str = "7", version: int = VERSION, gpu: str = GPU) -> Connection:
+    return Connection(str(path), Introduction(version, job, job_class, gpu))
+
+
+def statistics(**record: int) -> Statistics:
+    return Statistics(updated_ns=time.monotonic_ns(), host_capacity_bytes=GIB, **record)
+
+
+@pytest.fixture
+def guaranteed(path: Path, coordinator: Coordinator) -> Iterator[Connection]:
+    """A guaranteed job between two mini-batches, for long."""
+    with closing(connect(path, JobClass.GUARANTEED)) as connection:
+        connection.report(statistics(boundaries=2, boundary_ns=1, mini_batch_ns=10**7, is_idle=1), news=True)
+        yield connection
+
+
+@pytest.fixture
+def opportunistic(path: Path, coordinator: Coordinator) -> Iterator[Connection]:
+    with closing(connect(path, JobClass.OPPORTUNISTIC)) as connection:
+        connection.report(statistics(), news=True)
+        yield connection
+
+
+def has(connection: Connection, verdict: Verdict) -> Callable[[], bool]:
+    def check() -> bool:
+        order = connection.order()
+        return order is not None and order.verdict == verdict and order.valid_until_ns > time.monotonic_ns()
+
+    return check
+
+
+def test_orders_are_renewed_and_lapse_with_the_coordinator(path: Path, wait_until: WaitUntil) -> None:
+    with running(path, OwnJobs()):
+        connection = connect(path, JobClass.OPPORTUNISTIC)
+        connection.report(statistics(), news=True)
+        wait_until(has(connection, Verdict.RUN))
+        first = connection.order()
+        wait_until(lambda: connection.order() != first)
+        assert not connection.is_lost
+    with closing(connection):
+        assert connection.is_lost
+        wait_until(lambda: not has(connection, Verdict.RUN)(), 1)
+    assert not path.exists()
+
+
+def test_when_the_guaranteed_job_leaves_the_others_have_the_gpu(
+    guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
+) -> None:
+    wait_until(lambda: (order := opportunistic.order()) is not None and order.open_until_ns > 0)
+    assert opportunistic.order().limit_bytes < 32 * GIB  # type: ignore[union-attr]
+    guaranteed.close()
+    wait_until(lambda: (order := opportunistic.order()) is not None and order.limit_bytes == 32 * GIB)
+
+
+@pytest.mark.parametrize("how", ["corrupted", "forged"])
+def test_a_guaranteed_job_whose_page_cannot_be_believed_lets_nobody_on(
+    guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil, how: str
+) -> None:
+    wait_until(has(opportunistic, Verdict.RUN))
+    if how == "corrupted":
+        guaranteed._statistics._memory[:] = b"\xa5" * pages.SIZE_BYTES
+    else:
+        guaranteed.report(Statistics(updated_ns=2**62, boundary_ns=2**62, is_idle=1), news=True)
+    wait_until(has(opportunistic, Verdict.PAUSE))
+
+
+def test_a_guaranteed_job_that_falls_silent_in_a_mini_batch_lets_nobody_on(
+    guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
+) -> None:
+    wait_until(has(opportunistic, Verdict.RUN))
+    guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=0), news=True)
+    wait_until(has(opportunistic, Verdict.PAUSE))
+
+
+def test_a_process_of_another_version_is_refused_with_a_line(path: Path, coordinator: Coordinator) -> None:
+    with pytest.raises(GpuJobRefused, match=rf"protocol {VERSION + 1}, and this node's coordinator by .* {VERSION}"):
+        connect(path, JobClass.OPPORTUNISTIC, version=VERSION + 1)
+
+
+def test_a_coordinator_of_another_version_is_refused_with_a_line(
+    path: Path,
+) -> None:
+    message = encode(introduction.Answer(VERSION + 1))
+    with pytest.raises(GpuJobRefused, match=f"speaks protocol {VERSION + 1}, and this hetstream protocol {VERSION}"):
+        introduction._check(str(path), message, [])
+
+
+def test_a_gpu_that_is_not_shared_is_refused(path: Path, coordinator: Coordinator) -> None:
+    with pytest.raises(GpuJobRefused, match="GPU 'GPU-9' is not shared here; shared are: GPU-1a2b"):
+        connect(path, JobClass.OPPORTUNISTIC, gpu="GPU-9")
+
+
+def test_whatever_a_process_sends_the_others_keep_their_orders(
+    path: Path, opportunistic: Connection, wait_until: WaitUntil
+) -> None:
+    for message in (b"", b"{", b"\xff" * 4000, b'{"version":true}', b'{"version":1}', b"[" * 4000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(str(path))
+            if message:
+                stranger.send(message)
+    before = opportunistic.order()
+    wait_until(lambda: opportunistic.order() != before)
+    assert not opportunistic.is_lost
+
+
+def test_one_user_with_many_connections_shuts_out_himself_alone(path: Path, opportunistic: Connection) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(80):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.connect(str(path))
+        stack.enter_context(closing(connect(path, JobClass.OPPORTUNISTIC)))
+
+
+def test_a_second_coordinator_is_refused_and_a_dead_ones_socket_replaced(path: Path, wait_until: WaitUntil) -> None:
+    with running(path, OwnJobs()), pytest.raises(HetstreamError, match="another coordinator of GPUs listens at"):
+        Coordinator(path, [], OwnJobs())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(path))
+    with running(path, OwnJobs()):
+        connect(path, JobClass.GUARANTEED).close()
+
+
+def test_where_nobody_listens_is_no_coordinator(path: Path) -> None:
+    with pytest.raises(GpuCoordinatorError, match="no coordinator of GPUs answers at"):
+        connect(path, JobClass.GUARANTEED)
+
+
+class TestGrants:
+    """What jobs were given, as root wrote it."""
+
+    @pytest.fixture
+    def grants(self, tmp_path: Path) -> Path:
+        directory = tmp_path / "grants"
+        directory.mkdir()
+        return directory
+
+    def grant(self, grants: Path, job: str, job_class: JobClass, uid: int) -> Path:
+        path = grants / f"{job}.json"
+        path.write_text(json.dumps({"uid": uid, "job_class": job_class.value, "gpus": [GPU]}))
+        return path
+
+    def admit(self, grants: Path, job: str, uid: int, of: str | None = None) -> JobClass:
+        admission = GrantedJobs(grants, lambda _: of)
+        return admission.admit(Peer(1, uid), Introduction(VERSION, job, JobClass.GUARANTEED, GPU))
+
+    def test_a_job_is_what_it_was_given_and_not_what_it_says(self, grants: Path) -> None:
+        self.grant(grants, "7", JobClass.OPPORTUNISTIC, 1000)
+        assert self.admit(grants, "7", 1000) is JobClass.OPPORTUNISTIC
+
+    def test_the_job_of_a_process_is_the_kernels_word_where_there_is_one(self, grants: Path) -> None:
+        self.grant(grants, "7", JobClass.GUARANTEED, 1000)
+        self.grant(grants, "8", JobClass.OPPORTUNISTIC, 1000)
+        assert self.admit(grants, "7", 1000, of="8") is JobClass.OPPORTUNISTIC
+
+    @pytest.mark.parametrize(
+        ("job", "uid", "reason"),
+        [
+            ("8", 1000, "was given no GPU"),
+            ("../7", 1000, "was given no GPU"),
+            ("7", 1001, "is of user 1000, and the process of user 1001"),
+        ],
+    )
+    def test_others_are_refused(self, grants: Path, job: str, uid: int, reason: str) -> None:
+        self.grant(grants, "7", JobClass.GUARANTEED, 1000)
+        with pytest.raises(GpuJobRefused, match=reason):
+            self.admit(grants, job, uid)
+
+    def test_what_others_could_have_written_is_no_grant(self, grants: Path) -> None:
+        self.grant(grants, "7", JobClass.GUARANTEED, 1000).chmod(0o666)
+        with pytest.raises(GpuJobRefused, match="was given no GPU"):
+            self.admit(grants, "7", 1000)
+        assert not GrantedJobs(grants).is_reserved(GPU)
+
+    def test_a_guaranteed_job_counts_before_it_has_an_agent(
+        self, grants: Path, path: Path, wait_until: WaitUntil
+    ) -> None:
+        self.grant(grants, "7", JobClass.OPPORTUNISTIC, os.geteuid())
+        with running(path, GrantedJobs(grants)), closing(connect(path, JobClass.GUARANTEED)) as connection:
+            assert connection.job_class is JobClass.OPPORTUNISTIC
+            connection.report(statistics(), news=True)
+            wait_until(has(connection, Verdict.RUN))
+            self.grant(grants, "9", JobClass.GUARANTEED, 1000)
+            wait_until(has(connection, Verdict.PAUSE))
+
+    @needs_root
+    def test_another_user_is_known_as_such_and_cannot_open_pages(self, grants: Path, path: Path) -> None:
+        self.grant(grants, "7", JobClass.OPPORTUNISTIC, VICTIM)
+        for directory in path.parents:
+            if directory.stat().st_mode & 0o005 != 0o005 and directory != directory.parent:
+                directory.chmod(directory.stat().st_mode | 0o005)
+
+        def be_refused() -> None:
+            with pytest.raises(GpuJobRefused, match=f"the process of user {STRANGER}"):
+                connect(path, JobClass.GUARANTEED)
+            own = os.getppid()
+            with pytest.raises(PermissionError):
+                os.listdir(f"/proc/{own}/fd")
+
+        def take_part() -> None:
+            with closing(connect(path, JobClass.GUARANTEED)) as connection:
+                assert connection.job_class is JobClass.OPPORTUNISTIC
+                order: Order | None = connection.order()
+                assert order is None or order.verdict in set(Verdict)
+                with pytest.raises(TypeError, match="readonly"):
+                    connection._orders._memory[0:1] = b"x"
+
+        with running(path, GrantedJobs(grants)):
+            run_as(STRANGER, be_refused)
+            run_as(VICTIM, take_part)

@@ -1,0 +1,67 @@
+"""Real training processes on an emulated GPU, a real coordinator, and real signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from tests.slurm_plugin.coordinator.conftest import TRAIN, Node, Program
+
+
+def alone(steps: int, width: int = 256) -> list[str]:
+    """Losses of the program without any sharing."""
+    argv = [sys.executable, str(TRAIN), str(steps), str(width), "0"]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def pauses(node: Node, opportunistic: Program, guaranteed: Program) -> None:
+    """The one makes no step any more while the other makes many."""
+    before = -1
+    while before != len(opportunistic.losses):
+        before = len(opportunistic.losses)
+        node.goes_on(guaranteed, 20)
+
+
+def test_an_opportunistic_job_pauses_without_a_coordinator_and_a_guaranteed_one_never_does(node: Node) -> None:
+    """Never started, stopped, killed and started again; both compute what they compute alone."""
+    guaranteed = node.train("guaranteed", wait_ms=15)
+    opportunistic = node.train("opportunistic")
+    node.goes_on(guaranteed, 5)
+    assert "this guaranteed job goes on as if alone" in guaranteed.said
+    node.wait_until(lambda: "this opportunistic job pauses" in opportunistic.said, 60, "its line")
+    assert opportunistic.losses == []
+    coordinator = node.coordinate()
+    node.goes_on(opportunistic, 10)
+    coordinator.send_signal(signal.SIGSTOP)
+    pauses(node, opportunistic, guaranteed)
+    coordinator.send_signal(signal.SIGCONT)
+    node.goes_on(opportunistic, 10)
+    coordinator.kill()
+    pauses(node, opportunistic, guaranteed)
+    assert "the coordinator of GPUs has gone; this guaranteed job goes on as if alone" in guaranteed.said
+    assert "the coordinator of GPUs has gone; this opportunistic job pauses" in opportunistic.said
+    node.coordinate()
+    node.goes_on(opportunistic, 10)
+    assert opportunistic.said.count("the coordinator of GPUs is back") == 2
+    expected = alone(40)
+    assert guaranteed.losses[:40] == expected
+    assert opportunistic.losses[:20] == expected[:20]
+    guaranteed.process.kill()  # the one that is left has the GPU for itself
+    guaranteed.process.wait()
+    node.goes_on(opportunistic, 50)
+
+
+def test_a_guaranteed_job_that_comes_gets_memory_and_its_losses_are_as_alone(node: Node) -> None:
+    """Both need most of the GPU: without sharing the second one runs out of memory."""
+    node.emulate(memory_mib=64)
+    node.coordinate()
+    opportunistic = node.train("opportunistic", width=1400)
+    node.goes_on(opportunistic, 3)
+    guaranteed = node.train("guaranteed", steps=12, width=1400, wait_ms=5)
+    node.goes_on(guaranteed, 12)
+    assert guaranteed.process.wait(30) == 0, guaranteed.said
+    node.goes_on(opportunistic, 3)
+    expected = alone(12, 1400)
+    assert guaranteed.losses == expected
+    assert opportunistic.losses[:5] == expected[:5]

@@ -1,5 +1,5 @@
 """GPUs as agents see them: `base.py` is the seam.
 
-`emulation.py` is no GPU: real processes share one processor core and count their memory, so that hooks, pages, kills and
-fallbacks are tested on any machine.
+`emulation.py` is no GPU: real processes share one processor core and count their memory, so that hooks, pages, kills
+and fallbacks are tested on any machine.
 """

@@ -314,14 +314,14 @@ class CheckpointDirectory:
             mark(self.path, generation, "; ".join(problems))
         return problems
 
-    def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
+    def retain(self, rule: Retention) -> list[Verdict]:
         """Remove what a rule does not keep, except what is being read; one verdict each, oldest first. What was left
         behind is not counted and stays: `remove_left_behind`. So does what another release wrote."""
         lineage = self.lineage()
         counted = (checkpoint for checkpoint in self.scan() if not checkpoint.is_of_other_release)
         saved = [_saved(checkpoint) for checkpoint in counted if lineage.holds(checkpoint.generation)]
         verdicts = judge(saved, rule)
-        for verdict in verdicts if not dry_run else ():
+        for verdict in verdicts:
             if not verdict.keep:
                 name = Generation(verdict.saved.attempt, verdict.saved.step, verdict.saved.repeat).directory_name
                 try:

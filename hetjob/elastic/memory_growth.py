@@ -102,11 +102,6 @@ class MemoryGrowth:
         self._in_a_row = self._in_a_row + 1 if found else 0
         return found if self._in_a_row >= self._options.in_a_row else None
 
-    def reset(self) -> None:
-        """Forget: the process is another one, or what it does has changed."""
-        self._readings.clear()
-        self._in_a_row = 0
-
     def _forecast(self, now_s: float, resident_bytes: float, remaining_s: float) -> Forecast | None:
         times, peaks = self._peaks()
         if len(times) < _LEAST_BLOCKS:

@@ -65,21 +65,12 @@ class Service:
         state: decides.
         launcher: starts.
         address_file: what the dispatcher writes when it is ready.
-        clock: seconds, never going back.
     """
 
-    def __init__(
-        self,
-        state: MasterState,
-        launcher: Launcher,
-        address_file: Path,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, state: MasterState, launcher: Launcher, address_file: Path) -> None:
         self._state = state
         self._launcher = launcher
         self._address_file = address_file
-        self._clock = clock
         self._children: dict[str, Child] = {}
         self._ended: list[ChildEnded] = []
         self._kill_at: float | None = None
@@ -126,7 +117,7 @@ class Service:
         if self.phase is Phase.STARTING and self._address_file.exists():
             self._handle(DispatcherReady())
         self._reap()
-        now = self._clock()
+        now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             for name, child in self._children.items():
@@ -139,13 +130,13 @@ class Service:
 
     def _timeout_s(self, limit_s: float) -> float:
         times = [time_s for time_s in (self._state.next_due(), self._kill_at) if time_s is not None]
-        timeout_s = min([limit_s, *(time_s - self._clock() for time_s in times)])
+        timeout_s = min([limit_s, *(time_s - time.monotonic() for time_s in times)])
         if self.phase is Phase.STARTING:
             timeout_s = min(timeout_s, _READY_POLL_S)
         return 0.0 if self._ended else timeout_s
 
     def _handle(self, event: Event) -> None:
-        for instruction in self._state.handle(event, self._clock()):
+        for instruction in self._state.handle(event, time.monotonic()):
             log.debug("%s -> %s", event, instruction)
             self._act[type(instruction)](instruction)
 
@@ -185,7 +176,7 @@ class Service:
 
     def _stop_all(self, instruction: StopAll) -> None:
         log.info("stopping: %s", instruction.reason)
-        self._kill_at = self._clock() + _GRACE_S
+        self._kill_at = time.monotonic() + _GRACE_S
         for child in self._children.values():
             child.terminate()
         self._launcher.end_elastic()

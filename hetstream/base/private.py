@@ -16,7 +16,7 @@ from pathlib import Path
 from hetstream.base.files import Directory, UntrustedFile, others_can_write, writable_above
 
 
-def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: int = 0o700) -> Directory:
+def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0) -> Directory:
     """Open a directory that this user alone can write to; it is made if it is missing.
 
     What is above it is made, too, and may lead through links, but for the last `own_parents` of it: they are this
@@ -26,7 +26,6 @@ def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: i
         path: of the directory.
         own_parents: how many directories above it are made by programs of ours, such as `.hetstream` in
             `.hetstream/job-7`.
-        mode: of the directory when it is made.
 
     Raises:
         UntrustedFile: it, or such a parent, is somebody else's, others can write to it, or anybody could put another
@@ -49,7 +48,7 @@ def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: i
     for index, name in enumerate(names):
         outer = directory
         try:
-            directory = _own(outer, name, mode if index == own_parents else 0o755)
+            directory = _own(outer, name, 0o700 if index == own_parents else 0o755)
         finally:
             outer.close()
     return directory

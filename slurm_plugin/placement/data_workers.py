@@ -57,11 +57,6 @@ class Spread:
     traffic_bytes_per_s: NDArray[np.float64]
     reason: str
 
-    @property
-    def num_placed(self) -> int:
-        """Data workers that have a place."""
-        return sum(num for _, num in self.places)
-
 
 def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, network: Network) -> Spread:
     """Places for data workers.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hetstream.hetjob.elastic.memory_growth import (
     Forecast,
-    GrowthOptions,
     MemoryGrowth,
     memory_to_ask_for,
     theil_sen,
@@ -65,14 +64,6 @@ def test_a_job_that_ends_before_needs_nothing() -> None:
     slow = lambda now: 4 * GIB + now / 600 * GIB  # noqa: E731
     assert watch(slow, 16 * GIB, 6600, remaining=True) is None
     assert watch(slow, 16 * GIB, 9000, remaining=True) is not None
-
-
-def test_another_process_is_watched_anew() -> None:
-    growth = MemoryGrowth(16 * GIB, GrowthOptions(in_a_row=1))
-    found = [growth.reading(now, now * GIB / 60) for now in range(0, 840, 15)]
-    assert found[-1] is not None
-    growth.reset()
-    assert growth.reading(900.0, 14 * GIB) is None
 
 
 def test_clocks_that_go_back_and_limits_of_nothing() -> None:

@@ -65,7 +65,7 @@ def test_no_link_carries_more_than_its_budget_and_no_node_more_than_it_holds(
     room = np.array([one for one, _, _ in nodes])
     net = network(len(nodes), [one for _, one, _ in nodes], [one for _, _, one in nodes])
     found = spread(room, list(range(num_trainers)), num, bytes_per_s, net)
-    assert found.num_placed + found.num_left == num
+    assert sum(count for _, count in found.places) + found.num_left == num
     assert len({node for node, _ in found.places}) == len(found.places)
     assert all(0 < count <= room[node] for node, count in found.places)
     assert (found.traffic_bytes_per_s <= net.left_bytes_per_s * (1 + 1e-9) + 1e-6).all()

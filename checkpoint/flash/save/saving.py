@@ -176,35 +176,39 @@ class Saving:
         with collector.held_off():
             taken = self._take(generation, state, metrics, finds_stepped=True)
         if taken:
-            pending = _Pending(taken)
-            later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
-            at_once = sorted({*range(len(taken.tensors))} - {*later})
-
-            def work() -> None:
-                if not pending.begun.acquire(blocking=False):
-                    return
-                try:
-                    with taken.slot:
-                        self._copy(taken, later)
-                        self._check_unchanged(pending, later)
-                        self._publish(taken)
-                except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
-                    pending.errors.append(error)
-                finally:
-                    pending.is_done.set()
-
-            try:
-                self._pending = pending
-                pending.checksums = self._checksums(taken)
-                self._copy(taken, at_once)
-                threading.Thread(target=work, name="checkpoint copy").start()
-            except BaseException:
-                if pending.begun.acquire(blocking=False):
-                    self._pending = None
-                    taken.slot.abandon()
-                raise
+            self._begin_copy(taken)
         self.stats.blocked_s = time.perf_counter() - began_s
         return taken is not None
+
+    def _begin_copy(self, taken: _Taken) -> None:
+        """Copy at once what no optimizer changes, and begin a thread for the rest."""
+        later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
+        at_once = sorted({*range(len(taken.tensors))} - {*later})
+        pending = _Pending(taken)
+        try:
+            self._pending = pending
+            pending.checksums = self._checksums(taken)
+            self._copy(taken, at_once)
+            threading.Thread(target=self._finish_copy, args=(pending, later), name="checkpoint copy").start()
+        except BaseException:
+            if pending.begun.acquire(blocking=False):
+                self._pending = None
+                taken.slot.abandon()
+            raise
+
+    def _finish_copy(self, pending: _Pending, entries: Sequence[int]) -> None:
+        """Copy the rest, in a thread, and publish the generation."""
+        if not pending.begun.acquire(blocking=False):
+            return
+        try:
+            with pending.taken.slot:
+                self._copy(pending.taken, entries)
+                self._check_unchanged(pending, entries)
+                self._publish(pending.taken)
+        except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
+            pending.errors.append(error)
+        finally:
+            pending.is_done.set()
 
     def fence(self) -> None:
         """Wait until the copy of `save_async` is done; see `FlashCheckpointer.fence`."""

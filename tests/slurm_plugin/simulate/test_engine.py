@@ -336,6 +336,20 @@ def test_a_policy_that_breaks_the_rules_is_an_error(policy: Policy, said: str) -
         run(jobs((0, 10, 1), ideal_cpus=[8], trainer_cpus=[2]), "gpus=1,cpus=16", policy=policy)
 
 
+def test_a_policy_that_gives_out_too_much_is_caught_at_the_event_at_which_it_does() -> None:
+    """It keeps to the pool until a trainer takes a part of it."""
+    asked_at_s = []
+
+    def stubborn(table: JobTable, pool: Pool, now_s: float) -> Allocation:
+        asked_at_s.append(now_s)
+        return allocation(np.array([12] + [0] * (len(table) - 1), dtype=np.int64))
+
+    load = jobs((0, 100, 1), (20, 5, 1), (50, 10, 1), ideal_cpus=[14, 2, 10], trainer_cpus=[2, 2, 9])
+    with pytest.raises(SimulationFault, match="gave 12 CPUs and there are 5"):
+        run(load, "gpus=3,cpus=16", policy=stubborn)
+    assert asked_at_s == [0, 20, 25, 50]
+
+
 def test_options_tell_all_their_problems() -> None:
     with pytest.raises(OptionsError, match=r"a policy belongs.*cpus of a data worker is 0.*interval_s is -1"):
         Scenario("bad", Request.ELASTIC, Discipline.FIFO, None, QueueOptions(interval_s=-1), WorkerOptions(cpus=0))

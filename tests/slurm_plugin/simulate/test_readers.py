@@ -210,6 +210,17 @@ def test_all_problems_come_at_once_with_their_lines() -> None:
     )
 
 
+def test_all_problems_of_an_export_come_at_once_with_their_lines() -> None:
+    line = "{job}|ann|lab|COMPLETED|{submit}|{start}|{end}|60|{nodes}|{cpus}|cpu=4||60\n"
+    good = {"submit": f"{DAY}16:00:00", "start": f"{DAY}16:01:00", "end": f"{DAY}17:01:00", "nodes": "1", "cpus": "4"}
+    wrong = [{"nodes": "-1"}, {"cpus": "4.5"}, {"submit": "yesterday"}, {"end": f"{DAY}15:00:00"}]
+    rows = [line.format(job=at, **(good | one)) for at, one in enumerate(wrong)]
+    told = problems_of(SACCT.splitlines()[0] + "\n" + "".join(rows))
+    assert [problem.split(":")[0] for problem in told] == ["line 2", "line 3", "line 4", "line 5"]
+    for problem, word in zip(told, ("NNodes", "AllocCPUS", "Submit", "ended"), strict=True):
+        assert word in problem
+
+
 def test_bad_lines_can_be_left_out_and_are_counted() -> None:
     trace = read_trace("p", PHILLY + "9,1,-1,1,a\n", options=ReadOptions(skip_bad=True))
     assert len(trace.workload) == 2

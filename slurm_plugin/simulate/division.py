@@ -34,6 +34,7 @@ class Division:
     """Who has which CPUs of data workers.
 
     Attributes:
+        is_content: every job has all that it wants: an end makes no difference to the others.
         num_moves: changes of a job's number of data workers.
         cpus_started, cpus_taken_back: CPUs of data workers that were started, and that had to leave.
     """
@@ -52,6 +53,7 @@ class Division:
         sigma = self._options.estimate_sigma
         draw = np.random.default_rng([scenario.seed, 1])
         self._guess = np.exp(sigma * draw.standard_normal(len(workload))) if sigma else np.ones(len(workload))
+        self.is_content = False
         self.num_moves = 0
         self.cpus_started = self.cpus_taken_back = 0.0
 
@@ -92,6 +94,7 @@ class Division:
         table = self._table(rows, now_s)
         workers = self._policy(table, pool, now_s).workers
         self._check(workers, table, pool)
+        self.is_content = bool((workers >= table.wanted).all())
         target = (workers * size).astype(float)
         before = running.target[rows]
         more = np.maximum(0.0, target - before)

@@ -222,13 +222,18 @@ class _Engine:
         if self._division:
             self._division.forget(row)
         self._num_job_events += 1
-        self._is_changed = True
+        self._is_changed |= not self._is_content()
 
     def _free(self, until_s: float) -> None:
         """What jobs held that have ended is others' now."""
         if self._freeing.give_back(self._nodes, until_s):
             self._no_room.clear()
-            self._is_changed = self._is_due = True
+            self._is_due = True
+            self._is_changed |= not self._is_content()
+
+    def _is_content(self) -> bool:
+        """Whether no policy could give anybody more, so that it need not be asked when something comes free."""
+        return self._division is not None and self._division.is_content and self._scenario.hold_s == math.inf
 
     # Nodes
 

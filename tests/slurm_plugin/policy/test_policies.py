@@ -174,13 +174,29 @@ def test_known_orders() -> None:
     assert allocate("srtf", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
     # DLRover-RM by (1 / knee) / remaining^2.5.
     assert allocate("dlrover", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
-    # Stretch by remaining x knee^1.5: 100 x 32, 20 x 89, 20 x 253; and then the first has waited for long.
+    # Stretch by remaining x knee^1.5: 100 x 32, 20 x 89, 20 x 253.
     table = lines([10, 20, 40], remaining_s=[100.0, 20.0, 20.0], total_s=100.0)
     assert allocate("stretch", table, 65) == [10, 20, 35]
     assert allocate("stretch", table, 25) == [5, 20, 0]
-    assert allocate("stretch", replace(table, age_s=np.array([300.0, 0.0, 0.0])), 25) == [10, 15, 0]
     assert allocate("fair", lines([10, 20, 40]), 35) == [5, 10, 20]
     assert allocate("share", lines([10, 20, 40]), 35) == [10, 13, 12]
+
+
+def test_stretch_takes_the_narrow_job_first_unless_the_wide_one_would_be_later_than_srtfs_latest() -> None:
+    table = lines([10, 40], remaining_s=[100.0, 20.0], total_s=[100.0, 200.0])
+    # 100 x 10^1.5 before 20 x 40^1.5, where SRTF has 20 x 40 before 100 x 10.
+    assert allocate("srtf", table, 20) == [0, 20]
+    assert allocate("stretch", table, 20) == [10, 10]
+    # Of a job of 20 s that ends after 90 s the stretch is 4.5; in SRTF's order none is above 2.
+    short = replace(table, total_s=np.array([100.0, 20.0]))
+    assert allocate("stretch", short, 20) == [0, 20]
+
+
+def test_stretch_leaves_data_workers_where_they_are_and_lets_gpus_decide_between_equals() -> None:
+    table = lines([10, 10], remaining_s=[100.0, 95.0], total_s=1000.0)
+    assert allocate("stretch", table, 10) == [0, 10]
+    assert allocate("stretch", replace(table, current=np.array([10, 0])), 10) == [10, 0]
+    assert allocate("stretch", replace(table, gpus=np.array([8.0, 1.0])), 10) == [10, 0]
 
 
 def test_an_uncertain_estimate_counts_as_its_mean() -> None:

@@ -347,7 +347,22 @@ def test_a_policy_that_gives_out_too_much_is_caught_at_the_event_at_which_it_doe
     load = jobs((0, 100, 1), (20, 5, 1), (50, 10, 1), ideal_cpus=[14, 2, 10], trainer_cpus=[2, 2, 9])
     with pytest.raises(SimulationFault, match="gave 12 CPUs and there are 5"):
         run(load, "gpus=3,cpus=16", policy=stubborn)
-    assert asked_at_s == [0, 20, 25, 50]
+    assert asked_at_s == [0, 20, 50]
+
+
+def test_an_end_is_no_question_to_the_policy_while_everybody_has_all_that_he_wants() -> None:
+    asked_at_s = []
+
+    def counted(table: JobTable, pool: Pool, now_s: float) -> Allocation:
+        asked_at_s.append(now_s)
+        return FAIR(table, pool, now_s)
+
+    load = jobs((0, 10, 1), (0, 20, 1), (0, 30, 1), ideal_cpus=[4] * 3, trainer_cpus=[1] * 3)
+    assert run(load, "gpus=3,cpus=12", policy=counted).end_s.tolist() == [10, 20, 30]
+    assert asked_at_s == [0]
+    asked_at_s.clear()
+    assert run(load, "gpus=3,cpus=9", policy=counted).end_s.max() > 30
+    assert len(asked_at_s) >= 2
 
 
 def test_options_tell_all_their_problems() -> None:

@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.policy.filling import ascending, fill_in_order
 from hetstream.slurm_plugin.policy.srtf import expected_remaining_s
 from hetstream.slurm_plugin.policy.table import Allocation, Floats, JobTable, Pool
 
-# Exponents. Chosen on lists of 88, 120 and 150 jobs from seeds 5000 on of `make bench-sched`'s generator: the best mean of
+# Exponents. Chosen on lists of 88, 120 and 150 jobs from seeds 5000 on of `make bench-sched`'s generator: the best mean
 # with a worst slowdown that is nowhere above SRTF's. `make bench-sched` judges them on other lists.
 WIDTH_POWER, GPU_POWER, STAY_POWER, LATE_POWER = 1.5, 0.2, 0.2, 2.0
 # A job is late from this share of the greatest stretch in SRTF's order on, and never below this stretch.

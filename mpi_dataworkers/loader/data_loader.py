@@ -1,4 +1,14 @@
-"""The DataLoader that training programs use: torch's keywords, torch's iteration, batches made by data workers."""
+"""The DataLoader that training programs use: torch's keywords, torch's iteration, batches made by data workers.
+
+This module is what a program calls. The work is done by
+
+* `options.py`: the keywords, their checks and their help;
+* `loader_order.py`: which steps a pass over the data has, and which samples each step has;
+* `position.py`: begins one pass after the other, and knows where the training loop is;
+* `pass_iterator.py`: one pass, whose steps come from data workers (`remote_source.py`) or from this process
+  (`local_source.py`);
+* `loader_connection.py`: what outlives a pass, the pipeline, the connection to the service and the statistics.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +43,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
 from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
 
-_TorchLoader: Any = torch.utils.data.DataLoader
+_TorchLoader: Any = torch.utils.data.DataLoader  # Any: torch's `__iter__` promises an iterator class of its own
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -80,6 +90,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def _description(self) -> dict[str, str]:
         """The dataset and its order in words, which a state and the ranks of one program must agree on."""
         return {"fingerprint": fingerprint_of(self.dataset)} | self._order.description
+
+    # Iterating
 
     def __len__(self) -> int:
         """Steps of this rank in an epoch, `repeat` times over.
@@ -148,6 +160,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             return "lengths= has the old number"
         return "the state that was loaded has the old number" if at.step > 0 or at.shards is not None else ""
 
+    # What comes next
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch, also at
         its end: then the iteration is empty.
@@ -170,6 +184,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             PipelineError: the pipeline cannot be handed to data workers now; the stage before stays.
         """
         self._connection.use_batch_stage(batch_stage)
+
+    # Saving and restoring the position
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.
@@ -218,6 +234,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
                 is_loaded=True,
             )
         )
+
+    # Looking and ending
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.

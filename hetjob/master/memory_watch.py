@@ -55,4 +55,4 @@ class MemoryWatch:
         found = [*([self.trainer.open_warning] if self.trainer.open_warning else [])]
         found += self._companions.warnings(largest_cpus)
         shift_s = time.time() - now
-        return [msgspec.structs.replace(one, full_at_s=round(one.full_at_s + shift_s, -1)) for one in found]
+        return [msgspec.structs.replace(warning, full_at_s=round(warning.full_at_s + shift_s, -1)) for warning in found]

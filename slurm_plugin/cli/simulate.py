@@ -373,8 +373,8 @@ def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
 def _over_time(compared: Sequence[Compared]) -> list[dict[str, object]]:
     """A row for each run: what its nodes were like at equal spans, from the first submission on."""
     rows = []
-    for one in compared:
-        seen = one.first.fragmentation
+    for outcome in compared:
+        seen = outcome.first.fragmentation
         if seen is None or not len(seen.at_s):
             continue
         span_s = float(seen.at_s[-1]) / _SPANS
@@ -383,7 +383,7 @@ def _over_time(compared: Sequence[Compared]) -> list[dict[str, object]]:
             name: np.round(getattr(seen, name)[np.maximum(last, 0)], 4).tolist()
             for name in ("indicator", "unusable_gpus", "cpus_gone", "gpus_gone")
         }
-        rows.append({"policy": one.policy, "discipline": one.discipline, "span_s": round(span_s, 3), **found})
+        rows.append({"policy": outcome.policy, "discipline": outcome.discipline, "span_s": round(span_s, 3), **found})
     return rows
 
 

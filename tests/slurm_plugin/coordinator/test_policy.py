@@ -1,0 +1,172 @@
+"""The whole policy under a virtual clock, on a model of a GPU: kernels one after the other, none of them interrupted.
+
+It shows what decisions and throttle come to, apart from the load of the machine that tests run on. It is no GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
+from hetstream.hetjob.gpu.throttle import Throttle
+from hetstream.slurm_plugin.coordinator.decide import GpuState, decide
+from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+
+MS = 1_000_000
+# From a process's news to the coordinator's new order, and between two renewals.
+HEARD_NS, RENEW_NS = MS // 10, 20 * MS
+HOST = 2**40
+
+
+@dataclass
+class Guaranteed:
+    """Mini-batches of an idle gap and some kernels."""
+
+    gap_ms: Callable[[], float]
+    kernel_ms: float
+    kernels: int
+    record: Statistics = field(default_factory=Statistics)
+    durations_ns: list[int] = field(default_factory=list)
+
+
+class Model:
+    """A GPU, a guaranteed job on it, an opportunistic one with kernels of some length, and their coordinator."""
+
+    def __init__(self, guaranteed: Guaranteed, kernel_ms: float = 0.0) -> None:
+        self.now_ns = 1000 * MS
+        self._guaranteed, self._kernel_ns = guaranteed, int(kernel_ms * MS)
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._free_ns = 0
+        self._state = GpuState()
+        self._order = Order()
+        self._throttle = Throttle(JobClass.OPPORTUNISTIC)
+        self._other = Statistics(host_capacity_bytes=HOST)
+        self.kernels = 0
+        self._boundary()
+        self._renew()
+        if kernel_ms:
+            self._try_launch()
+
+    def run(self, duration_ms: float) -> None:
+        end_ns = self.now_ns + int(duration_ms * MS)
+        while self._events[0][0] < end_ns:
+            self.now_ns, _, act = heapq.heappop(self._events)
+            act()
+        self.now_ns = end_ns
+
+    def _later(self, at_ns: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_ns, next(self._numbers), act))
+
+    def _on_gpu(self, work_ns: int, then: Callable[[], None]) -> None:
+        self._free_ns = max(self.now_ns, self._free_ns) + work_ns
+        self._later(self._free_ns, then)
+
+    def _boundary(self) -> None:
+        job, record = self._guaranteed, self._guaranteed.record
+        duration_ns = self.now_ns - record.boundary_ns if record.boundary_ns else 0
+        job.durations_ns.append(duration_ns)
+        job.record = replace(
+            record, updated_ns=self.now_ns, boundaries=record.boundaries + 1, boundary_ns=self.now_ns,
+            mini_batch_ns=duration_ns, is_idle=1,
+        )  # fmt: skip
+        self._later(self.now_ns + HEARD_NS, self._decide)
+        self._later(self.now_ns + int(job.gap_ms() * MS), self._first_launch)
+
+    def _first_launch(self) -> None:
+        job, record = self._guaranteed, self._guaranteed.record
+        gap_ns = self.now_ns - record.boundary_ns
+        job.record = replace(record, updated_ns=self.now_ns, gap_ns=gap_ns, is_idle=0)
+        self._later(self.now_ns + HEARD_NS, self._decide)
+        self._kernel(job.kernels)
+
+    def _kernel(self, left: int) -> None:
+        then = self._boundary if left == 1 else lambda: self._kernel(left - 1)
+        self._on_gpu(int(self._guaranteed.kernel_ms * MS), then)
+
+    def _try_launch(self) -> None:
+        wait_ns = self._throttle.wait_ns(self._order, self.now_ns, work_ns=self._kernel_ns)
+        if wait_ns:
+            self._later(self.now_ns + wait_ns, self._try_launch)
+        else:
+            self._on_gpu(self._kernel_ns, self._launched)
+
+    def _launched(self) -> None:
+        self.kernels += 1
+        self._throttle.worked(self._order, self.now_ns, self._kernel_ns)
+        self._other = replace(self._other, updated_ns=self.now_ns, boundaries=self.kernels // 20)
+        self._try_launch()
+
+    def _renew(self) -> None:
+        self._decide()
+        self._later(self.now_ns + RENEW_NS, self._renew)
+
+    def _decide(self) -> None:
+        jobs = [SharingJob("g", JobClass.GUARANTEED, 0, self._guaranteed.record)]
+        if self._kernel_ns:
+            jobs.append(SharingJob("o", JobClass.OPPORTUNISTIC, 0, self._other))
+        self._state, decisions = decide(self._state, Measurements(2**30, tuple(jobs)), self.now_ns)
+        if self._kernel_ns:
+            self._order = decisions["o"].order
+
+
+def share(guaranteed: Callable[[], Guaranteed], kernel_ms: float) -> tuple[float, float, float]:
+    """Mean and 99th percentile of the guaranteed job's slowdown, and how much of the rest the other one gets."""
+    alone = guaranteed()
+    Model(alone).run(20_000)
+    mean_ns = statistics.fmean(alone.durations_ns[1:])
+    beside = guaranteed()
+    model = Model(beside, kernel_ms)
+    model.run(20_000)
+    settled, kernels = len(beside.durations_ns), model.kernels
+    model.run(40_000)
+    durations = sorted(beside.durations_ns[settled:])
+    duty = beside.kernel_ms * beside.kernels * MS / mean_ns
+    used = (model.kernels - kernels) * kernel_ms / 40_000
+    p99 = durations[len(durations) * 99 // 100] / sorted(alone.durations_ns[1:])[len(alone.durations_ns) * 99 // 100]
+    return statistics.fmean(durations) / mean_ns, p99, used / (1 - duty)
+
+
+def steady(gap_ms: float, kernels: int, jitter: float = 0.0) -> Callable[[], Guaranteed]:
+    """A guaranteed job with kernels of half a millisecond."""
+
+    def make() -> Guaranteed:
+        source = random.Random(0)
+        return Guaranteed(lambda: gap_ms * (1 + jitter * (2 * source.random() - 1)), 0.5, kernels)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("guaranteed", "kernel_ms", "least"),
+    [
+        (steady(70, 60), 0.5, 0.85),
+        (steady(50, 100), 0.5, 0.85),
+        (steady(30, 140), 0.5, 0.85),
+        (steady(50, 100, jitter=0.5), 0.5, 0.85),
+        (steady(20, 40), 0.2, 0.85),
+        (steady(5, 10), 0.1, 0.85),
+        (steady(50, 100), 3.0, 0.85),
+    ],
+    ids=["duty 30 %", "duty 50 %", "duty 70 %", "irregular gaps", "short gaps", "very short gaps", "long kernels"],
+)
+def test_the_guaranteed_job_feels_little_and_the_other_gets_most_of_the_rest(
+    guaranteed: Callable[[], Guaranteed], kernel_ms: float, least: float
+) -> None:
+    mean, p99, rest = share(guaranteed, kernel_ms)
+    print(f"guaranteed {mean:.3f} of alone, 99th percentile {p99:.3f}; opportunistic {rest:.2f} of what is left")
+    assert mean <= 1.03
+    assert p99 <= 1.10
+    assert rest >= least
+
+
+def test_a_guaranteed_job_without_gaps_loses_no_more_than_it_may() -> None:
+    mean, _, _ = share(steady(0.01, 200), 0.5)
+    assert mean <= 1.03

@@ -24,6 +24,7 @@ class SharingSettings:
         job: id of the Slurm job, or a name.
         socket: of the coordinator.
         host_bytes: memory of the host that may stand in for memory of the GPU.
+        config_file, status_file: AntMan's files, in the place of a coordinator (`antman.py`); empty: none.
     """
 
     gpu: str
@@ -31,6 +32,8 @@ class SharingSettings:
     job: str
     socket: str
     host_bytes: int
+    config_file: str = ""
+    status_file: str = ""
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> SharingSettings | None:
@@ -58,4 +61,6 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         job=environ.get("SLURM_JOB_ID") or f"process {os.getpid()}",
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
+        config_file="" if "HETSTREAM_GPU_SOCKET" in environ else environ.get("GPU_CONFIG_FILE", ""),
+        status_file=environ.get("GPU_STATUS_FILE", ""),
     )

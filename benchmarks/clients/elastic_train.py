@@ -4,7 +4,8 @@ Started by `benchmarks/elastic.py` and `tests/cluster/test_elastic_job.py` insid
 sleeping, so that eight data workers "compute" at once on a machine with two cores. Writes a line for each step:
 time (s since 1970), time waited for the batch (s), epoch, sample ids.
 
-Usage: elastic_train.py OUT --make-s S --step-s S[,S...] [--period S] [--lock FILE] (--epochs N | --seconds S)
+Usage: elastic_train.py OUT --make-s S --step-s S[,S...] [--period S] [--lock FILE] [--far-s S]
+                        (--epochs N | --seconds S)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import socket
 import time
 
 import torch
@@ -23,8 +25,9 @@ BATCH = 4
 class Costly(Dataset):  # type: ignore[type-arg]
     """Samples that take time to make; with `lock`, one at a time on the whole cluster, as from one slow disk."""
 
-    def __init__(self, num_samples: int, sample_s: float, lock: str) -> None:
+    def __init__(self, num_samples: int, sample_s: float, lock: str, far_s: float = 0.0) -> None:
         self.num_samples, self.sample_s, self.lock = num_samples, sample_s, lock
+        self.host, self.far_s = socket.gethostname(), far_s
 
     def __len__(self) -> int:
         return self.num_samples
@@ -35,7 +38,7 @@ class Costly(Dataset):  # type: ignore[type-arg]
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 time.sleep(self.sample_s)
         else:
-            time.sleep(self.sample_s)
+            time.sleep(self.sample_s + (self.far_s if socket.gethostname() != self.host else 0.0))
         return torch.full((64,), float(index)), index
 
 
@@ -46,13 +49,14 @@ def main() -> None:
     parser.add_argument("--step-s", required=True, help="in turn, each for --period seconds")
     parser.add_argument("--period", type=float, default=60.0)
     parser.add_argument("--lock", default="")
+    parser.add_argument("--far-s", type=float, default=0.0, help="more for a step that is made on another host")
     parser.add_argument("--num-steps", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=1e9)
     args = parser.parse_args()
     torch.manual_seed(1)
     steps_s = [float(word) for word in args.step_s.split(",")]
-    dataset = Costly(args.num_steps * BATCH, args.make_s / BATCH, args.lock)
+    dataset = Costly(args.num_steps * BATCH, args.make_s / BATCH, args.lock, args.far_s / BATCH)
     loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
     began = time.monotonic()
     with open(args.out, "w", buffering=1) as out:

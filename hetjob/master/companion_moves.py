@@ -19,6 +19,8 @@ from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus
 _CHANGE_S = 40.0
 # A node that had no room after all is not tried again for so long.
 AGAIN_S = 600.0
+# The site daemon reads once a minute: for so long it may say that there is room which a move has just taken.
+READ_AGAIN_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,15 @@ class CompanionMoves:
         """
         if measured is None or measured.remaining is None:
             return None
-        trainers = set(measured.trainer_nodes)
-        free = [node for node in nodes if node in trainers and now >= self._not_before.get(node, -math.inf)]
+        trainers = {_node_of(host) for host in measured.trainer_nodes}
+        free = [node for node in nodes if _node_of(node) in trainers and now >= self._not_before.get(node, -math.inf)]
         known = [placed for placed in companions if placed.rate_per_s > 0]
-        far = [placed for placed in known if placed.host not in trainers]
+        far = [placed for placed in known if _node_of(placed.host) not in trainers]
         if not free or not far:
             return None
         cpus = far[0].cpus
         far_rates = [placed.rate_per_s for placed in far if placed.cpus == cpus]
-        near_rates = [placed.rate_per_s for placed in known if placed.cpus == cpus and placed.host in trainers]
+        near_rates = [placed.rate_per_s for placed in known if placed.cpus == cpus and placed not in far]
         if not near_rates:
             return None
         near_speed = (sum(near_rates) / len(near_rates)) / (sum(far_rates) / len(far_rates))
@@ -85,6 +87,18 @@ class CompanionMoves:
         found = moves(workers, list(Counter(free).items()), near_speed, remaining_s, _CHANGE_S)
         return found[0] if found else None
 
+    def begun(self, node: str, now: float) -> None:
+        """One moves there."""
+        self._not_before[node] = now + READ_AGAIN_S
+
     def not_possible(self, node: str, now: float) -> None:
         """Slurm has no room there."""
         self._not_before[node] = now + AGAIN_S
+
+
+def _node_of(host: str) -> str:
+    """Slurm's name of a node, where it is the first part of the name that the host gives itself, as nearly everywhere.
+
+    Where it is another name, nothing is near, and nothing moves.
+    """
+    return host.partition(".")[0]

@@ -373,7 +373,9 @@ class Elastic:
             return
         where = f"companion {move.job} is on node={move.source}, and node={move.target} of a trainer has room"
         reason = f"{where}: {move.reason}"
-        if not self._submit_successor(move.job, working[move.job], self._memory.mb_per_cpu, move.target, reason):
+        if self._submit_successor(move.job, working[move.job], self._memory.mb_per_cpu, move.target, reason):
+            self._moves.begun(move.target, now)
+        else:
             self._moves.not_possible(move.target, now)
 
     def _submit_successor(self, job_id: str, cpus: int, mb_per_cpu: int | None, node: str, why: str) -> bool:

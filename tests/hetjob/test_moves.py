@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hetstream.hetjob.elastic.moves import RemoteWorker, moves
-from hetstream.hetjob.master.companion_moves import AGAIN_S, CompanionMoves, Placed
+from hetstream.hetjob.master.companion_moves import AGAIN_S, READ_AGAIN_S, CompanionMoves, Placed
 from hetstream.hetjob.site.measured import Measured, RemainingWork
 
 FAR = [RemoteWorker("7", "cpu3", 10.0, 1e6), RemoteWorker("8", "cpu4", 10.0, 9e6)]
@@ -43,6 +43,15 @@ def test_a_move_is_proposed_with_its_reason_where_a_near_one_is_seen_to_be_faste
     assert move is not None
     assert (move.job, move.source, move.target) == ("2", "cpu1", "gpu0")
     assert "8 MB/s less on the network" in move.reason
+
+
+def test_hosts_may_call_themselves_by_their_full_names() -> None:
+    hosts = msgspec.structs.replace(MEASURED, trainer_nodes=("gpu0.cluster.site",))
+    near, far = replace(NEAR, host="gpu0.cluster.site"), replace(FAR_AWAY, host="cpu1.cluster.site")
+    move = CompanionMoves().move([near, far], ["gpu0"], hosts, 0.0)
+    assert move is not None
+    assert (move.job, move.target) == ("2", "gpu0")
+    assert CompanionMoves().move([near, far], ["node17"], hosts, 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -87,3 +96,11 @@ def test_a_node_that_had_no_room_after_all_is_left_alone_for_a_while() -> None:
     wishes.not_possible("gpu0", 100.0)
     assert wishes.move([NEAR, FAR_AWAY], ["gpu0"], MEASURED, 100.0 + AGAIN_S - 1) is None
     assert wishes.move([NEAR, FAR_AWAY], ["gpu0"], MEASURED, 100.0 + AGAIN_S) is not None
+
+
+def test_room_that_a_move_has_just_taken_is_not_taken_again_before_the_site_has_looked() -> None:
+    wishes = CompanionMoves()
+    assert wishes.move([NEAR, FAR_AWAY], ["gpu0"], MEASURED, 0.0)
+    wishes.begun("gpu0", 0.0)
+    assert wishes.move([NEAR, FAR_AWAY], ["gpu0"], MEASURED, READ_AGAIN_S - 1) is None
+    assert wishes.move([NEAR, FAR_AWAY], ["gpu0"], MEASURED, READ_AGAIN_S)

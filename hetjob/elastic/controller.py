@@ -20,6 +20,7 @@ from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
 from hetstream.hetjob.elastic.loading_model import LoadingModel, LoadingPoints
 from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, rate_of_one, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
+from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 
 # A trainer that waits for more than this share of its time is starving; the aim is to stay below it.
@@ -87,6 +88,10 @@ class Controller:
     def cpus(self) -> int:
         """CPUs of the next companion."""
         return self._size.probing or self._size.best
+
+    def loading_term(self, num_data_workers: int) -> StepTerm:
+        """How long so many data workers take for a step's data, as far as that is known."""
+        return self._loading.term(num_data_workers)
 
     def memory(self) -> ControllerState:
         """What the controller of the next job master needs to know, should this one be killed."""

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetstream.hetjob.elastic.step_terms import StepTerm
+
 # Two points lie on any curve of this form: a third one says whether the job is of it.
 _LEAST_POINTS = 3
 # The largest number of data workers seen, by the smallest.
@@ -30,11 +32,13 @@ class LoadingModel:
         shared_s: for a step, however many data workers there are.
         by_number_s: for a step with one data worker, besides.
         num_points: numbers of data workers that it was fitted to.
+        error: of the point that is furthest from the curve, as a share of it.
     """
 
     shared_s: float
     by_number_s: float
     num_points: int
+    error: float = 0.0
 
     def per_s(self, num_data_workers: int) -> float:
         """Steps a second that so many make."""
@@ -77,6 +81,18 @@ class LoadingPoints:
         """The term; None while the points do not identify it."""
         return fitted([(number, per_s) for number, (per_s, _) in sorted(self._points.items())])
 
+    def term(self, num_data_workers: int) -> StepTerm:
+        """The same for so many data workers, as a part of a step."""
+        model = self.model()
+        if model is None or num_data_workers < 1:
+            seen = ", ".join(map(str, sorted(self._points))) or "none"
+            rule = (
+                f"{_LEAST_POINTS} numbers of data workers, a factor of {_LEAST_RANGE:g} apart, and rates on one curve"
+            )
+            return StepTerm("T_data", None, None, f"that takes {rule}; seen were {seen}")
+        seconds = 1 / model.per_s(num_data_workers)
+        return StepTerm("T_data", seconds, model.error * seconds, f"with {num_data_workers} data workers: {model}")
+
 
 def fitted(points: Sequence[tuple[int, float]]) -> LoadingModel | None:
     """Scaled least squares with no negative part; None where the points do not identify both parts.
@@ -98,6 +114,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> LoadingModel | None:
         shared_s, by_number_s = 0.0, b / bb
     elif by_number_s < 0:
         shared_s, by_number_s = a / aa, 0.0
-    if any(abs(row[0] * shared_s + row[1] * by_number_s - 1) > _MOST_ERROR for row in rows):
+    error = max(abs(row[0] * shared_s + row[1] * by_number_s - 1) for row in rows)
+    if error > _MOST_ERROR:
         return None
-    return LoadingModel(shared_s, by_number_s, len(points))
+    return LoadingModel(shared_s, by_number_s, len(points), error)

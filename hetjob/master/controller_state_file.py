@@ -12,13 +12,14 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.job_environment import CONTROLLER_STATE_FILE
 from hetstream.hetjob.master.companion_time import TimeTally
 from hetstream.hetjob.master.memory_warning import MemoryWarning
@@ -35,6 +36,7 @@ class _FileContent(msgspec.Struct, forbid_unknown_fields=True):
     changes: list[dict[str, Any]]
     tally: TimeTally = msgspec.field(default_factory=TimeTally)
     warnings: tuple[MemoryWarning, ...] = ()
+    step_terms: tuple[StepTerm, ...] = ()
 
 
 class ControllerStateFile:
@@ -67,10 +69,12 @@ class ControllerStateFile:
         self.tally = page.tally
         self.changes.extend(page.changes)
 
-    def write(self, memory: ControllerState, warnings: Sequence[MemoryWarning] = ()) -> None:
+    def write(
+        self, memory: ControllerState, warnings: Sequence[MemoryWarning] = (), step_terms: Sequence[StepTerm] = ()
+    ) -> None:
         """Write down what is known now, if anything is new: the old page or the new one is there, whole."""
         changes = [dict(change) for change in self.changes]
-        page = msgspec.json.encode(_FileContent(memory, changes, self.tally, tuple(warnings)))
+        page = msgspec.json.encode(_FileContent(memory, changes, self.tally, tuple(warnings), tuple(step_terms)))
         if page == self._written:
             return
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -86,8 +90,20 @@ class ControllerStateFile:
         self._written = page
 
 
-def kept_warnings(directory: Path) -> tuple[MemoryWarning, ...]:
-    """What the job master with this directory warns of now; () where it keeps nothing.
+class Told(NamedTuple):
+    """What a running job tells of itself.
+
+    Attributes:
+        warnings: of its memory.
+        step_terms: the parts of its step.
+    """
+
+    warnings: tuple[MemoryWarning, ...] = ()
+    step_terms: tuple[StepTerm, ...] = ()
+
+
+def told_by(directory: Path) -> Told:
+    """What the job master with this directory tells now; nothing where it keeps nothing.
 
     Raises:
         OSError: it cannot be read, or is none of this user's.
@@ -95,6 +111,7 @@ def kept_warnings(directory: Path) -> tuple[MemoryWarning, ...]:
     """
     try:
         with Directory.open(directory) as opened:
-            return typed_json.decode(opened.read(CONTROLLER_STATE_FILE, _MAX_BYTES), _FileContent).warnings
+            page = typed_json.decode(opened.read(CONTROLLER_STATE_FILE, _MAX_BYTES), _FileContent)
     except FileNotFoundError:
-        return ()
+        return Told()
+    return Told(page.warnings, page.step_terms)

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.controller_state import Stage
 from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
+from hetstream.hetjob.elastic.step_terms import StepTerms
 from hetstream.hetjob.master.companion_memory import CompanionMemory
 from hetstream.hetjob.master.companion_moves import CompanionMoves, Placed, hosts_of
 from hetstream.hetjob.master.companions import CompanionJobs
@@ -41,8 +44,6 @@ _STOPPED_WITHIN_S = 20.0
 _PREFER_S = 30.0
 # Older readings of the site daemon do not stand for what Slurm would say: it reads once a minute.
 READ_WITHIN_S = 300.0
-
-
 _RUNNING = (CompanionState.STARTING, CompanionState.WORKING)
 
 
@@ -115,6 +116,7 @@ class Elastic:
         self.memory_watch = MemoryWatch(trainer_memory, self._memory)
         self._time = companions.time
         self._moves = CompanionMoves()
+        self._step_terms = StepTerms()
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
@@ -145,6 +147,7 @@ class Elastic:
             "data_worker_mb": self._memory.most_mb(controller.cpus),
             "trainer_cpus_recommended": controller.trainer_cpus,
             "trainer_memory": self.memory_watch.trainer.first_warning,
+            "step_terms": [msgspec.structs.asdict(term) for term in self._step_terms.told],
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
             **self._time.summary(self._clock()),
@@ -184,6 +187,8 @@ class Elastic:
         snapshot = self._snapshot(status, rates, now)
         if snapshot.reading and snapshot.steps_per_s > 0:
             self._last_read = snapshot
+            num_working = len(snapshot.of(CompanionState.WORKING)) + self._fixed
+            self._step_terms.note(status.loaders, self._controller.loading_term(num_working), now)
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
         self.memory_watch.look_at_trainer(measured, now)
@@ -205,7 +210,7 @@ class Elastic:
         if decision.is_change:
             self._note(decision, snapshot.num_data_workers)
         warnings = self.memory_watch.warnings(self._controller.limits.largest_cpus, now)
-        self._controller_state_file.write(self._controller.memory(), warnings)
+        self._controller_state_file.write(self._controller.memory(), warnings, self._step_terms.told)
         if decision.is_change:
             # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
@@ -343,9 +348,7 @@ class Elastic:
         now = self._clock()
         self._memory.submitted(job_id, cpus, mb_per_cpu)
         self._time.submitted(job_id, cpus, asked, now)
-        self._tracked[job_id] = _Tracked(
-            cpus, CompanionState.PENDING, now, node=node, takes_over=takes_over, why=why
-        )  # fmt: skip
+        self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, now, 0.0, node, takes_over, why)
         return job_id
 
     def _replace_one(

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetstream.base.files import Directory
 from hetstream.base.text import printable
+from hetstream.hetjob.elastic.step_terms import StepTerm
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import ServiceNotFound
 from hetstream.hetjob.summary import summary_line
@@ -97,6 +98,9 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
             f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
             for row in decisions[-_DECISIONS_SHOWN:]
         ]
+    if elastic.get("step_terms"):
+        terms = [StepTerm(**{name: row[name] for name in StepTerm.__struct_fields__}) for row in elastic["step_terms"]]
+        lines += ["", "parts of a step:", *(f"  {term}" for term in terms)]
     if elastic.get("trainer_memory"):
         lines += ["", str(elastic["trainer_memory"])]
     ended = ended_of(summary, directory.name, "", 0.0)

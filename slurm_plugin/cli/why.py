@@ -1,5 +1,5 @@
 """`hetstream why`: what a pending job waits for, and whether data workers would let it start now; of a running one,
-when its memory will be full.
+what it tells of its step, and when its memory will be full.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.master.memory_warning import MemoryWarning
+from hetstream.hetjob.master.controller_state_file import Told
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
-from hetstream.slurm_plugin.insight.memory_warnings import memory_warnings
+from hetstream.slurm_plugin.insight.told_by_job import told_by_job
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
     jobs, snapshot = read_jobs(args, [args.job])
-    emit(args, report_of(args.job, jobs, snapshot, {job.label: memory_warnings(job) for job in jobs}))
+    emit(args, report_of(args.job, jobs, snapshot, {job.label: told_by_job(job) for job in jobs}))
     return 0
 
 
@@ -98,23 +98,22 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
     return jobs
 
 
-def report_of(
-    name: str, jobs: list[Job], snapshot: Snapshot, warnings: Mapping[str, Sequence[MemoryWarning]] | None = None
-) -> Report:
+def report_of(name: str, jobs: list[Job], snapshot: Snapshot, told: Mapping[str, Told] | None = None) -> Report:
     """Put the explanations into words and a table.
 
     Args:
         name: as the user has it.
         jobs: the records that it names.
         snapshot: the cluster.
-        warnings: of running jobs, by label.
+        told: by running jobs, by label.
     """
+    told = told or {}
     explainer = Explainer(snapshot)
     found = [explainer.explain(job) for job in jobs]
     lines: list[str] = []
     for explanation in found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
-        lines += _warning_lines((warnings or {}).get(explanation.job.label, ()))
+        lines += _told_lines(told.get(explanation.job.label, Told()))
     if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
         lines.append("all components start together, and only when the backfill scheduler has a turn")
     blockers = [
@@ -125,7 +124,12 @@ def report_of(
     facts = [
         {
             **_facts(explanation, snapshot.taken_s),
-            "memory_warnings": [*map(msgspec.structs.asdict, (warnings or {}).get(explanation.job.label, ()))],
+            **{
+                key: [*map(msgspec.structs.asdict, rows)]
+                for key, rows in zip(
+                    ("memory_warnings", "step_terms"), told.get(explanation.job.label, Told()), strict=True
+                )
+            },
         }
         for explanation in found
     ]
@@ -181,13 +185,13 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     return lines
 
 
-def _warning_lines(warnings: Sequence[MemoryWarning]) -> list[str]:
+def _told_lines(told: Told) -> list[str]:
     lines = []
-    for warning in warnings:
+    for warning in told.warnings:
         lines.append(f"memory    {printable(warning.text)}")
         next_time = "next time " if warning.command.startswith("#") else ""
         lines.append(f"          what helps: {next_time}{printable(warning.command)}")
-    return lines
+    return lines + [f"step      {printable(str(term))}" for term in told.step_terms]
 
 
 _COLUMNS = (

@@ -16,7 +16,7 @@ from hetstream.hetjob.elastic.controller_state import ControllerState
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.job_environment import CONTROLLER_STATE_FILE
 from hetstream.hetjob.master.companion_memory import CompanionMemory
-from hetstream.hetjob.master.controller_state_file import ControllerStateFile, kept_warnings
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile, Told, told_by
 from hetstream.hetjob.master.memory_warning import MemoryWarning
 from hetstream.hetjob.master.memory_watch import MemoryWatch
 from hetstream.hetjob.master.migration import Migration
@@ -25,7 +25,7 @@ from hetstream.hetjob.spec import JobSpec
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.insight.memory_warnings import memory_warnings
+from hetstream.slurm_plugin.insight.told_by_job import told_by_job
 
 GIB, MB = 1 << 30, 1 << 20
 
@@ -176,10 +176,10 @@ def test_why_shows_the_warnings_of_a_running_job_with_lead_time_and_remedy(job: 
         "7", "the trainer runs out of memory: 51.2 of 64.0 GiB: full in 20 min", "hetstream migrate 7 --mem=96G", 2e9
     )
     companion = MemoryWarning("8", "companion 8 \x1b[31mruns out", "#HETSTREAM --data-worker-mem=9M", 2e9)
-    assert memory_warnings(job) == ()
+    assert told_by_job(job) == Told()
     keep(job, trainer, companion)
-    found = memory_warnings(job)
-    assert found == (trainer, companion)
+    found = told_by_job(job)
+    assert found.warnings == (trainer, companion)
     nodes = (Node("g0", frozenset({"MIXED"}), ("gpu",), 16, 4, 1000, 100),)
     report = report_of(
         "7", [job], Snapshot(1e6, "22.05.8", "test", (job,), nodes, (Partition("gpu", ()),)), {"7": found}
@@ -196,15 +196,15 @@ def test_why_shows_the_warnings_of_a_running_job_with_lead_time_and_remedy(job: 
 
 def test_why_says_nothing_where_nothing_is_kept_or_may_be_read(job: Job, tmp_path: Path) -> None:
     path = keep(job, MemoryWarning("7", "x", "y", 1.0))
-    assert kept_warnings(path.parent)
+    assert told_by(path.parent).warnings
     path.write_text("{}")
-    assert memory_warnings(job) == ()
+    assert told_by_job(job) == Told()
     path.unlink()
     secret = tmp_path / "secret"
     secret.write_text("{}")
     path.symlink_to(secret)
-    assert memory_warnings(job) == ()
-    assert memory_warnings(Job(7, "train", "me", ("gpu",), "PENDING", "", 1, 4, 1, 4, 100)) == ()
+    assert told_by_job(job) == Told()
+    assert told_by_job(Job(7, "train", "me", ("gpu",), "PENDING", "", 1, 4, 1, 4, 100)) == Told()
 
 
 def test_only_a_job_with_checkpoints_and_a_range_may_move_by_itself() -> None:

@@ -1,0 +1,99 @@
+"""Which parts of a training step are known while a job runs, with which uncertainty, and which are not. Pure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hetstream.hetjob.elastic.controller_state import ControllerState
+from hetstream.hetjob.elastic.loading_model import LoadingPoints
+from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile, told_by
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
+from hetstream.slurm_plugin.cli.summary import _lines as summary_lines
+
+UNKNOWN = StepTerm("T_data", None, None, "nothing was tried")
+
+
+def row(step_s: float, wait_share: float = 0.0, *, ranks: int = 1, ordinal: int = 0, epoch: int = 0) -> LoaderStatus:
+    return LoaderStatus(
+        "job", ordinal, 0, ranks, "h", 1, epoch, 5, 90, 0, 8, 1, 4.0, 1e3, wait_share, LoaderStats(), step_s
+    )
+
+
+def after(*moments: list[LoaderStatus], every_s: float = 6.0) -> dict[str, StepTerm]:
+    terms = StepTerms()
+    for number, rows in enumerate(moments):
+        terms.note(rows, UNKNOWN, number * every_s)
+    return {term.name: term for term in terms.told}
+
+
+def test_with_one_rank_synchronising_takes_nothing_and_the_rest_is_known_together() -> None:
+    found = after(*([row(0.030 + 0.001 * (-1) ** number)] for number in range(8)))
+    together = found["T_grad + T_upd"]
+    assert together.seconds == pytest.approx(0.030)
+    assert together.error_s == pytest.approx(1.96 * 0.00107 / 8**0.5, rel=0.01)
+    assert str(together).startswith("T_grad + T_upd: 30 ms ± 0.74 ms: 8 readings of the time between two batches")
+    assert (found["T_sync"].seconds, found["T_sync"].error_s) == (0.0, 0.0)
+    for name in ("T_grad", "T_upd", "T_data"):
+        assert found[name].seconds is None
+        assert "not identified" in str(found[name])
+
+
+def test_with_more_ranks_the_one_that_waits_longest_counts_and_nothing_is_known_apart() -> None:
+    # Both take a step in 50 ms: one waits 20 of them for data, the other one for the first in the all-reduce.
+    found = after(*([row(0.030, 0.4, ranks=2), row(0.050, 0.0, ranks=2)] for _ in range(8)))
+    assert found["T_grad + T_upd + T_sync"].seconds == pytest.approx(0.030)
+    assert [found[name].seconds for name in ("T_grad", "T_upd", "T_sync")] == [None] * 3
+    assert "2 ranks" in found["T_sync"].reason
+
+
+def test_few_readings_and_such_that_say_nothing_identify_nothing() -> None:
+    assert after() == {}
+    assert after([row(0.0)], [row(0.03, 0.99)], [row(0.03, epoch=-1)], [row(float("nan"))]) == {}
+    (first, *_) = after(*[[row(0.03)]] * 7).values()
+    assert (first.seconds, first.reason) == (None, "7 of 8 readings")
+    (first, *_) = after(*[[row(0.03)]] * 40, every_s=1.0).values()
+    assert first.reason == "7 of 8 readings", "one in six seconds"
+    # The second loader of a program is its validation's.
+    found = after(*[[row(0.03), row(0.01, ordinal=1)]] * 8)
+    assert found["T_grad + T_upd"].seconds == pytest.approx(0.03)
+
+
+def test_another_phase_and_other_ranks_begin_anew() -> None:
+    found = after(*[[row(0.03)]] * 40, *[[row(0.06)]] * 10)
+    assert found["T_grad + T_upd"].seconds == pytest.approx(0.06)
+    found = after(*[[row(0.03)]] * 49, [row(0.04, ranks=4)])
+    assert found["T_grad + T_upd + T_sync"].reason == "1 of 8 readings"
+
+
+def test_what_loading_takes_has_an_uncertainty_or_says_what_is_missing() -> None:
+    points = LoadingPoints()
+    assert points.term(4).seconds is None
+    assert "seen were none" in points.term(4).reason
+    for number, off in ((1, 1.01), (2, 0.99), (4, 1.01)):
+        points.note(2, number, off / (0.004 + 0.1 / number), 0.0)
+        known = points.term(4)
+        assert (known.seconds is None) == (number < 4)
+    assert known.seconds == pytest.approx(0.029, rel=0.02)
+    assert known.error_s is not None
+    assert 0 < known.error_s < 0.02 * 0.029
+    assert "with 4 data workers: " in known.reason
+    assert points.term(0).seconds is None
+
+
+def test_the_terms_are_kept_for_why_and_shown_in_the_summary(tmp_path: Path) -> None:
+    terms = (StepTerm("T_grad + T_upd", 0.03, 0.001, "8 readings"), UNKNOWN)
+    tmp_path.chmod(0o700)
+    ControllerStateFile(tmp_path / "elastic.json").write(ControllerState(), (), terms)
+    assert told_by(tmp_path).step_terms == terms
+    summary = json.loads(json.dumps({"elastic": {"step_terms": [msgspec.structs.asdict(term) for term in terms]}}))
+    lines = summary_lines(summary, tmp_path)
+    at = lines.index("parts of a step:")
+    assert lines[at + 1 : at + 3] == [
+        "  T_grad + T_upd: 30 ms ± 1 ms: 8 readings",
+        "  T_data: not identified: nothing was tried",
+    ]

@@ -233,6 +233,7 @@ def main() -> int:
         "job asks for is the same in all.",
         "stranded: free while jobs are turned away. openb's own jobs (1 x) are turned away for want of GPUs, hardly "
         "ever of CPUs, so there is nothing for split ones to gain.",
+        "bound: what would be free if every job that has come had a place. Nothing can strand less.",
     ]
     context = {"machine": machine.describe(), "versions": machine.versions("numpy"), "notes": notes}
     return harness.finish("frag", args.out, rows, {}, context, ("mean", "min .. max"))
@@ -256,6 +257,10 @@ def splits(trace: Trace, seeds: Sequence[int], systems: Sequence[str]) -> list[R
             rows.append(row(case, system, [one.cpus_free for one in found], "% of CPUs stranded"))
             rows.append(row(case, system, [one.indicator for one in found], "mean |indicator|"))
         rows.append(row(case, "split", [one.starved for one in split], "% of their CPUs without a place"))
+        least = [
+            _least_free(trace.cluster, one, num_gpus) / two.cpus_free for one, two in zip(coming, whole, strict=True)
+        ]
+        rows.append(row(case, "all that have come fit (bound) / whole jobs", least, "x stranded"))
         ratios = [two.cpus_free / one.cpus_free for one, two in zip(whole, split, strict=True)]
         compared = bool(trace.published)
         rows.append(
@@ -263,6 +268,14 @@ def splits(trace: Trace, seeds: Sequence[int], systems: Sequence[str]) -> list[R
                 met=statistics.fmean(ratios) <= 0.5 if compared else None)
         )  # fmt: skip
     return rows
+
+
+def _least_free(cluster: openb.Cluster, coming: Sequence[Shape], num_gpus: int) -> float:
+    """CPUs that stay free, in percent of all, if every job that has come by 100 % of demand had a place."""
+    demand = np.cumsum([one.gpu_total for one in coming])
+    num = int(np.searchsorted(demand, num_gpus * WHOLE)) + 1
+    asked = sum(one.cpus for one in coming[:num])
+    return max(0.0, 100 * (1 - asked / sum(cluster.cpus)))
 
 
 def _heavier(job: Shape, factor: float) -> Shape:

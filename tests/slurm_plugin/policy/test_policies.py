@@ -174,7 +174,7 @@ def test_known_orders() -> None:
     assert allocate("srtf", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
     # DLRover-RM by (1 / knee) / remaining^2.5.
     assert allocate("dlrover", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
-    # Stretch by remaining x knee^1.5: 100 x 32, 20 x 89, 20 x 253.
+    # Stretch by remaining x knee^1.35: 100 x 22, 20 x 57, 20 x 146.
     table = lines([10, 20, 40], remaining_s=[100.0, 20.0, 20.0], total_s=100.0)
     assert allocate("stretch", table, 65) == [10, 20, 35]
     assert allocate("stretch", table, 25) == [5, 20, 0]
@@ -184,7 +184,7 @@ def test_known_orders() -> None:
 
 def test_stretch_takes_the_narrow_job_first_unless_the_wide_one_would_be_later_than_srtfs_latest() -> None:
     table = lines([10, 40], remaining_s=[100.0, 20.0], total_s=[100.0, 200.0])
-    # 100 x 10^1.5 before 20 x 40^1.5, where SRTF has 20 x 40 before 100 x 10.
+    # 100 x 10^1.35 before 20 x 40^1.35, where SRTF has 20 x 40 before 100 x 10.
     assert allocate("srtf", table, 20) == [0, 20]
     assert allocate("stretch", table, 20) == [10, 10]
     # Of a job of 20 s that ends after 90 s the stretch is 4.5; in SRTF's order none is above 2.

@@ -32,8 +32,8 @@ FIRST_SEED = 42
 # What a trainer keeps for each GPU, and the CPUs of a data worker; what a data worker sends, and a link (assumed).
 TRAINER_CPUS, WORKER_CPUS = 2000, 4000
 WORKER_BYTES_PER_S, LINK_BYTES_PER_S = 40e6, 12.5e9
-# CPUs that data workers leave for each free GPU: what openb's commonest node has. Jobs with parts of a GPU ask for 11 in
-# the mean; with a trainer's 2 alone, three points of the GPUs find no CPUs.
+# CPUs that data workers leave for each free GPU: what openb's commonest node has. Jobs with parts of a GPU ask for 11
+# in the mean; with a trainer's 2 alone, three points of the GPUs find no CPUs.
 KEPT_CPUS = 12_000
 
 

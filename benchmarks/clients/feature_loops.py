@@ -138,7 +138,7 @@ TORCH: Mapping[str, Loop] = {
     "Bucketize": lambda x, _, __: torch.bucketize(x, _TORCH_BORDERS, out_int32=True),
     "Ngram": torch_windows,
     "MapId": torch_map,
-    "FillNull": lambda x, _, number: torch.where(torch.isnan(x), float(number), x),
+    "FillNull": lambda x, _, number: torch.nan_to_num(x, nan=float(number)),  # as most do; it changes infinity, too
     "Cast": lambda x, _, __: x.long(),
 }
 NUMPY: Mapping[str, Loop] = {

@@ -15,6 +15,9 @@ import torch
 
 # Of int64 a quarter of a MiB: with what an operator needs beside it, within the second-level cache of a core.
 TILE_VALUES = 32 * 1024
+# Memory that is taken in larger pieces comes from the kernel each time, page by page, and that takes longer than most
+# operators do: of int64, 2 MiB.
+SLAB_VALUES = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class BucketizeKernel(ByValue):
 
     def __init__(self, operators: Sequence[Bucketize], given: FeatureType) -> None:
         super().__init__(operators, given)
-        tables = [self._without_repeats(np.asarray(operator.borders, dtype=given.dtype)) for operator in operators]
+        tables = [borders_without_repeats(np.asarray(operator.borders, dtype=given.dtype)) for operator in operators]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             scales = [(_CELLS - 1) / (table[-1] - table[0]) if len(table) > 1 else 0.0 for table in tables]
         # Neither 0 nor infinity, which would make NaN of infinite values and of the first border.
@@ -189,13 +189,6 @@ class BucketizeKernel(ByValue):
         self._most_in_a_cell = max(int(torch.bincount(of).max()) for of in cells)
         self.may_compile = self._most_in_a_cell <= _MOST_COMPARED
 
-    @staticmethod
-    def _without_repeats(borders: np.ndarray) -> np.ndarray:
-        """The first of two equal borders becomes the number before it: an equal value is then above one of the two."""
-        is_first = np.append(borders[1:] == borders[:-1], False)
-        lower: np.ndarray = np.where(is_first, np.nextafter(borders, borders.dtype.type(-np.inf)), borders)
-        return lower
-
     def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
         return *super().arguments(tile, as_tensors), self._first_of_cell, self._borders
 
@@ -214,6 +207,12 @@ class BucketizeKernel(ByValue):
         for _ in range(self._most_in_a_cell):
             at = at.add_(_taken(borders, at) < x)
         return at.sub_(place).to(torch.int32)
+
+
+def borders_without_repeats(borders: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The first of two equal borders becomes the number before it: an equal value is then above one of the two."""
+    is_first = np.append(borders[1:] == borders[:-1], False)
+    return np.where(is_first, np.nextafter(borders, borders.dtype.type(-np.inf)), borders)
 
 
 _CELLS = 1024

@@ -15,6 +15,7 @@ import torch
 
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
+from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import (
@@ -31,7 +32,7 @@ from hetstream.mpi_dataworkers.features.operators import (
     Onehot,
     SigridHash,
 )
-from hetstream.mpi_dataworkers.features.transform import FeatureTransform, groups_of
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.features.types import FeatureType
 
 NAN = float("nan")

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers.features import reference
+from hetstream.mpi_dataworkers.features import native, reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.operators import (
@@ -39,13 +39,19 @@ NAN, INF = float("nan"), float("inf")
 LARGE = 2**63 - 1
 
 
+def transforms(graph: FeatureGraph) -> list[FeatureTransform]:
+    """Everything that can compute it quickly: torch, and native code where there is a compiler."""
+    return [FeatureTransform(graph), *([FeatureTransform(graph, native=True)] if native.compiler() else [])]
+
+
 def of_values(operator: Operator, values: Sequence[Any], dtype: str) -> list[Any]:
     """What the reference and the kernels make of a dense feature; asserts that it is the same."""
     array = np.asarray(values, dtype=dtype)
     expected = [row[0] for row in reference.apply(operator, [[value] for value in array])]
     graph = FeatureGraph.of({"y": dense("x", dtype) >> operator})
-    found = FeatureTransform(graph)({"x": array})["y"].tolist()
-    assert found == pytest.approx(np.asarray(expected).tolist(), rel=1e-6, abs=0, nan_ok=True)
+    for transform in transforms(graph):
+        found = transform({"x": array})["y"].tolist()
+        assert found == pytest.approx(np.asarray(expected).tolist(), rel=1e-6, abs=0, nan_ok=True), transform
     return list(found)
 
 
@@ -54,11 +60,11 @@ def of_lists(operator: Operator, rows: Sequence[Sequence[int]]) -> list[list[int
     expected = reference.apply(operator, [[*map(np.int64, row)] for row in rows])
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
     graph = FeatureGraph.of({"y": jagged("x") >> operator})
-    found = FeatureTransform(graph)({"x": Jagged(flat, torch.tensor([len(row) for row in rows], dtype=torch.int64))})[
-        "y"
-    ]
-    made = [piece.tolist() for piece in found.values.split(found.lengths.tolist())]
-    assert made == [[value.item() for value in row] for row in expected]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    for transform in transforms(graph):
+        found = transform({"x": Jagged(flat, lengths)})["y"]
+        made = [piece.tolist() for piece in found.values.split(found.lengths.tolist())]
+        assert made == [[value.item() for value in row] for row in expected], transform
     return made
 
 
@@ -84,14 +90,16 @@ def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> Non
 def test_what_is_outside_the_classes_has_class_0() -> None:
     operator = Onehot(lower=0.0, upper=10.0, num_classes=5)
     values = np.array([0, 1.9, 2, 9.99, 10, 11, -1, -0.5, NAN, INF, -INF], dtype=np.float32)
-    rows = FeatureTransform(FeatureGraph.of({"y": dense("x") >> operator}))({"x": values})["y"]
-    assert rows.shape == (11, 5)
-    assert rows.argmax(1).tolist() == [0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0]
-    assert rows.sum(1).tolist() == [1.0] * 11
-    assert rows.tolist() == np.asarray(reference.apply(operator, [[value] for value in values])).tolist()
+    for transform in transforms(FeatureGraph.of({"y": dense("x") >> operator})):
+        rows = transform({"x": values})["y"]
+        assert rows.shape == (11, 5)
+        assert rows.argmax(1).tolist() == [0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0]
+        assert rows.sum(1).tolist() == [1.0] * 11
+        assert rows.tolist() == np.asarray(reference.apply(operator, [[value] for value in values])).tolist()
     lists = Jagged(torch.tensor([3, 9, 7]), torch.tensor([0, 2, 0, 1]))
-    found = FeatureTransform(FeatureGraph.of({"y": jagged("x") >> operator}))({"x": lists})["y"]
-    assert found.argmax(1).tolist() == [0, 1, 0, 3], "a row without values has class 0"
+    for transform in transforms(FeatureGraph.of({"y": jagged("x") >> operator})):
+        found = transform({"x": lists})["y"]
+        assert found.argmax(1).tolist() == [0, 1, 0, 3], "a row without values has class 0"
 
 
 def test_windows_and_first_values() -> None:
@@ -133,8 +141,9 @@ def test_values_that_are_not_numbers_stay_and_bounds_hold() -> None:
 def test_missing_values_are_filled() -> None:
     graph = FeatureGraph.of({"y": dense("x", "int64", is_nullable=True) >> FillNull(-1)})
     given_values, valid = torch.tensor([1, 2, 3]), torch.tensor([True, False, True])
-    assert FeatureTransform(graph)({"x": Nullable(given_values, valid)})["y"].tolist() == [1, -1, 3]
-    assert FeatureTransform(graph)({"x": given_values})["y"].tolist() == [1, 2, 3]
+    for transform in transforms(graph):
+        assert transform({"x": Nullable(given_values, valid)})["y"].tolist() == [1, -1, 3]
+        assert transform({"x": given_values})["y"].tolist() == [1, 2, 3]
     assert given_values.tolist() == [1, 2, 3], "the batch that it is given stays as it is"
 
 
@@ -186,7 +195,13 @@ def check(chains: list[tuple[Feature, list[list[Any]]]], num_rows: int) -> None:
         shape = (num_rows,) if chain.input.type.width == 1 else (num_rows, chain.input.type.width)
         dense_form = torch.from_numpy(flat).reshape(shape) if not chain.input.type.is_jagged else None
         batch[chain.input.name] = Jagged(torch.from_numpy(flat), lengths) if dense_form is None else dense_form
-    found = FeatureTransform(graph)(batch)
+    for transform in transforms(graph):
+        compare(graph, transform(batch), chains, num_rows)
+
+
+def compare(
+    graph: FeatureGraph, found: dict[str, Any], chains: list[tuple[Feature, list[list[Any]]]], num_rows: int
+) -> None:
     for at, (chain, rows) in enumerate(chains):
         kind = np.dtype(chain.input.type.dtype)
         expected: list[list[Any]] = [[*map(kind.type, row)] for row in rows]
@@ -254,12 +269,13 @@ def test_chains_of_many_features_on_several_tiles() -> None:
     ]
     graph = FeatureGraph.of({"all": [chain for chain, _ in long]})
     batch = {f"x{at}": np.asarray(rows, np.float32).ravel() for at, (_, rows) in enumerate(long)}
-    found = FeatureTransform(graph)(batch)["all"]
-    assert found.shape == (70_000, 2)
-    assert found.is_contiguous()
-    for at in range(2):
-        expected = torch.logit(torch.from_numpy(batch[f"x{at}"]), eps=0.1 / (at + 1))
-        torch.testing.assert_close(found[:, at], expected, rtol=1e-6, atol=0)
+    for transform in transforms(graph):
+        found = transform(batch)["all"]
+        assert found.shape == (70_000, 2)
+        assert found.is_contiguous()
+        for at in range(2):
+            expected = torch.logit(torch.from_numpy(batch[f"x{at}"]), eps=0.1 / (at + 1))
+            torch.testing.assert_close(found[:, at], expected, rtol=1e-6, atol=1e-7)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 25), st.booleans())

@@ -1,0 +1,199 @@
+"""The inputs of a feature graph out of a batch, checked against the graph's types."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.batches import Jagged
+from hetstream.mpi_dataworkers.features.graph import Input
+from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
+
+
+class Values(NamedTuple):
+    """A feature of the batch at hand.
+
+    Attributes:
+        values: of all rows, row by row; of any shape.
+        lengths: int64, of the lists of a jagged feature.
+        valid: where values are there, in one dimension; None where all are.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+
+class Reader:
+    """Takes the inputs of a graph out of batches.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: Sequence[Input]) -> None:
+        self._inputs = inputs
+        self._dense = [node for node in inputs if not node.type.is_jagged]
+        self._jagged = [node for node in inputs if node.type.is_jagged]
+        self._names = [node.name for node in (*self._dense, *self._jagged)]
+        self._dtypes = [TORCH_DTYPES[node.type.dtype] for node in (*self._dense, *self._jagged)]
+
+    def __call__(self, batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]]:
+        """The inputs, and the number of rows.
+
+        Raises:
+            FeatureError: The batch does not fit; the message names each feature.
+        """
+        return self._at_once(batch) or read_batch(self._inputs, batch)
+
+    def _at_once(self, batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]] | None:
+        """The inputs where all are what they usually are: tensors of the graph's types, and `Jagged` of those.
+
+        A hundred features are looked at by a few calls, and not by some for each; None where one is something else.
+        """
+        if type(batch) is not dict:
+            return None
+        dense: list[Any] = [batch.get(node.name) for node in self._dense]
+        jagged: list[Any] = [batch.get(node.name) for node in self._jagged]
+        if {*map(type, jagged)} - {Jagged}:
+            return None
+        values, lengths = zip(*jagged, strict=True) if jagged else ((), ())
+        tensors = [*dense, *values]
+        if {*map(type, tensors), *map(type, lengths)} != {torch.Tensor} or [*map(_dtype_of, tensors)] != self._dtypes:
+            return None
+        if {*map(_place_of, tensors), *map(_place_of, lengths)} != {_IN_HOST_MEMORY}:
+            return None
+        first = (*dense, *lengths)[0]
+        rows = first.shape[0] if first.dim() else -1
+        shapes = [(rows,) if node.type.width == 1 else (rows, node.type.width) for node in self._dense]
+        if [*map(_shape_of, dense)] != shapes or not _are_lists(values, lengths, rows):
+            return None
+        found = (*map(Values, dense), *map(Values, values, lengths))
+        return rows, dict(zip(self._names, found, strict=True))
+
+
+_shape_of, _dtype_of, _place_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu", "layout")
+_IN_HOST_MEMORY = (True, torch.strided)
+
+
+def _are_lists(values: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], rows: int) -> bool:
+    """Whether each of the lengths fits its values."""
+    if not values:
+        return True
+    if {*map(_dtype_of, lengths)} != {torch.int64} or {*map(_shape_of, lengths)} != {(rows,)}:
+        return False
+    if {*map(torch.Tensor.dim, values)} != {1}:
+        return False
+    sizes = [*map(len, values)]
+    together = torch.stack(list(lengths))
+    if together.numel() == 0:
+        return not any(sizes)
+    smallest, largest = torch.aminmax(together)
+    if int(smallest) < 0 or int(largest) > max(sizes):
+        return False
+    return bool(together.sum(1).tolist() == sizes)
+
+
+def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]]:
+    """The inputs of a graph out of a batch, and its number of rows.
+
+    Raises:
+        FeatureError: The batch does not fit; the message names each feature.
+    """
+    problems: list[str] = []
+    features: dict[str, Values] = {}
+    rows: dict[str, int] = {}
+    for node in inputs:
+        try:
+            features[node.name], rows[node.name] = _read(node, batch)
+        except FeatureError as error:
+            problems.append(str(error))
+    if len(set(rows.values())) > 1:
+        counted = Counter(rows.values())
+        usual = counted.most_common(1)[0][0]
+        others = ", ".join(f"{name} has {count}" for name, count in rows.items() if count != usual)
+        problems.append(f"features of one batch must have one number of rows, {usual} here: {others}")
+    num_rows = next(iter(rows.values()), 0)
+    if not problems:
+        problems = _problems_of_lists(
+            {name: feature for name, feature in features.items() if feature.lengths is not None}, num_rows
+        )
+    if problems:
+        raise FeatureError("the batch does not fit the feature graph: " + "; ".join(problems))
+    return num_rows, features
+
+
+def _read(node: Input, batch: Mapping[str, Any]) -> tuple[Values, int]:
+    if not isinstance(batch, Mapping):
+        raise FeatureError(f"it is a {type(batch).__name__}; it must be a dict of features (see collate_rows)")
+    if node.name not in batch:
+        raise FeatureError(f"it has no {node.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
+    found, valid, lengths = batch[node.name], None, None
+    if node.type.is_jagged:
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise FeatureError(f"{node.name} is {_described(found)}; a jagged feature is Jagged(values, lengths)")
+        found, lengths = (_tensor(node.name, part) for part in found)
+    elif isinstance(found, tuple) and len(found) == 2:
+        if not node.type.is_nullable:
+            raise FeatureError(f"{node.name} has missing values; say dense({node.name!r}, ..., is_nullable=True)")
+        found, valid = (_tensor(node.name, part) for part in found)
+    values = _tensor(node.name, found)
+    if values.dtype != TORCH_DTYPES[node.type.dtype]:
+        raise FeatureError(f"{node.name} is {_described(values)}, and {node.type.dtype} in the graph")
+    if lengths is not None:
+        if values.dim() != 1 or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):
+            raise FeatureError(f"{node.name}: values and lengths have one dimension, and lengths are int64 or int32")
+        return Values(values, lengths.to(torch.int64)), len(lengths)
+    shape = values.shape if node.type.width == 1 else values.shape[:-1]
+    if len(shape) != 1 or (node.type.width > 1 and values.shape[-1] != node.type.width):
+        wanted = "(rows,)" if node.type.width == 1 else f"(rows, {node.type.width})"
+        raise FeatureError(f"{node.name} has the shape {tuple(values.shape)}, and {wanted} in the graph")
+    if valid is not None:
+        if valid.dtype != torch.bool or valid.shape != values.shape:
+            raise FeatureError(f"{node.name}: valid is bool and has the shape of the values")
+        valid = valid.reshape(-1)
+    return Values(values, None, valid), shape[0]
+
+
+def _tensor(name: str, found: Any) -> torch.Tensor:
+    if isinstance(found, np.ndarray) and found.dtype.kind in "fiub":
+        # Copied where torch does not take it: read-only, backwards, of another byte order.
+        return torch.from_numpy(np.require(found, found.dtype.newbyteorder("="), ["C", "W"]))
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or found.layout is not torch.strided:
+        raise FeatureError(f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array")
+    return found
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        if found.layout is not torch.strided:
+            return f"{str(found.layout).removeprefix('torch.')}"
+        return f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
+    kind = f" of {found.dtype}" if isinstance(found, np.ndarray) else ""
+    return f"a {type(found).__name__}{kind}"
+
+
+def _problems_of_lists(jagged: Mapping[str, Values], num_rows: int) -> list[str]:
+    if not jagged:
+        return []
+    lengths = torch.stack([feature.lengths for feature in jagged.values() if feature.lengths is not None])
+    problems = []
+    sums = lengths.sum(1).tolist()
+    for (name, feature), total in zip(jagged.items(), sums, strict=True):
+        if total != len(feature.values):
+            problems.append(f"{name} has {len(feature.values)} values, and its lengths are {total} together")
+    if num_rows and int(lengths.min()) < 0:
+        wrong = [name for name, smallest in zip(jagged, lengths.amin(1).tolist(), strict=True) if smallest < 0]
+        problems += [f"{name} has a negative length" for name in wrong]
+    elif num_rows and not problems:
+        # Lengths whose sum is beyond int64 may come out as the number of values.
+        each = zip(jagged.items(), lengths.amax(1).tolist(), strict=True)
+        wrong = [name for (name, feature), largest in each if largest > len(feature.values)]
+        problems += [f"{name} has a list that is longer than all of its values" for name in wrong]
+    return problems

@@ -1,0 +1,231 @@
+"""Feature graphs in native code: the same as with torch, whatever the batch; what happens where it cannot be made."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetstream import DataLoader, FeatureError
+from hetstream.mpi_dataworkers.features import native
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.operators import (
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    FirstX,
+    Logit,
+    MapId,
+    Ngram,
+    Onehot,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "seed": 5, "shuffle": True}
+LENGTHS = (0, 1, 2, 3, 9, 17)
+TABLE = tuple(range(100, 1100))
+
+
+def graph_of_everything() -> FeatureGraph:
+    """Chains of all kinds: operators by value, of lists and of rows in one chain, several dtypes, several users."""
+    outputs: dict[str, Any] = {}
+    for at in range(3):
+        filled = dense(f"f{at}", width=at + 1, is_nullable=True) >> FillNull(0.5, nan=True)
+        clamped = filled >> Clamp(0.0 if at else None, 1.0 + at)
+        outputs |= {
+            f"logit{at}": clamped >> Logit(0.01),
+            f"boxcox{at}": filled >> BoxCox(0.3 * at - 0.3) >> Cast("float64"),
+            f"hot{at}": clamped >> Onehot(0.0, 1.5, 5 + at) >> Clamp(0.1, 0.9),
+            f"bucket{at}": dense(f"d{at}", "float64") >> Bucketize((-1.0, 0.0, 0.0, 0.5, 2.0)) >> Cast("int64"),
+            f"class{at}": dense(f"d{at}", "float64") >> Cast("int32") >> MapId(TABLE) >> SigridHash(at, 50),
+            f"whole{at}": dense(f"d{at}", "float64") >> Cast("int64") >> Cast("float32"),
+            f"pairs{at}": jagged(f"i{at}") >> Clamp(-5, 2000) >> FirstX(7 + at) >> Ngram(2) >> MapId(TABLE),
+            f"hashed{at}": jagged(f"i{at}") >> SigridHash(-at, 2**62 + at if at == 2 else 10 ** (at + 1)) >> FirstX(3),
+            f"words{at}": jagged(f"w{at}", "int32") >> Ngram(at + 1) >> Cast("int64") >> FirstX(10),
+            f"first{at}": jagged(f"w{at}", "int32") >> FirstX(2) >> Onehot(0.0, 5.0, 3),
+            f"reals{at}": jagged(f"r{at}", "float32") >> FirstX(9 + at) >> Logit(),
+        }
+    sparse = [(jagged(f"i{at}") >> Ngram(3)).named(f"i{at}") for at in range(3)]
+    return FeatureGraph.of(
+        {**outputs, "sparse": [*sparse, dense("n", "int64") >> SigridHash(3, 10)], "n": dense("n", "int64")}
+    )
+
+
+def batch_of(rows: int, seed: int = 1) -> dict[str, Any]:
+    """What that graph takes: NaN, infinity, all of int64, empty lists; not all of it lies one behind the other."""
+    draw = np.random.default_rng(seed)
+
+    def lists(values: Callable[[int], Any]) -> Jagged:
+        lengths = draw.choice(LENGTHS, rows)
+        return Jagged(torch.from_numpy(values(int(lengths.sum()))), torch.from_numpy(lengths))
+
+    batch: dict[str, Any] = {"n": torch.arange(2 * rows)[::2]}
+    for at in range(3):
+        reals = draw.normal(0, 2, (rows, at + 1) if at else rows).astype(np.float32)
+        reals.reshape(-1)[::5], reals.reshape(-1)[1::7], reals.reshape(-1)[2::11] = np.nan, np.inf, -np.inf
+        batch[f"f{at}"] = Nullable(torch.from_numpy(reals), torch.from_numpy(draw.random(reals.shape) < 0.8))
+        batch[f"d{at}"] = torch.from_numpy(draw.normal(0, 10.0 ** (at * 8), 2 * rows))[::2]
+        batch[f"i{at}"] = lists(lambda count: draw.integers(-(2**63), 2**63 - 1, count) >> draw.integers(0, 63, count))
+        batch[f"w{at}"] = lists(lambda count: draw.integers(-9, 9, count, dtype=np.int32))
+        batch[f"r{at}"] = lists(lambda count: draw.random(count, dtype=np.float32))
+    return batch
+
+
+def leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, JaggedBatch):
+        yield from (value.values, value.lengths)
+    else:
+        for part in value:
+            yield from leaves(part)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        for made, wanted in zip(leaves(found[name]), leaves(value), strict=True):
+            assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape), name
+            if "logit" in name or "boxcox" in name or "reals" in name:
+                torch.testing.assert_close(made, wanted, rtol=1e-6, atol=1e-7, equal_nan=True)
+            else:
+                assert torch.equal(made, wanted), name
+
+
+@needs_compiler
+def test_it_is_made_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [0, 1, 2, 127, 129, 5000])
+def test_native_code_does_what_torch_does(rows: int) -> None:
+    graph, batch = graph_of_everything(), batch_of(rows)
+    before = pickle.dumps(batch)
+    transform = FeatureTransform(graph, native=True)
+    assert_same(transform(batch), FeatureTransform(graph)(batch))
+    assert_same(transform(batch), transform(batch))
+    assert pickle.dumps(batch) == before, "the batch that it is given stays as it is"
+
+
+@needs_compiler
+def test_several_threads_may_call_one() -> None:
+    graph = graph_of_everything()
+    transform, plain = FeatureTransform(graph, native=True), FeatureTransform(graph)
+    batches = [batch_of(300 + 10 * seed, seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(transform, batches))
+    for made, batch in zip(found, batches, strict=True):
+        assert_same(made, plain(batch))
+
+
+@needs_compiler
+def test_data_workers_and_the_program_itself_make_the_same_bytes(
+    three: Any, loaders: Callable[..., DataLoader]
+) -> None:
+    graph = FeatureGraph.of({"x": dense("x") >> Clamp(0.01, 0.9) >> Logit(1e-3), "box": dense("x") >> BoxCox(0.25)})
+    samples = [{"x": np.float32(value)} for value in np.random.default_rng(1).random(200)]
+    made = []
+    places: tuple[dict[str, Any], ...] = ({}, {"service": three.name})
+    for options in places:
+        stage = FeatureTransform(graph, native=True)
+        loader = loaders(samples, batch_stage=stage, **options)
+        made.append([[part.numpy().tobytes() for part in batch.values()] for batch in loader])
+    assert made[0] == made[1]
+    assert len(made[0]) == 25
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_lengths_that_are_more_than_int64_together_are_refused(is_native: bool) -> None:
+    transform = FeatureTransform(FeatureGraph.of({"y": jagged("x") >> FirstX(1)}), native=is_native)
+    lengths = torch.tensor([2**62] * 4)
+    assert int(lengths.sum()) == 0
+    with pytest.raises(FeatureError, match="x has a list that is longer than all of its values"):
+        transform({"x": Jagged(torch.empty(0, dtype=torch.int64), lengths)})
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"), [(None, "no C++ compiler"), ("#!/bin/sh\necho too old >&2\nexit 1\n", "too old")]
+)
+def test_where_it_cannot_be_made_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str | None, words: str
+) -> None:
+    if compiler:
+        (tmp_path / "g++").write_text(compiler)
+        (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        transform = FeatureTransform(FeatureGraph.of({"y": dense("x", "int64") >> Clamp(0, 5)}), native=True)
+        assert transform({"x": torch.tensor([9])})["y"].tolist() == [5]
+        assert transform({"x": torch.tensor([-9])})["y"].tolist() == [0]
+    finally:
+        native.library.cache_clear()
+    assert caplog.text.count("the graph runs with torch") == 1
+    assert words in caplog.text
+
+
+def test_native_and_compiled_do_not_go_together() -> None:
+    with pytest.raises(FeatureError, match="take one of them"):
+        FeatureTransform(FeatureGraph.of({"y": dense("x")}), native=True, compiled=True)
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_ids_without_a_place_are_counted_where_it_is_asked_for(is_native: bool) -> None:
+    chain = jagged("x") >> FirstX(3) >> MapId((7, 8))
+    graph = FeatureGraph.of({"y": chain, "z": dense("n", "int32") >> MapId((1, 2, 3)) >> Cast("float32")})
+    transform = FeatureTransform(graph, native=is_native, outside="outside")
+    transform = pickle.loads(pickle.dumps(transform))
+    batch = {
+        "x": Jagged(torch.tensor([0, -1, 2, -5, 1, 9, -(2**63)]), torch.tensor([4, 0, 3])),
+        "n": torch.tensor([0, 3, 2], dtype=torch.int32),
+    }
+    found = transform(batch)
+    assert found["y"].values.tolist() == [7, 0, 0, 8, 0, 0]
+    assert found["z"].tolist() == [1.0, 0.0, 3.0]
+    counted = {name: value.tolist() for name, value in found["outside"].items()}
+    assert counted == {"x.FirstX.MapId": [2, 2], "n.MapId": [0, 1]}, "negative ones, and those beyond the table"
+    assert transform.fingerprint != FeatureTransform(graph).fingerprint
+    with pytest.raises(FeatureError, match="is the name of an output"):
+        FeatureTransform(graph, outside="y")
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_memory_does_not_grow_with_the_steps(steps: int, is_native: bool) -> None:
+    transform = FeatureTransform(graph_of_everything(), native=is_native)
+    batches = [batch_of(rows, rows) for rows in (64, 300, 500)]
+
+    def run(count: int) -> None:
+        for step in range(count):
+            transform(batches[step % len(batches)])
+
+    run(steps // 3)
+    gc.collect()
+    before = resident_bytes()
+    run(steps)
+    gc.collect()
+    # One result of these batches that is kept is 0.7 MB.
+    assert resident_bytes() - before < 8 << 20

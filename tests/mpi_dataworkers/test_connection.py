@@ -20,7 +20,7 @@ from hetstream.mpi_dataworkers.dispatcher import server
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.loader import connection
+from hetstream.mpi_dataworkers.loader import process_connection
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S
 from hetstream.mpi_dataworkers.loader.process_connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
@@ -118,7 +118,7 @@ def endpoints(monkeypatch: pytest.MonkeyPatch) -> list[FakeEndpoint]:
         opened.append(FakeEndpoint())
         return opened[-1]
 
-    monkeypatch.setattr(connection, "open_loader_endpoint", open_fake)
+    monkeypatch.setattr(process_connection, "open_loader_endpoint", open_fake)
     return opened
 
 

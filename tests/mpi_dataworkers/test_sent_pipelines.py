@@ -18,7 +18,7 @@ import sample_datasets as datasets
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.config import TrainerIdentity
-from hetstream.mpi_dataworkers.loader import connection
+from hetstream.mpi_dataworkers.loader import process_connection
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.naming import LoaderName
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions
@@ -81,8 +81,10 @@ class Scripted:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, ServiceClient]]:
     """A loader that is registered with pipeline `old`, and its dispatcher."""
     endpoint = Scripted()
-    monkeypatch.setattr(connection, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
-    monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
+    monkeypatch.setattr(
+        process_connection, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd")
+    )
+    monkeypatch.setattr(process_connection, "open_loader_endpoint", lambda *_: endpoint)
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     options = ClientOptions(
         Path("/nowhere"),

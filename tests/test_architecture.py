@@ -90,6 +90,7 @@ HOMES = {
         "mpi_dataworkers/features/transform.py",
         "mpi_dataworkers/partitioner/",
         "hetjob/gpu/hooks.py",
+        "hetjob/gpu/devices/cuda.py",
         "hetjob/gpu/devices/emulation.py",
         "checkpoint/tensors/",
         "checkpoint/flash/",

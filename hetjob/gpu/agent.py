@@ -36,9 +36,11 @@ class Channel(Protocol):
     def report(self, statistics: Statistics, *, news: bool) -> None:
         """Say how the process is."""
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether nobody is at the other end."""
+    def look(self) -> bool:
+        """Whether anybody is at the other end."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for another order, at most so long."""
 
     def close(self) -> None:
         """Leave."""
@@ -52,7 +54,7 @@ class Agent:
         job_class: of the process.
         connect: makes a channel.
         clock: nanoseconds of CLOCK_MONOTONIC.
-        wait: sleeps for so many seconds.
+        wait: waits for so many seconds, in the place of the channel.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Agent:
         job_class: JobClass,
         connect: Callable[[], Channel],
         clock: Callable[[], int] = time.monotonic_ns,
-        wait: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         self._device, self._job_class, self._connect = device, job_class, connect
         self._clock, self._wait = clock, wait
@@ -118,7 +120,7 @@ class Agent:
         self._boundaries += 1
         self._boundary_ns = now_ns
         self._is_idle = True
-        if self._channel is None or self._channel.is_lost:
+        if self._channel is None or not self._channel.look():
             self._leave_lost_coordinator()
             if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
                 self._look_for_coordinator()
@@ -162,11 +164,12 @@ class Agent:
         began_ns = self._clock()
         reported_ns = 0
         while wait_ns:
-            self._wait(wait_ns / 1e9)
+            wait = self._wait or (self._channel.wait if self._channel is not None else time.sleep)
+            wait(wait_ns / 1e9)
             now_ns = self._clock()
             if now_ns - reported_ns >= _REPORT_NS:
                 reported_ns = now_ns
-                if self._channel is None or self._channel.is_lost:
+                if self._channel is None or not self._channel.look():
                     self._leave_lost_coordinator()
                     if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
                         self._look_for_coordinator()

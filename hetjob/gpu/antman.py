@@ -91,7 +91,14 @@ class FileChannel:
         self._config, self._status, self._pci_bus, self._clock = config, status, pci_bus, clock
         self._looked_ns = self._written_ns = -_LOOK_NS
         self._order: Order | None = None
-        self.is_lost = False
+
+    def look(self) -> bool:
+        """A file is there as much as it ever was."""
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """As `Channel.wait`."""
+        time.sleep(timeout_s)
 
     def order(self) -> Order | None:
         """As `Channel.order`."""

@@ -1,6 +1,7 @@
 """Puts an agent into a program that knows nothing of it, by torch's own hooks.
 
-The end of an optimizer's step is the boundary of a mini-batch. On an emulated GPU every operator is a launch.
+The end of an optimizer's step is the boundary of a mini-batch. In an opportunistic process, and on an emulated GPU,
+every operator is a launch. Of a guaranteed process on a real GPU, the first module that runs after a boundary is.
 """
 
 from __future__ import annotations
@@ -9,21 +10,73 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
+from hetstream.base.errors import OptionsError
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.agent import Agent, Channel
 from hetstream.hetjob.gpu.antman import FileChannel
 from hetstream.hetjob.gpu.config import SharingSettings
+from hetstream.hetjob.gpu.devices.base import Device
+from hetstream.hetjob.gpu.devices.cuda import CudaGpu, Launches, is_in_use
 from hetstream.hetjob.gpu.devices.emulation import PREFIX, EmulatedGpu, Kernels
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
 
 
 def share_gpu(settings: SharingSettings) -> Agent:
-    """Have this process share its GPU from now on, and until it ends."""
+    """Have this process share its GPU from now on, and until it ends.
+
+    Raises:
+        OptionsError: the emulated GPU is none.
+    """
+    if settings.gpu.startswith(PREFIX):
+        try:
+            gpu = EmulatedGpu(settings.gpu.removeprefix(PREFIX), settings.host_bytes)
+        except (OSError, ValueError) as error:
+            raise OptionsError(
+                f"HETSTREAM_GPU={settings.gpu}: {error}. Make one: hetstream gpu emulate FILE"
+            ) from error
+        agent = _agent(settings, gpu)
+        register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary))
+        launches: Any = Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch)
+        launches.__enter__()
+        return agent
+    agent = _agent(settings, CudaGpu(settings.gpu))
+    register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
+    if settings.job_class is JobClass.OPPORTUNISTIC:
+        launches = Launches(lambda: _or_end(agent.before_launch), agent.after_launch)
+        launches.__enter__()
+    else:
+        _FirstForward(agent)
+    return agent
+
+
+class _FirstForward:
+    """Has the agent notice the first forward after each boundary, and takes its hook away until the next one."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._handle: RemovableHandle | None = None
+        self._watch()
+        register_optimizer_step_post_hook(lambda *_: self._watch())
+
+    def _watch(self) -> None:
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._notice)
+
+    def _notice(self, *_: Any) -> None:
+        if self._handle is not None and is_in_use():
+            self._handle.remove()
+            self._handle = None
+            self._agent.before_launch()
+
+
+def _agent(settings: SharingSettings, gpu: Device) -> Agent:
     introduction = Introduction(VERSION, settings.job, settings.job_class, settings.gpu)
-    gpu = EmulatedGpu(settings.gpu.removeprefix(PREFIX), settings.host_bytes)
 
     def connect() -> Channel:
         if settings.config_file:
@@ -31,14 +84,7 @@ def share_gpu(settings: SharingSettings) -> Agent:
             return FileChannel(Path(settings.config_file), status, settings.gpu)
         return Connection(settings.socket, introduction)
 
-    agent = Agent(gpu, settings.job_class, connect)
-
-    def at_boundary(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        _or_end(agent.at_boundary)
-
-    register_optimizer_step_post_hook(at_boundary)
-    Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch).__enter__()  # type: ignore[no-untyped-call]
-    return agent
+    return Agent(gpu, settings.job_class, connect)
 
 
 def _or_end(call: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """How a process and the coordinator of its node meet: one message each way over a Unix socket.
 
 The coordinator knows who asks from the kernel (SO_PEERCRED), and answers with the descriptors of the two pages. Later
-on the process sends a byte when it has written something that cannot wait. The end of the connection is the end of
+on each sends a byte when it has written something that cannot wait. The end of the connection is the end of
 either.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
+import time
 from typing import Annotated
 
 import msgspec
@@ -118,6 +120,7 @@ class Connection:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._connection = connection
+        self.is_lost = False
 
     def order(self) -> Order | None:
         """The newest order; None if the page holds none that is whole."""
@@ -127,18 +130,26 @@ class Connection:
         """Write statistics; with `news`, wake the coordinator. Never waits."""
         self._statistics.write(statistics)
         if news:
-            with contextlib.suppress(OSError):  # it is stopped, or gone: `is_lost` says which
+            with contextlib.suppress(OSError):  # it is stopped, or gone: `look` says which
                 self._connection.send(NEWS)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the coordinator has gone."""
+    def look(self) -> bool:
+        """Take what the coordinator has sent; whether it is there. What it has to say is in the page."""
         try:
-            return self._connection.recv(1) == b""
+            while not self.is_lost:
+                self.is_lost = self._connection.recv(1) == b""
         except BlockingIOError:
-            return False
+            pass
         except OSError:
-            return True
+            self.is_lost = True
+        return not self.is_lost
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the coordinator has news, at most so long; where it has gone, that long."""
+        if self.is_lost:
+            time.sleep(timeout_s)
+        elif select.select([self._connection], [], [], timeout_s)[0]:
+            self.look()
 
     def close(self) -> None:
         """Leave; a second time does nothing."""

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Verdict
 
-# Whoever has to wait looks at the order again after this: how much of a gap goes by before its first launch.
-LOOK_AGAIN_NS = 200_000
+# Whoever has to wait looks at the order again after this, if the coordinator has not woken him before.
+LOOK_AGAIN_NS = 10_000_000
 # Debts are forgiven beyond this: a kernel that took a second must not cost a minute.
 _MOST_DEBT_NS = 200_000_000
+
+
+def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:
+    """Whether a process that waits under one order may go on under the next one: then it is woken."""
+    if after.verdict == Verdict.PAUSE:
+        return False
+    if before is None or before.verdict != after.verdict or before.valid_until_ns <= now_ns:
+        return True
+    opens = after.open_until_ns > now_ns >= before.open_until_ns
+    return opens or after.share > before.share
 
 
 class Throttle:

@@ -120,8 +120,6 @@ def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int
         if seen.is_reserved:
             return Order(), "a guaranteed job without an agent has the GPU: paused"
         return Order(verdict=Verdict.RUN, share=FULL_SHARE), "no guaranteed job is there"
-    if not record.host_capacity_bytes and state.limits[job.name] < record.peak_bytes:
-        return Order(), f"{record.peak_bytes:,} bytes that it needs are not free, and nothing can stand in: paused"
     return _order_beside(state, seen.guaranteed.statistics, job, now_ns)
 
 
@@ -132,6 +130,9 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     over_since_ns = state.lowered_ns.get(job.name)
     if over_since_ns is not None and now_ns - over_since_ns < _FINISH_NS:
         return Order(verdict=Verdict.FINISH), "it is to give memory back at its next boundary"
+    needed_bytes = job.statistics.peak_bytes if job.statistics and not job.statistics.host_capacity_bytes else 0
+    if needed_bytes > state.limits[job.name]:
+        return Order(), f"{needed_bytes:,} bytes that it needs are not free, and nothing can stand in: paused"
     open_until_ns = pacing.open_until_ns(state.pacing, record, now_ns)
     if state.pacing.phase is Phase.MEASURING:
         verdict = Verdict.RUN if open_until_ns else Verdict.PAUSE

@@ -20,9 +20,10 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuJobRefused
-from hetstream.hetjob.gpu.introduction import MOST_BYTES, Answer, peer_of, read_introduction
+from hetstream.hetjob.gpu.introduction import MOST_BYTES, NEWS, Answer, peer_of, read_introduction
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
+from hetstream.hetjob.gpu.throttle import is_good_news
 from hetstream.slurm_plugin.coordinator.admission import Admission, Peer
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, decide
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
@@ -228,12 +229,17 @@ class Coordinator:
             for member in members
         )
         seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved)
-        shared.state, decisions = decide(shared.state, seen, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        shared.state, decisions = decide(shared.state, seen, now_ns)
         for member in members:
             decision = decisions.get(member.name)
             if decision is None or member.orders is None:
                 continue
             member.orders.write(decision.order)
+            before = member.decision.order if member.decision else None
+            if member.job_class is JobClass.OPPORTUNISTIC and is_good_news(before, decision.order, now_ns):
+                with contextlib.suppress(OSError):  # it does not read, or is gone: seen at its connection
+                    member.connection.send(NEWS, socket.MSG_DONTWAIT)
             if decision.is_disobedient and not (member.decision and member.decision.is_disobedient):
                 _log.warning("GPU order not kept gpu=%s job=%s: %s", member.gpu, member.job, decision.reason)
             member.decision = decision

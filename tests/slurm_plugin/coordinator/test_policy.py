@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
-from hetstream.hetjob.gpu.throttle import Throttle
+from hetstream.hetjob.gpu.throttle import Throttle, is_good_news
 from hetstream.slurm_plugin.coordinator.decide import GpuState, decide
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
 
@@ -44,7 +44,7 @@ class Model:
         self._guaranteed, self._kernel_ns = guaranteed, int(kernel_ms * MS)
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._free_ns = 0
+        self._free_ns = self._woken_ns = 0
         self._state = GpuState()
         self._order = Order()
         self._throttle = Throttle(JobClass.OPPORTUNISTIC)
@@ -93,10 +93,15 @@ class Model:
 
     def _try_launch(self) -> None:
         wait_ns = self._throttle.wait_ns(self._order, self.now_ns, work_ns=self._kernel_ns)
+        self._woken_ns = self.now_ns + wait_ns
         if wait_ns:
-            self._later(self.now_ns + wait_ns, self._try_launch)
+            self._later(self._woken_ns, self._wake)
         else:
             self._on_gpu(self._kernel_ns, self._launched)
+
+    def _wake(self) -> None:
+        if self._woken_ns == self.now_ns:
+            self._try_launch()
 
     def _launched(self) -> None:
         self.kernels += 1
@@ -114,7 +119,10 @@ class Model:
             jobs.append(SharingJob("o", JobClass.OPPORTUNISTIC, 0, self._other))
         self._state, decisions = decide(self._state, Measurements(2**30, tuple(jobs)), self.now_ns)
         if self._kernel_ns:
-            self._order = decisions["o"].order
+            before, self._order = self._order, decisions["o"].order
+            if self._woken_ns > self.now_ns and is_good_news(before, self._order, self.now_ns):
+                self._woken_ns = self.now_ns + HEARD_NS
+                self._later(self._woken_ns, self._wake)
 
 
 def share(guaranteed: Callable[[], Guaranteed], kernel_ms: float) -> tuple[float, float, float]:

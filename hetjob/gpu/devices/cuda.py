@@ -1,0 +1,101 @@
+"""A real GPU, through PyTorch's allocator and events.
+
+The limit is the allocator's own (`set_per_process_memory_fraction`), and caches are given back when it falls. Memory of
+the host does not stand in yet: a limit below what a job needs would end it, so such a job says so
+(`host_capacity_bytes`), and the coordinator has it pause. Nothing here makes a process use CUDA that has not done so.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hetstream.base.forks import generation
+from hetstream.hetjob.gpu.devices.base import MemoryUse
+
+# Launches between two events, and windows of so many that may be on the way: what runs on when a job is to pause.
+_LAUNCHES = 16
+_WINDOWS = 2
+
+
+def is_in_use() -> bool:
+    """Whether this process uses CUDA."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+class CudaGpu:
+    """The current GPU of this process.
+
+    Args:
+        name: what the coordinator calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._unmarked = 0
+        self._marks: collections.deque[torch.cuda.Event] = collections.deque()
+
+    def memory(self) -> MemoryUse:
+        """As `Device.memory`."""
+        if not is_in_use():
+            return MemoryUse(0, 0, 0, 0)
+        return MemoryUse(torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated(), 0, 0)
+
+    def begin_mini_batch(self) -> None:
+        """As `Device.begin_mini_batch`."""
+        if is_in_use():
+            torch.cuda.reset_peak_memory_stats()
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """As `Device.set_limit`."""
+        if not is_in_use():
+            return
+        _, total_bytes = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes))
+        if torch.cuda.memory_reserved() > limit_bytes:
+            torch.cuda.empty_cache()
+
+    def is_idle(self) -> bool:
+        """As `Device.is_idle`, of the current stream."""
+        return not is_in_use() or bool(torch.cuda.current_stream().query())
+
+    def launched(self) -> int:
+        """As `Device.launched`. While a graph is captured nothing runs, and nothing may be waited for."""
+        self._unmarked += 1
+        if self._unmarked < _LAUNCHES or torch.cuda.is_current_stream_capturing():
+            return 0
+        self._unmarked = 0
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        self._marks.append(mark)
+        if len(self._marks) <= _WINDOWS:
+            return 0
+        first = self._marks.popleft()
+        self._marks[0].synchronize()
+        return int(first.elapsed_time(self._marks[0]) * 1e6)
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls the agent around every operator of a process that uses CUDA, those of backward passes and optimizers, too.
+
+    Args:
+        before, after: called around each.
+    """
+
+    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before, self._after = before, after
+        self._generation = generation()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_gpu_work = generation() == self._generation and is_in_use()
+        if is_gpu_work:
+            self._before()
+        result = func(*args, **kwargs or {})
+        if is_gpu_work:
+            self._after()
+        return result

@@ -1,0 +1,76 @@
+"""Real GPUs. What needs one is skipped where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetstream.hetjob.gpu import environment
+from hetstream.hetjob.gpu.devices.base import MemoryUse
+from hetstream.hetjob.gpu.devices.cuda import CudaGpu
+from hetstream.hetjob.gpu.orders import NO_LIMIT
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PROGRAM = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("trained", torch.cuda.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("job_class", ["guaranteed", "opportunistic"])
+def test_a_program_that_uses_no_gpu_is_left_alone(job_class: str, tmp_path: Path) -> None:
+    settings = {
+        "HETSTREAM_GPU": "GPU-1a2b",
+        "HETSTREAM_JOB_CLASS": job_class,
+        "HETSTREAM_GPU_SOCKET": f"{tmp_path}/none.sock",
+    }
+    argv = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(argv, env=environment(settings) | settings, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "trained False\n", done.stderr
+
+
+def test_without_cuda_nothing_is_held_and_nothing_is_initialised() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("another test has initialised CUDA")
+    gpu = CudaGpu("GPU-1a2b")
+    gpu.begin_mini_batch()
+    gpu.set_limit(0)
+    assert gpu.memory() == MemoryUse(0, 0, 0, 0)
+    assert gpu.is_idle()
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_lower_limit_gives_cached_memory_back_and_a_higher_one_lets_it_grow() -> None:
+    gpu = CudaGpu("GPU-1a2b")
+    tensor = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert gpu.memory().held_bytes >= 2**28
+    del tensor
+    gpu.set_limit(2**20)
+    assert gpu.memory().held_bytes < 2**28
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    gpu.set_limit(NO_LIMIT)
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_little_is_in_flight_and_its_time_is_known() -> None:
+    gpu = CudaGpu("GPU-1a2b")
+    matrix = torch.ones(2048, 2048, device="cuda")
+    busy_ns = 0
+    for _ in range(200):
+        matrix = matrix @ matrix / 2048
+        busy_ns += gpu.launched()
+    assert busy_ns > 0

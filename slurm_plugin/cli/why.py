@@ -98,22 +98,22 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
     return jobs
 
 
-def report_of(name: str, jobs: list[Job], snapshot: Snapshot, words: Mapping[str, Told] | None = None) -> Report:
+def report_of(name: str, jobs: list[Job], snapshot: Snapshot, notices: Mapping[str, Told] | None = None) -> Report:
     """Put the explanations into words and a table.
 
     Args:
         name: as the user has it.
         jobs: the records that it names.
         snapshot: the cluster.
-        words: of running jobs, by label.
+        notices: of running jobs, by label.
     """
-    words = words or {}
+    notices = notices or {}
     explainer = Explainer(snapshot)
     found = [explainer.explain(job) for job in jobs]
     lines: list[str] = []
     for explanation in found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
-        lines += _told_lines(words.get(explanation.job.label, Told()))
+        lines += _told_lines(notices.get(explanation.job.label, Told()))
     if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
         lines.append("all components start together, and only when the backfill scheduler has a turn")
     blockers = [
@@ -127,7 +127,7 @@ def report_of(name: str, jobs: list[Job], snapshot: Snapshot, words: Mapping[str
             **{
                 key: [*map(msgspec.structs.asdict, rows)]
                 for key, rows in zip(
-                    ("memory_warnings", "step_terms"), words.get(explanation.job.label, Told()), strict=True
+                    ("memory_warnings", "step_terms"), notices.get(explanation.job.label, Told()), strict=True
                 )
             },
         }
@@ -185,13 +185,13 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     return lines
 
 
-def _told_lines(words: Told) -> list[str]:
+def _told_lines(notices: Told) -> list[str]:
     lines = []
-    for warning in words.warnings:
+    for warning in notices.warnings:
         lines.append(f"memory    {printable(warning.text)}")
         next_time = "next time " if warning.command.startswith("#") else ""
         lines.append(f"          what helps: {next_time}{printable(warning.command)}")
-    return lines + [f"step      {printable(str(term))}" for term in words.step_terms]
+    return lines + [f"step      {printable(str(term))}" for term in notices.step_terms]
 
 
 _COLUMNS = (

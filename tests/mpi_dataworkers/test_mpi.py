@@ -40,7 +40,7 @@ if __name__ == "__main__":
             assert (values[:, 0] ** 2 == squares).all()
             values.add_(1)  # received memory is the program's own
             ledger += [(number, int(value[0]) - 1) for value in values]
-    rank = loaders[0]._rank
+    rank = loaders[0]._order.rank
     report = {"ledger": ledger, "stats": [loader.stats() for loader in loaders]}
     open(f"{sys.argv[1]}/rank-{rank}.json", "w").write(json.dumps(report))
     sys.exit(5)

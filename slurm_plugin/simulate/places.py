@@ -74,11 +74,16 @@ class JobPlaces:
 
 
 def typical_shapes(nodes: Nodes, expected: Iterable[Shape]) -> TypicalShapes:
-    """What jobs ask of one node; those that no node can hold, of each of several."""
+    """What jobs with GPUs ask of one node; those that no node can hold, of each of several.
+
+    To a job without GPUs all free GPUs are of no use, wherever they are: it says nothing of places.
+    """
     own = nodes.cluster
     known: dict[Shape, places.Shape] = {}
     found = []
     for shape in expected:
+        if not shape.gpus:
+            continue
         if shape not in known:
             fits = ((own.gpus >= shape.units * shape.gpus) & (own.cpus >= shape.units * shape.cpus)).any()
             known[shape] = _asked(shape, shape.units if fits else 1)

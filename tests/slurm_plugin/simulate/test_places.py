@@ -95,6 +95,9 @@ def test_gpus_that_nobody_can_use_are_seen_over_time() -> None:
     by_time = dict(zip(seen.at_s.tolist(), seen.unusable_gpus.tolist(), strict=True))
     assert by_time[0.0] == 0.25
     assert by_time[max(at_s for at_s in by_time if 100 < at_s < 500)] == 0.0
+    seen = run(MIXED, "2*gpus=2,cpus=64", replace(TUNED, sample_s=60.0)).fragmentation
+    assert seen is not None
+    assert seen.unusable_gpus.max() == 0.0, "a job of CPUs alone has no use for any GPU, which is no fragment"
 
 
 def test_a_placement_that_there_is_not_is_refused() -> None:

@@ -91,11 +91,11 @@ class CheckpointJob:
         done = json.loads(self.run(str(HETSTREAM), "migrate", "--json", self.job_id, *options, timeout_s=_TIMEOUT_S))
         if not done["done"]:
             raise RuntimeError(f"{done['stage']}. {self.story()}")
-        return self._successor(done["new_job"])
+        return self.resume_as(done["new_job"])
 
     def resubmit(self) -> CheckpointJob:
         """Submit the script again, when this job is gone; that job."""
-        return self._successor(self.run(str(HETSTREAM), "sbatch", "--parsable", "train.sbatch").strip())
+        return self.resume_as(self.run(str(HETSTREAM), "sbatch", "--parsable", "train.sbatch").strip())
 
     def end_soon(self, num_steps: int) -> None:
         """Make training end so many steps from now."""
@@ -114,7 +114,8 @@ class CheckpointJob:
             last_s = float(time_s) if what != "start" else last_s
         return found
 
-    def _successor(self, job_id: str) -> CheckpointJob:
+    def resume_as(self, job_id: str) -> CheckpointJob:
+        """The job of this number, which goes on with this one's training."""
         job = dataclasses.replace(self)
         job.job_id = job_id
         return job

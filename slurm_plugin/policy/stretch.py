@@ -39,15 +39,15 @@ def stretch(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: A
     cpus = np.maximum(pieces.end * table.cpus[:, None], 1.0)
     need = np.log(cpus) - np.log(np.maximum(pieces.speed[:, 1:], _LEAST))
     alone_s = left_s / np.maximum(pieces.speed[:, -1], _LEAST)
-    # A job whose whole length is not known has at least what is left of it.
-    total_s = np.maximum(np.where(np.isfinite(table.total_s), table.total_s, 0.0), left_s)
+    # A job whose whole length is not known is never late: its age says nothing then.
+    is_known = np.isfinite(table.total_s)
+    total_s = np.maximum(np.where(is_known, table.total_s, 0.0), left_s)
 
     def stretches(rank: Floats) -> Floats:
         order = ascending(rank + need[:, -1])
         ends_s = np.empty(len(table))
         ends_s[order] = np.cumsum((alone_s * cpus[:, -1])[order]) / max(pool.cpus, 1)
-        found: Floats = (table.age_s + np.maximum(ends_s, alone_s)) / total_s
-        return found
+        return np.where(is_known, (table.age_s + np.maximum(ends_s, alone_s)) / total_s, 1.0)
 
     srtf = np.log(left_s) - np.log(table.weight)
     rank = srtf + (WIDTH_POWER - 1) * np.log(cpus[:, -1]) - GPU_POWER * np.log(np.maximum(table.gpus, 1.0))

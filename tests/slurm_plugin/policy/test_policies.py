@@ -192,6 +192,12 @@ def test_stretch_takes_the_narrow_job_first_unless_the_wide_one_would_be_later_t
     assert allocate("stretch", short, 20) == [0, 20]
 
 
+def test_a_job_of_unknown_length_is_not_late_however_old_it_is() -> None:
+    # The wide one would be late if the old one of unknown length did not count as SRTF's latest.
+    table = lines([10, 40, 10], remaining_s=[100.0, 20.0, 5000.0], total_s=[100.0, 20.0, np.nan], age_s=[0.0, 0.0, 1e6])
+    assert allocate("stretch", table, 20) == [0, 20, 0]
+
+
 def test_stretch_leaves_data_workers_where_they_are_and_lets_gpus_decide_between_equals() -> None:
     table = lines([10, 10], remaining_s=[100.0, 95.0], total_s=1000.0)
     assert allocate("stretch", table, 10) == [0, 10]

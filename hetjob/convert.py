@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert_checkpoint import checkpoint_overrides
+from hetstream.hetjob.convert_gpu_stage import gpu_companion_options, gpu_stage_changes
 from hetstream.hetjob.convert_trainer import trainer_overrides
 from hetstream.hetjob.directives import is_own, prologue_length, split_line
 from hetstream.hetjob.errors import ConversionError
@@ -164,10 +166,11 @@ def convert(
         worker_mb = _worker_mb(spec, options)
         _check_size(spec, worker_mb, partition, cluster, name)
         components, added = _data_workers(spec, options, worker, partition, cluster)
-        changes += added
+        changes += [*added, *gpu_stage_changes(spec)]
         longest_s = _longest_s(spec, options, partition, cluster, name)
         worker = [*worker, *_memory_per_cpu(spec, worker_mb)]
-        master_options = tuple(_master_options(spec, worker, options, longest_s))
+        gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
+        master_options = tuple(_master_options(spec, worker, gpu_worker, options, longest_s))
     writer_options: tuple[str, ...] | None = None
     if spec.checkpoint is not None:
         more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
@@ -433,8 +436,12 @@ def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: in
 
 
 def _master_options(
-    spec: JobSpec, worker: Sequence[str], options: SbatchOptions, longest_s: float | None
-) -> list[str]:  # fmt: skip
+    spec: JobSpec,
+    worker: Sequence[str],
+    gpu_worker: Sequence[str],
+    options: SbatchOptions,
+    longest_s: float | None,
+) -> list[str]:
     arguments = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
         arguments.append(f"--data-worker-python={spec.data_worker_python}")
@@ -443,12 +450,16 @@ def _master_options(
     ]
     if spec.data_worker_threads > 1:
         arguments.append(f"--data-worker-threads={spec.data_worker_threads}")
+    if spec.data_worker_cooldown is not None and (spec.companions or spec.gpu_data_workers_max):
+        arguments.append(f"--cooldown={spec.data_worker_cooldown}")
+    if spec.gpu_data_workers_max:
+        arguments.append(f"--gpu-companions={spec.gpu_data_workers_min}-{spec.gpu_data_workers_max}")
+        arguments.append(f"--gpu-companion-cpus={spec.gpu_data_worker_cpus}")
+        arguments.append(f"--gpu-companion-options={shlex.join(gpu_worker)}")
     if spec.companions:
         arguments.append(f"--companions={spec.companions}")
         if spec.data_worker_smallest_cpus is not None:
             arguments.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
-        if spec.data_worker_cooldown is not None:
-            arguments.append(f"--cooldown={spec.data_worker_cooldown}")
         if spec.data_worker_time_min is not None:
             arguments.append(f"--time-min={time_limit_s(spec.data_worker_time_min):.0f}")
             arguments += [f"--longest={longest_s:.0f}"] if longest_s else []

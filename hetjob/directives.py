@@ -126,7 +126,7 @@ def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
 
 def is_own(name: str) -> bool:
     """Whether an option is hetstream's, or can only be meant as one: sbatch has none with these beginnings."""
-    return name in OPTIONS or name.startswith(("data-worker", "trainer-", "checkpoint"))
+    return name in OPTIONS or name.startswith(("data-worker", "gpu-data-worker", "trainer-", "checkpoint"))
 
 
 def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:

@@ -72,10 +72,12 @@ def read_ended(directory: Path) -> EndedJob | None:
 
 def ended_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> EndedJob | None:
     """The same of a record that was read already."""
-    elastic = summary.get("elastic") or {}
-    needed, held = elastic.get("trainer_cpus_recommended"), elastic.get("trainer_cpus")
-    if needed is None:
+    # Known to the controller of the stage that the trainer takes its batches from.
+    records = [summary.get(name) or {} for name in ("elastic", "elastic_gpu")]
+    elastic = next((one for one in records if one.get("trainer_cpus_recommended") is not None), None)
+    if elastic is None:
         return None
+    needed, held = elastic["trainer_cpus_recommended"], elastic.get("trainer_cpus")
     ranks = {loader["rank"] for loader in summary.get("loaders", [])}
     name = str(summary.get("job_name", ""))
     return EndedJob(job, name, user, ended_s, max(1, len(ranks)), None if held is None else int(held), int(needed))

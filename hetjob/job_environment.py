@@ -97,6 +97,11 @@ class JobEnvironment:
         return self.directory / CONTROLLER_STATE_FILE
 
     @property
+    def gpu_controller_state_file(self) -> Path:
+        """The same of the controller of the stage on GPUs."""
+        return self.directory / "elastic-gpu.json"
+
+    @property
     def writers(self) -> Path:
         """Logs of the checkpoint writers, and a file for each that is ready."""
         return self.directory / "writers"

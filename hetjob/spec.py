@@ -17,6 +17,7 @@ from hetstream.hetjob.sbatch_options import megabytes, time_limit_s
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
+DEFAULT_GPU_DATA_WORKER_CPUS = 2  # one for the stage, one for receiving and sending batches
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
 NO_RESERVATION = "none"
 _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
@@ -44,6 +45,7 @@ class DirectiveOption:
 _MOST_STEPS = 10**12
 _NUMBERS = (
     "data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas", "total-steps", "total-epochs",
+    "gpu-data-worker-cpus",
 )  # fmt: skip
 
 OPTIONS: Mapping[str, DirectiveOption] = {
@@ -93,6 +95,18 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "Python of the data workers, as a path or a command (`'apptainer exec image.sif python'`); it has hetstream",
         "the one that the program runs",
     ),
+    "gpu-data-workers": DirectiveOption(
+        "MIN[-MAX]",
+        "data workers for the `gpu_stage` of the program's loaders, companion jobs with one GPU each: the least and "
+        "the most",
+        "none",
+    ),
+    "gpu-data-worker-gres": DirectiveOption("GRES", "the GPU of each, as sbatch's --gres (`gpu:a100:1`)", "gpu:1"),
+    "gpu-data-worker-cpus": DirectiveOption("N", "CPUs of each", "2"),
+    "gpu-data-worker-mem": DirectiveOption(
+        "SIZE", "memory of each", "4G per CPU if the script asks for memory, else the partition's"
+    ),
+    "gpu-data-worker-partition": DirectiveOption("NAME", "Slurm partition of these data workers", "the trainer's"),
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
@@ -155,6 +169,11 @@ class JobSpec:
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
         on_memory_warning: `warn` or `migrate`, or None for `warn`.
+        gpu_data_workers_min, gpu_data_workers_max: data workers with a GPU, all of them companion jobs.
+        gpu_data_worker_gres: the GPU of each, as Slurm writes generic resources.
+        gpu_data_worker_cpus: CPUs of each.
+        gpu_data_worker_mem: memory of each as Slurm writes sizes, or None.
+        gpu_data_worker_partition: Slurm partition, or None for the trainer's.
     """
 
     data_workers_min: int = 0
@@ -181,11 +200,22 @@ class JobSpec:
     journal_dir: str | None = None
     data_worker_time_min: str | None = None
     on_memory_warning: str | None = None
+    gpu_data_workers_min: int = 0
+    gpu_data_workers_max: int = 0
+    gpu_data_worker_gres: str = "gpu:1"
+    gpu_data_worker_cpus: int = DEFAULT_GPU_DATA_WORKER_CPUS
+    gpu_data_worker_mem: str | None = None
+    gpu_data_worker_partition: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
         enough = 0 <= low <= high and (high > 0 or self.checkpoint is not None)
         problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
+        least, most = self.gpu_data_workers_min, self.gpu_data_workers_max
+        if not 0 <= least <= most:
+            problems.append(f"--gpu-data-workers={least}-{most}: {_COUNTS_RULE}")
+        elif most and not high:
+            problems.append(f"--gpu-data-workers={least}-{most}: only with --data-workers, which make their batches")
         if (self.checkpoint is None) != (self.checkpoint_size is None):
             problems.append(_CHECKPOINT_RULE)
         if self.checkpoint_replicas and self.checkpoint is None:
@@ -241,7 +271,10 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         if option in ("total-steps", "total-epochs") and value > _MOST_STEPS:
             return f"at most {_MOST_STEPS}"
         return None if value >= 1 else "at least 1"
-    if option in ("data-worker-mem", "checkpoint-size", "checkpoint-shared"):
+    if option == "gpu-data-worker-gres":
+        one = re.fullmatch(r"(gres/)?gpu(:[\w.-]*[A-Za-z_.-][\w.-]*)?(:1)?", value, re.ASCII)
+        return None if one else "one GPU, such as gpu:1 or gpu:a100:1: one data worker uses one, and more come for more"
+    if option in ("data-worker-mem", "gpu-data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-time-min":
         return None if time_limit_s(value) else "a time above 0 such as 2:00 (minutes and seconds) or 1:30:00"
@@ -269,14 +302,15 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
     Raises:
         ValueError: the text breaks the option's form; the message is the rule.
     """
-    if name == "data-workers":
+    if name in ("data-workers", "gpu-data-workers"):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
         if not match:
             raise ValueError("write MIN or MIN-MAX, such as 4, 2-8 or 0-8")
         low, high = int(match[1]), int(match[2] or match[1])
         if not low <= high > 0:
             raise ValueError(_COUNTS_RULE)
-        return {"data_workers_min": low, "data_workers_max": high}
+        field = name.replace("-", "_")
+        return {f"{field}_min": low, f"{field}_max": high}
     if name == "data-worker-cpus":
         match = re.fullmatch(r"(?:(\d+)-)?(\d+)", text, re.ASCII)
         if not match:

@@ -146,6 +146,9 @@ class Controller:
         if self._changed_at is not None and now - self._changed_at < self.limits.cooldown_s:
             return _hold(f"cooldown of {self.limits.cooldown_s:g} s after the last change")
         maximum = self._maximum(snapshot)
+        if snapshot.num_data_workers < self.limits.minimum and now >= self._grow_at:
+            missing = self.limits.minimum - snapshot.num_data_workers
+            return self._grow(snapshot, missing, f"the script asks for {self.limits.minimum} data workers at the least")
         if snapshot.num_data_workers > maximum and snapshot.num_companions:
             return self._shrink_to(snapshot, maximum, f"at most {maximum} data workers are allowed")
         if not snapshot.reading:
@@ -273,6 +276,9 @@ class Controller:
             return self._shrink_to(snapshot, calm_need, f"{waits}, {calm_need} data workers are enough")
         if pending:
             return _hold(f"{len(pending)} companions wait in Slurm's queue; {waits}")
+        if starving and (idle or need is None) and snapshot.earlier_wait_share > STARVING_SHARE:
+            theirs = f"the data workers of this stage wait {snapshot.earlier_wait_share:.0%}"
+            return _hold(f"{waits}, but for the stage before: {theirs}")
         if starving and idle:
             return _hold(f"{waits}, but not for data workers: those that are there have time left")
         return _hold(waits + (", and no more data workers are allowed" if starving and room <= 0 else ""))
@@ -331,8 +337,9 @@ class Controller:
         if self.local is None or snapshot.fixed:
             return True
         made_per_s = snapshot.steps_per_s
-        if snapshot.of(CompanionState.PENDING):
-            # What is made between two holes says nothing of what all would make.
+        if snapshot.of(CompanionState.PENDING) or snapshot.earlier_wait_share > STARVING_SHARE:
+            # What is made between two holes, or of what a stage gives that is too small yet, says nothing of what all
+            # would make.
             rate = rate_of_one(snapshot, self.cpus)
             if rate <= 0:
                 return True
@@ -362,8 +369,11 @@ class Controller:
         return Decision(Action.GROW, count, reason, cpus=self.cpus)
 
     def _shrink_to(self, snapshot: Snapshot, num_data_workers: int, reason: str) -> Decision:
-        """Take back what waits in the queue first; then let the slowest leave."""
-        count = min(snapshot.num_data_workers - num_data_workers, snapshot.num_companions)
+        """Take back what waits in the queue first; then let the slowest leave. As many as the script wants stay."""
+        most = snapshot.num_data_workers - self.limits.minimum
+        count = min(snapshot.num_data_workers - num_data_workers, snapshot.num_companions, most)
+        if count <= 0:
+            return _hold(f"{reason}; the script asks for {self.limits.minimum} data workers at the least")
         self._needs.clear()
         waiting = snapshot.of(CompanionState.PENDING)
         if waiting:

@@ -54,6 +54,7 @@ class Snapshot:
         companions: see `Companion`.
         site_limit: data workers that the site lets this job have; None without a limit.
         trainer_cpus: CPUs that the trainer's processes use on the job master's host; None while that is not known.
+        earlier_wait_share: of the last seconds in which the data workers themselves waited for the stage before.
     """
 
     reading: bool
@@ -64,6 +65,7 @@ class Snapshot:
     fixed_rate_per_s: float = 0.0
     site_limit: int | None = None
     trainer_cpus: float | None = None
+    earlier_wait_share: float = 0.0
 
     def of(self, *states: CompanionState) -> list[Companion]:
         """The companions in one of these states."""

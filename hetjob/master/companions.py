@@ -16,6 +16,7 @@ from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.master.companion_time import CompanionTime
 from hetstream.hetjob.ports import MarkedJob, SlurmClient
 from hetstream.hetjob.sbatch_options import SbatchOptions, megabytes, parse_words
+from hetstream.mpi_dataworkers.wire.messages import Device
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
 _COMPLETING = ("COMPLETING",)
@@ -31,9 +32,10 @@ class CompanionJobs:
         worker_words: from a number of CPUs to the data worker's command.
         time: how long they run; None for as long as the options say.
         hole_options: sbatch options of those in holes, which put them behind everybody else.
+        device: of their data workers.
 
     Attributes:
-        time: see there.
+        time, device: see there.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class CompanionJobs:
         worker_words: Callable[[int], Sequence[str]],
         time: CompanionTime | None = None,
         hole_options: Sequence[str] = (),
+        device: Device = "cpu",
     ) -> None:
+        self.device: Device = device
+        self._kind = "" if device == "cpu" else f"{device}-"
         self._client = client
         self._job = job
         self._options = options
@@ -60,8 +65,8 @@ class CompanionJobs:
 
     @property
     def mark(self) -> str:
-        """The word in the comment of those of this start of the job."""
-        return f"hets:start={self._job.job_id}.{self._job.restarts}"
+        """The word in the comment of those of this start of the job, and of this stage."""
+        return f"hets:{self._kind}start={self._job.job_id}.{self._job.restarts}"
 
     @property
     def mb_per_cpu(self) -> float | None:
@@ -83,7 +88,7 @@ class CompanionJobs:
             SlurmCommandError: Slurm refused, or was busy for too long.
         """
         number, self._next = self._next, self._next + 1
-        log_file = self._job.directory / f"companion-{number}.log"
+        log_file = self._job.directory / f"{self._kind}companion-{number}.log"
         with contextlib.suppress(OSError):
             log_file.touch(0o600)  # the number is taken, also when this process is killed before the companion starts
         job_id = self._job.job_id
@@ -98,7 +103,7 @@ class CompanionJobs:
             "--kill-on-invalid-dep=yes",
             "--no-requeue",
             f"--comment=hets:trainer={job_id} {self.mark}",
-            f"--job-name={printable(self._job.job_name)}-data-worker",
+            f"--job-name={printable(self._job.job_name)}-{self._kind}data-worker",
             f"--chdir={self._job.submit_dir}",
             f"--output={log_file}",
             "--open-mode=append",
@@ -109,7 +114,7 @@ class CompanionJobs:
         guard = f"test -e {shlex.quote(str(self._job.address_file))} || exit 0"
         script = f"#!/bin/sh\n{guard}\nexec {shlex.join(self._worker_words(cpus))}\n"
         # The key: submitted once, also when the answer to the submission is lost.
-        return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.companion-{number}")
+        return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.{self._kind}companion-{number}")
 
     def listed(self, known: Sequence[MarkedJob] | None = None) -> list[MarkedJob]:
         """Those that Slurm knows and that are not over.
@@ -129,5 +134,5 @@ class CompanionJobs:
         self._client.cancel(job_id)
 
     def _number_after_those_of_before(self) -> int:
-        names = (path.stem.rpartition("-")[2] for path in self._job.directory.glob("companion-*.log"))
+        names = (path.stem.rpartition("-")[2] for path in self._job.directory.glob(f"{self._kind}companion-*.log"))
         return max((int(name) + 1 for name in names if name.isdigit()), default=0)

@@ -1,5 +1,7 @@
 """The elastic controller's I/O, in a thread of the job master: look, let `Controller` decide, act, and say why.
 
+A job with a stage on GPUs has two, one for the data workers of each stage; they share nothing but the dispatcher.
+
 Once a second it asks the dispatcher what goes on, and Slurm only when companions are on their way. Slurm's commands may
 take seconds when slurmctld is busy, which is why this is no part of the job master's loop. What it decides is in the
 log, in the service's events, in `hetstream top` and in the summary. No decision is made here.
@@ -34,7 +36,8 @@ from hetstream.hetjob.master.rates import TrainerCpus, WorkerRates
 from hetstream.hetjob.master.trainer_memory import TrainerMemory
 from hetstream.hetjob.ports import JobDemand, MarkedJob, SiteLimit
 from hetstream.hetjob.site.measured import Measured
-from hetstream.mpi_dataworkers.wire.messages import LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.stage_load import StageLoad, load_of
+from hetstream.mpi_dataworkers.wire.messages import Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +74,12 @@ class _Tracked:
 
 
 class Elastic:
-    """Runs the controller of one job beside the job master's loop.
+    """Runs the controller of one stage of a job beside the job master's loop.
 
     Args:
         controller: decides.
-        companions: acts.
-        fixed: data workers of component 1.
+        companions: acts; says which stage it is.
+        fixed: data workers of component 1, which are of the stage without GPUs.
         connect: to the dispatcher.
         controller_state_file: keeps what the controller knows.
         site: what the site allows; None without a site daemon.
@@ -120,7 +123,7 @@ class Elastic:
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic")
+        self._thread = threading.Thread(target=self._run, name=f"elastic-{companions.device}")
 
     def begin(self) -> None:
         """Start the thread."""
@@ -177,21 +180,22 @@ class Elastic:
     def _turn(self, client: Steering) -> None:
         status = client.steer(self._order(None))
         now = self._clock()
-        # Those with a GPU are the program's own, and not grown.
-        rates = self._rates.by_job([row for row in status.data_workers if row.device == "cpu"])
+        load = load_of(self._companions.device, status)
+        rates = self._rates.by_job(load.workers)
         self._take_in(rates, now)
         self._give_up_nodes(now)
         self._ask_for_less(now)
         for handover in self._hand_over(now):
             client.steer(self._order(handover))
-        snapshot = self._snapshot(status, rates, now)
+        snapshot = self._snapshot(load, rates, now)
         if snapshot.reading and snapshot.steps_per_s > 0:
             self._last_read = snapshot
             num_working = len(snapshot.of(CompanionState.WORKING)) + self._fixed
             self._step_terms.note(status.loaders, self._controller.loading_term(num_working), now)
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
-        self.memory_watch.look_at_trainer(measured, now)
+        if self._companions.device == "cpu":
+            self.memory_watch.look_at_trainer(measured, now)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
@@ -277,13 +281,11 @@ class Elastic:
             return None
         return reading.jobs
 
-    def _snapshot(self, status: Status, rates: Mapping[str, float], now: float) -> Snapshot:
-        # Between two passes a loader is in none for a moment.
-        reading = [row for row in status.loaders if row.epoch >= 0 or row.steps_per_s > 0]
+    def _snapshot(self, load: StageLoad, rates: Mapping[str, float], now: float) -> Snapshot:
         return Snapshot(
-            reading=bool(reading),
-            steps_per_s=sum(row.steps_per_s for row in reading),
-            wait_share=max((_wait_share(row) for row in reading), default=0.0),
+            reading=load.reading,
+            steps_per_s=load.steps_per_s,
+            wait_share=load.wait_share,
             companions=tuple(
                 Companion(job_id, companion.cpus, companion.state, companion.since, companion.rate_per_s)
                 for job_id, companion in self._tracked.items()
@@ -292,7 +294,8 @@ class Elastic:
             fixed=self._fixed,
             fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
             site_limit=self._site.data_workers() if self._site is not None else None,
-            trainer_cpus=self._trainer.used(status.loaders, now),
+            trainer_cpus=self._trainer.used(load.trainers, now),
+            earlier_wait_share=load.earlier_wait_share,
         )
 
     # --- acting -----------------------------------------------------------------------------------------------------
@@ -473,9 +476,10 @@ class Elastic:
 
     def _order(self, decision: Decision | None) -> SteerDataWorkers:
         leaving = [job_id for job_id, companion in self._tracked.items() if companion.state is CompanionState.DRAINING]
+        device = self._companions.device
         if decision is None:
-            return SteerDataWorkers(self._said, "", 0, "", leaving)
-        return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving)
+            return SteerDataWorkers(self._said, "", 0, "", leaving, device)
+        return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving, device)
 
     def _headline(self, snapshot: Snapshot, decision: Decision) -> str:
         limits = self._controller.limits
@@ -492,8 +496,3 @@ class Elastic:
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "
             f"{self._controller.stage.value}: {decision.reason}"
         )
-
-
-def _wait_share(row: LoaderStatus) -> float:
-    """A wait counts when it ends: a loop that has taken no step and has none to take has waited all the time."""
-    return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share

@@ -44,6 +44,7 @@ from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
 from hetstream.hetjob.master.hole_options import HOLES_VARIABLE, hole_options
 from hetstream.hetjob.master.migration import LOG_FILE, Migration
+from hetstream.hetjob.master.stages import ElasticStages, GpuStage, elastic_of_gpu_stage
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
@@ -82,6 +83,7 @@ class MasterConfig:
         journal_dir: where the dispatcher's journal is made; None for the job's directory.
         time_min_s: the least time of companions, which run in backfill holes; None if they run as long as the job.
         longest_s: the most that they may have, then; None without a limit.
+        gpu_stage: data workers with a GPU; None for none.
         total_steps, total_epochs: how much the training loop does in all; None where the script does not say.
         on_memory_warning: `migrate` where a trainer that runs out of memory is moved; else that is only said.
     """
@@ -105,6 +107,7 @@ class MasterConfig:
     time_min_s: float | None = None
     longest_s: float | None = None
     on_memory_warning: Literal["warn", "migrate"] = "warn"
+    gpu_stage: GpuStage | None = None
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -167,7 +170,7 @@ def start(
         if config.journal_dir is not None:
             journal_place.lead_to(config.journal_dir, job)
         remove_announcement(job.directory)
-        for left in (job.address_file, job.controller_state_file):
+        for left in (job.address_file, job.controller_state_file, job.gpu_controller_state_file):
             left.unlink(missing_ok=True)
         # In the environment of a step these are the step's own.
         config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
@@ -212,26 +215,24 @@ def serve(
     job = replace(job, job_name=config.job_name or job.job_name)
     work = _work(config, environ, usual_length)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
-    elastic = None
-    if config.companions:
-        behind = _hole_options(config)
-        holes = None if behind is None else Holes(config.time_min_s or 0.0, config.longest_s)
-        controller_state_file = ControllerStateFile(job.controller_state_file)
-        companion_time = CompanionTime(holes, controller_state_file.tally, work.end_s)
-        options = config.companion_options
-        companions = CompanionJobs(client, job, options, launcher.worker_words, companion_time, behind or ())
-        elastic = Elastic(
-            Controller(config.limits, controller_state_file.memory),
-            companions,
-            config.data_workers,
+    stages = ElasticStages(
+        _elastic(config, client, job, launcher, work, site) if config.companions else None,
+        elastic_of_gpu_stage(
+            config.gpu_stage,
+            config.cooldown_s,
+            client,
+            job,
+            launcher.gpu_worker_words,
             lambda: StatusClient(running_service(job.address_file)),
-            controller_state_file,
-            site,
-            measuring=Measuring(work, options),
+            work.end_s,
         )
-        elastic.memory_watch.migration = _migration(config, job, environ)
-        launcher.elastic = elastic
-    service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
+        if config.gpu_stage is not None
+        else None,
+    )
+    if stages.cpu is not None:
+        stages.cpu.memory_watch.migration = _migration(config, job, environ)
+    launcher.stages = stages
+    service = Service(MasterState(config.data_workers, bool(stages.all)), launcher, job.address_file)
     with signals_held(_STOP_SIGNALS):
         service.begin()
         try:
@@ -242,9 +243,9 @@ def serve(
         finally:
             if service.phase is not Phase.ENDED:
                 service.finish("the job master fails")
-            if elastic is not None:
+            for elastic in stages.all:
                 elastic.join()
-            _tidy(config, job, elastic, work)
+            _tidy(config, job, stages, work)
     return 0
 
 
@@ -257,6 +258,32 @@ def _migration(config: MasterConfig, job: JobEnvironment, environ: Mapping[str, 
         return start_child(argv, env=env, log=log_file)
 
     return Migration(config.program, job.job_id, job.directory / LOG_FILE, environ, start_command)
+
+
+def _elastic(
+    config: MasterConfig,
+    client: SlurmClient,
+    job: JobEnvironment,
+    launcher: SlurmLauncher,
+    work: Work,
+    site: SiteLimit | None,
+) -> Elastic:
+    """The controller of the stage without GPUs."""
+    behind = _hole_options(config)
+    holes = None if behind is None else Holes(config.time_min_s or 0.0, config.longest_s)
+    controller_state_file = ControllerStateFile(job.controller_state_file)
+    companion_time = CompanionTime(holes, controller_state_file.tally, work.end_s)
+    options = config.companion_options
+    companions = CompanionJobs(client, job, options, launcher.worker_words, companion_time, behind or ())
+    return Elastic(
+        Controller(config.limits, controller_state_file.memory),
+        companions,
+        config.data_workers,
+        lambda: StatusClient(running_service(job.address_file)),
+        controller_state_file,
+        site,
+        measuring=Measuring(work, options),
+    )
 
 
 def _hole_options(config: MasterConfig) -> tuple[str, ...] | None:
@@ -282,12 +309,11 @@ def _work(config: MasterConfig, environ: Mapping[str, str], usual_length: Callab
     return Work(config.total_steps, config.total_epochs, end_s, start_s, functools.cache(usual_length))
 
 
-def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None, work: Work) -> None:
+def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work: Work) -> None:
     """Keep the summary, the events and the logs; remove the rest: the address file and the journal hold keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
-    if elastic is not None:
-        summary["elastic"] = {**elastic.summary(), "trainer_cpus": config.trainer_cpus}
+    summary |= stages.summary(config.trainer_cpus)
     if summary:
         summary["job_name"] = job.job_name
         if work.start_s is not None and work.end_s is not None:
@@ -303,6 +329,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None, wo
         shutil.move(events, job.directory / events.name)  # from another file system, it may be
     job.spec_file.unlink(missing_ok=True)
     job.controller_state_file.unlink(missing_ok=True)
+    job.gpu_controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
     journal_place.remove(work_dir)
@@ -338,7 +365,7 @@ class SlurmLauncher:
         self._client = client
         self._job = job
         self._address = address
-        self.elastic: Elastic | None = None
+        self.stages = ElasticStages()
 
     def dispatcher(self) -> Child:
         """Start it with the same arguments every time, so that it recovers.
@@ -366,26 +393,26 @@ class SlurmLauncher:
         return self._client.start_step(options, arguments, self._job.directory / f"data-worker-{index}.log")
 
     def begin_elastic(self) -> None:
-        """Let the elastic controller submit companions."""
-        if self.elastic is not None:
-            self.elastic.begin()
+        """Let the elastic controllers submit companions."""
+        for elastic in self.stages.all:
+            elastic.begin()
 
     def end_elastic(self) -> None:
-        """Ask it to end, and its companions with it."""
-        if self.elastic is not None:
-            self.elastic.stop()
+        """Ask them to end, and their companions with them."""
+        for elastic in self.stages.all:
+            elastic.stop()
 
     def worker_words(self, cpus: int) -> Sequence[str]:
         """The command of a data worker with so many CPUs."""
-        service = f"file:{self._job.address_file}"
+        threads = self._config.data_worker_threads
+        more = ["--threads", str(threads)] if threads > 1 else []
+        return [*self._worker(), "--processes", str(cpus // threads), *more]
+
+    def gpu_worker_words(self, _: int) -> Sequence[str]:
+        """The command of a data worker with a GPU: one process, however many CPUs it has."""
+        return [*self._worker(), "--device", "gpu"]
+
+    def _worker(self) -> list[str]:
         given = self._config.data_worker_program
-        return [
-            *(given or self._config.program),
-            "worker",
-            *(() if given else ("--follow-program",)),
-            "--service",
-            service,
-            "--processes",
-            str(cpus // self._config.data_worker_threads),
-            *(["--threads", str(self._config.data_worker_threads)] if self._config.data_worker_threads > 1 else []),
-        ]
+        start = [*given, "worker"] if given else [*self._config.program, "worker", "--follow-program"]
+        return [*start, "--service", f"file:{self._job.address_file}"]

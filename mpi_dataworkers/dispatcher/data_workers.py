@@ -277,7 +277,7 @@ def _registered(number: int, known: WorkerRecord | None, message: RegisterWorker
         host=message.host,
         pid=message.pid,
         last_seen=now,
-        work=known.work if known is not None else WorkDone(now, RecentRates(now, 0, 0)),
+        work=known.work if known is not None else WorkDone(now, RecentRates(now, 0, 0, 0)),
         standings=known.standings if known is not None else {},
         slurm_job=message.slurm_job,
         slot=message.slot,

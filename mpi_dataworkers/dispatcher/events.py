@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.messages import RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import Device, RegisterLoader
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
@@ -182,10 +182,11 @@ class DataWorkersChanged(Event, frozen=True, kw_only=True):
 
     action: str
     count: int
+    device: Device = "cpu"
 
     @property
     def subject(self) -> str:
-        return "data_workers"
+        return "data_workers" if self.device == "cpu" else "gpu_data_workers"
 
     @property
     def happened(self) -> str:

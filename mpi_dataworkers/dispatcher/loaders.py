@@ -188,12 +188,20 @@ class LoaderMessages:
         return []
 
     def _heartbeat(self, peer: str, message: LoaderHeartbeat, _: float) -> list[Instruction]:
-        self._tables.loaders[peer].stats = message.stats
+        self._note_stats(self._tables.loaders[peer], message.stats)
         return [Send(peer, Alive())]
+
+    def _note_stats(self, loader: LoaderRecord, stats: LoaderStats) -> None:
+        """Take in what a loader has counted. What a data worker's own loader waited, the data worker waited."""
+        loader.stats = stats
+        holder = self._tables.workers.get(loader.registration.feeds)
+        if holder is not None:
+            holder.work.waited_s = stats.wait_s
 
     def _report_progress(self, peer: str, message: ReportProgress, _: float) -> list[Instruction]:
         tables = self._tables
-        tables.loaders[peer].stats, tables.loaders[peer].training = message.stats, message.training
+        self._note_stats(tables.loaders[peer], message.stats)
+        tables.loaders[peer].training = message.training
         session = tables.sessions.get(message.session_id)
         if session is None:
             return [Send(peer, UnknownPeer())]
@@ -217,14 +225,14 @@ class LoaderMessages:
 
     def _close_session(self, peer: str, message: CloseSession, _: float) -> list[Instruction]:
         loader = self._tables.loaders[peer]
-        loader.stats = message.stats
+        self._note_stats(loader, message.stats)
         if message.session_id in self._tables.sessions:
             self._tables.sessions[message.session_id].consumed = message.consumed
         cause = "the program left the loop or reached its end"
         return [*_remember(loader), *self._end_session(message.session_id, cause)]
 
     def _leave(self, peer: str, message: LeaveLoader, _: float) -> list[Instruction]:
-        self._tables.loaders[peer].stats = message.stats
+        self._note_stats(self._tables.loaders[peer], message.stats)
         return self.drop(peer, "it was closed", orderly=True)
 
     def drop(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:

@@ -7,11 +7,13 @@ touches the dispatcher's state. Labels are bounded by what is there now: series 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from hetstream.base.installed import install_command
 from hetstream.base.web import WebServer
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.mpi_dataworkers.stage_load import StageLoad, load_of
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
 
 try:
     from prometheus_client.core import Metric
@@ -36,7 +38,18 @@ _DATA_WORKER: list[Column[DataWorkerStatus]] = [
     ("hetstream_data_worker_leases", "Leases held.", lambda w: w.leases),
     ("hetstream_data_worker_leases_revoked_total", "Leases taken back from it.", lambda w: w.leases_revoked),
     ("hetstream_data_worker_busy_ratio", "Share of the last seconds in which it made steps.", lambda w: w.busy_share),
+    (
+        "hetstream_data_worker_wait_ratio",
+        "Share of the last seconds in which it waited for the stage before.",
+        lambda w: w.wait_share,
+    ),
     ("hetstream_data_worker_silence_seconds", "Time since its last message.", lambda w: w.silent_s),
+]
+_STAGE: list[Column[StageLoad]] = [
+    ("hetstream_stage_data_workers", "Data worker processes of the stage.", lambda s: len(s.workers)),
+    ("hetstream_stage_steps_per_second", "Steps taken of the stage, over the last seconds.", lambda s: s.steps_per_s),
+    ("hetstream_stage_busy_ratio", "Share of that time in which its data workers made steps.", lambda s: s.busy_share),
+    ("hetstream_stage_missed_ratio", "Share of that time in which it was waited for.", lambda s: s.wait_share),
 ]
 _LOADER: list[Column[LoaderStatus]] = [
     ("hetstream_loader_epochs_total", "Epochs completed.", lambda r: r.totals.epochs),
@@ -92,6 +105,10 @@ class MetricsServer(Collector):
         yield from families(_SERVICE, [], [([], status)])
         workers = [([str(row.number), row.host], row) for row in status.data_workers]
         yield from families(_DATA_WORKER, ["data_worker", "host"], workers)
+        loads = [([device], load_of(device, status)) for device in get_args(Device)]
+        yield from families(
+            _STAGE, ["device"], [(names, load) for names, load in loads if load.workers or load.reading]
+        )
         loaders = [([row.job, str(row.rank), str(row.ordinal)], row) for row in status.loaders]
         yield from families(_LOADER, ["job", "rank", "loader"], loaders)
 

@@ -74,14 +74,16 @@ class WorkDone:
     Attributes:
         registered_at: when, s.
         steps, busy_s: steps of finished leases, and the time it took to make them.
+        waited_s: of that time, and of the lease in work, what it waited for the stage before.
         leases_revoked: leases that were taken from it.
-        recent: growth of `steps` and `busy_s`.
+        recent: growth of `steps`, of `busy_s` without `waited_s`, and of `waited_s`.
     """
 
     registered_at: float
     recent: RecentRates
     steps: int = 0
     busy_s: float = 0.0
+    waited_s: float = 0.0
     leases_revoked: int = 0
 
 

@@ -161,11 +161,13 @@ class DispatcherState:
     def _steer(self, peer: str, message: SteerDataWorkers, now: float) -> list[Instruction]:
         """Note what the elastic controller says, and let the data workers of its Slurm jobs drain."""
         tables = self.tables
-        tables.elastic = message.elastic
+        tables.elastic[message.device] = message.elastic
         out: list[Instruction] = []
         if message.action:
             tables.decisions.append((now, message))
-            event = events.DataWorkersChanged(action=message.action, count=message.count, cause=message.reason)
+            event = events.DataWorkersChanged(
+                action=message.action, count=message.count, cause=message.reason, device=message.device
+            )
             out += tables.tell(event)
         for leaving in [peer for peer, worker in tables.workers.items() if worker.slurm_job in message.drain]:
             out += self.drain(leaving, now)

@@ -48,8 +48,12 @@ def status_of(tables: Tables, now: float) -> Status:
         leases_granted=tables.leases_granted,
         leases_revoked=tables.leases_revoked,
         leases_per_s=leases_per_s,
-        elastic=tables.elastic,
-        decisions=[PastDecision(now - when, said.action, said.count, said.reason) for when, said in tables.decisions],
+        elastic=tables.elastic["cpu"],
+        decisions=[
+            PastDecision(now - when, said.action, said.count, said.reason, said.device)
+            for when, said in tables.decisions
+        ],
+        elastic_gpu=tables.elastic["gpu"],
     )
 
 
@@ -57,15 +61,16 @@ def note_rates(tables: Tables, now: float) -> None:
     """Take note of all counters whose growth `status_of` shows; to be called several times a second."""
     tables.recent.note(now, tables.leases_granted)
     for worker in tables.workers.values():
-        worker.work.recent.note(now, worker.work.steps, _busy_s(tables, worker, now))
+        work = worker.work
+        work.recent.note(now, work.steps, _busy_s(tables, worker, now), work.waited_s)
     for loader in tables.loaders.values():
         loader.recent.note(now, loader.stats.steps, loader.stats.bytes, loader.stats.wait_s)
 
 
 def _busy_s(tables: Tables, worker: WorkerRecord, now: float) -> float:
-    """Time in which the worker made steps, with that of the lease in work."""
+    """Time in which the worker made steps, with that of the lease in work, without its waits for the stage before."""
     begun_at = tables.leases[min(worker.tokens)].begun_at if worker.tokens else now
-    return worker.work.busy_s + now - begun_at
+    return worker.work.busy_s + now - begun_at - worker.work.waited_s
 
 
 def _share(value: float) -> float:
@@ -74,7 +79,7 @@ def _share(value: float) -> float:
 
 def _worker_status(tables: Tables, worker: WorkerRecord, now: float) -> DataWorkerStatus:
     work = worker.work
-    steps_per_s, busy = work.recent.per_s(now, work.steps, _busy_s(tables, worker, now))
+    steps_per_s, busy, waiting = work.recent.per_s(now, work.steps, _busy_s(tables, worker, now), work.waited_s)
     if now - worker.last_seen > _SILENT_S:
         doing: DataWorkerState = "silent"
     elif worker.draining:
@@ -98,6 +103,7 @@ def _worker_status(tables: Tables, worker: WorkerRecord, now: float) -> DataWork
         slurm_job=worker.slurm_job,
         resident_bytes=worker.resident_bytes,
         device=worker.device,
+        wait_share=_share(waiting),
     )
 
 
@@ -127,6 +133,7 @@ def _loader_status(tables: Tables, peer: str, loader: LoaderRecord, now: float) 
         step_s=step_time_s(steps_per_s, waiting),
         title=who.title,
         training=loader.training,
+        device=who.device,
     )
 
 

@@ -13,7 +13,7 @@ from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Repor
 from hetstream.mpi_dataworkers.dispatcher.limits import LEASES_PER_WORKER, RECOVERY_GRACE_S
 from hetstream.mpi_dataworkers.dispatcher.records import Lease, LeaseStatus, LoaderRecord, Session, WorkerRecord
 from hetstream.mpi_dataworkers.rates import RecentRates
-from hetstream.mpi_dataworkers.wire.messages import Program, ProvidePipeline, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import Device, Program, ProvidePipeline, SteerDataWorkers
 
 # Decisions of the elastic controller that `Status` shows; the event log has all.
 _DECISIONS_SHOWN = 5
@@ -58,8 +58,8 @@ class Tables:
         workers_lost: of them, those that went without a word.
         leases_granted, leases_revoked: since this start.
         recent: growth of `leases_granted`.
-        elastic: what the elastic controller said last of itself.
-        decisions: its last ones, with their times, s.
+        elastic: what the elastic controller of each stage said last of itself.
+        decisions: their last ones, with their times, s.
         story: the last events, for `validate`; each was also returned as an instruction.
     """
 
@@ -89,7 +89,7 @@ class Tables:
         self.leases_granted = 0
         self.leases_revoked = 0
         self.recent = RecentRates(now, 0)
-        self.elastic = ""
+        self.elastic: dict[Device, str] = {"cpu": "", "gpu": ""}
         self.decisions: deque[tuple[float, SteerDataWorkers]] = deque(maxlen=_DECISIONS_SHOWN)
         self.story: deque[Event] = deque(maxlen=_STORY_LENGTH)
 

@@ -261,6 +261,11 @@ class Pipeline:
             batch = self._staged(self.batch_stage, batch, derive_seed(step_seed, _STAGE_SEED))
         return self.on_gpu(batch, step_seed)
 
+    @property
+    def before_gpu(self) -> Pipeline:
+        """The same without its last stage: what data workers without a GPU run."""
+        return self if self.gpu_stage is None else replace(self, gpu_stage=None)
+
     def on_gpu(self, batch: Any, step_seed: int) -> Any:
         """Run the last stage on what `collated` makes without it; `step_seed` as there.
 

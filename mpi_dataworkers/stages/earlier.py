@@ -21,7 +21,7 @@ from hetstream.mpi_dataworkers.config import (
     transports_from_environment,
 )
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
-from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.naming import LoaderName
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
@@ -62,16 +62,15 @@ class LoaderOfEarlierStage:
         session = self._sessions[lease.token]
         began = time.monotonic()
         while self._leases.holds(lease.token):
-            try:
-                _, found = client.take([session], time.monotonic() + _LOOK_AGAIN_S, began)
-            except TimeoutError:
+            found = self._wait(client, session, began)
+            if found is None:
                 continue
-            except HetstreamError as error:
-                self.close()
-                raise HandoverFailed(f"the stage before cannot be reached: {error}") from error
             if isinstance(found, LocalFallback):
+                client.say_local(found.reason)
                 # What has come meanwhile wins.
                 found = client.put_local(session, Delivered(None, num_samples=0, num_bytes=0, origin="local"))
+            else:
+                client.say_streaming()
             if isinstance(found, BatchFailed):
                 raise StepFailed(found.failure)
             if isinstance(found, Ended | LocalFailure) or found.origin == "local":
@@ -79,6 +78,23 @@ class LoaderOfEarlierStage:
             self._statistics.count({"steps": 1, "samples": found.num_samples, "bytes": found.num_bytes}, 0)
             return MadeStep(found.payload, found.num_samples, found.num_skipped, list(found.left_out))
         raise LeaseGone
+
+    def _wait(self, client: ServiceClient, session: LoaderSession, since: float) -> Step | LocalFallback | Ended | None:
+        """Wait a moment for the next step; None if it has not come. The wait counts while it goes on."""
+        began = time.monotonic()
+        try:
+            return client.take([session], began + _LOOK_AGAIN_S, since)[1]
+        except TimeoutError:
+            return None
+        except HetstreamError as error:
+            self.close()
+            raise HandoverFailed(f"the stage before cannot be reached: {error}") from error
+        finally:
+            self._statistics.count({"wait_s": time.monotonic() - began}, 0)
+
+    def missed(self, made_here_s: float) -> None:
+        """Count it as a wait; see `EarlierStage`."""
+        self._statistics.count({"local_steps": 1, "wait_s": made_here_s}, 0)
 
     def _open(self, lease: GrantLease, step: int) -> ServiceClient:
         """Open sessions for this lease, and for those that come after it: their batches are made meanwhile."""

@@ -23,6 +23,7 @@ class SteerDataWorkers(Message, frozen=True):
         count: data workers that the action is about.
         reason: of the action.
         drain: Slurm jobs whose data workers are to leave after the step that they are at.
+        device: of the data workers of the stage that it is the controller of.
     """
 
     elastic: str
@@ -30,6 +31,7 @@ class SteerDataWorkers(Message, frozen=True):
     count: int
     reason: str
     drain: list[str]
+    device: Device = "cpu"
 
 
 DataWorkerState = Literal["working", "idle", "draining", "unreachable", "silent"]
@@ -42,7 +44,8 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         state: `unreachable`: it could not deliver to some loader, and is not used for that one for a while.
         leases: that it holds now.
         steps, leases_revoked: since it registered; steps count when their lease is finished.
-        steps_per_s, busy_share: over the last seconds; busy is the time in which it made steps.
+        steps_per_s, busy_share, wait_share: over the last seconds. Busy is the time in which it made steps,
+            `wait_share` that in which it waited for the stage before, or did its work because nobody else did.
         up_s: since it registered.
         silent_s: since its last message.
         slurm_job: as in `RegisterWorker`.
@@ -64,6 +67,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slurm_job: str = ""
     resident_bytes: int = 0
     device: Device = "cpu"
+    wait_share: float = 0.0
 
 
 class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +85,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_time_spread: of `step_s` over the ranks of this loader that took steps: (largest - smallest) / mean.
         title: what a person knows it by, such as `ImageFolder train.py:38`.
         training: how far the training loop of its process is; None where no framework told it.
+        device: what data workers make its batches with.
     """
 
     job: str
@@ -103,15 +108,17 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_time_spread: float = 0.0
     title: str = ""
     training: TrainingProgress | None = None
+    device: Device = "cpu"
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A change of the number of data workers, `ago_s` seconds ago."""
+    """A change of the number of data workers of a stage, `ago_s` seconds ago."""
 
     ago_s: float
     action: str
     count: int
     reason: str
+    device: Device = "cpu"
 
 
 class Status(Message, frozen=True):
@@ -125,7 +132,8 @@ class Status(Message, frozen=True):
             in an orderly way was not lost.
         leases_per_s: granted over the last seconds.
         elastic: what the elastic controller says of itself; "" without one.
-        decisions: its last ones, oldest first.
+        decisions: the last ones of both controllers, oldest first.
+        elastic_gpu: what the controller of the stage on GPUs says of itself; "" without one.
     """
 
     incarnation: int
@@ -139,3 +147,4 @@ class Status(Message, frozen=True):
     leases_per_s: float
     elastic: str = ""
     decisions: list[PastDecision] = []
+    elastic_gpu: str = ""

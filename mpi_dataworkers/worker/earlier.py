@@ -24,6 +24,9 @@ class EarlierStage(Protocol):
             HandoverFailed: the service does not let it ask.
         """
 
+    def missed(self, made_here_s: float) -> None:
+        """Nobody made the batch of a step, so it was made here, which took so long: that is as good as waiting."""
+
     def close(self) -> None:
         """Ask for no more."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
@@ -131,7 +130,7 @@ class Pipelines:
         self._in_use[pipeline_id] = found
         if found.shared:
             self._write_watches[pipeline_id] = WriteWatch(found.digest_of_shared)
-        return pipeline if self._device == "gpu" else replace(pipeline, gpu_stage=None)
+        return pipeline if self._device == "gpu" else pipeline.before_gpu
 
     def _ask_to_be_forked(self, pickled: PickledPipeline, lease: GrantLease) -> None:
         limit_s = lease.session.errors.sample_timeout_s

@@ -74,7 +74,7 @@ class StepMaker:
         num_threads: int,
         earlier: EarlierStage | None = None,
     ) -> None:
-        self._earlier, self._waited_s = earlier, 0.0
+        self._earlier = earlier
         self._pipelines, self._leases, self._dispatcher, self._page = pipelines, leases, dispatcher, page
         self._cache = BatchCache(cache_bytes)
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
@@ -92,11 +92,6 @@ class StepMaker:
         """No session goes on: leave the stage before alone."""
         if self._earlier is not None:
             self._earlier.close()
-
-    def take_waited_s(self) -> float:
-        """How long it has waited for the stage before since this was asked last."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
 
     def make(self, lease: GrantLease, step: int, gathered: Gatherer) -> bool:
         """Make a step's batch, or take it from the cache, and put it where it leaves from.
@@ -144,7 +139,7 @@ class StepMaker:
 
         Args:
             lease: that was worked on.
-            busy_s: how long that took, without `waited_s`.
+            busy_s: how long that took, without `waited_s`. With the waits for the stage before, which its loader tells.
             waited_s: how long sending waited.
         """
         reader = self._readers.get(lease.session.session_id)
@@ -194,14 +189,18 @@ class StepMaker:
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
         if self._earlier is not None and pipeline.gpu_stage is not None and len(kept) > 0:
             self._page.rest()  # no user code runs while it waits
-            began = time.monotonic()
             earlier = self._earlier.take(lease, step)
-            self._waited_s += time.monotonic() - began
             if earlier is not None:
                 return self._on_gpu(earlier, indices, seeds, pipeline, lease)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
-        batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if len(kept) > 0 else None
+        batch = None
+        if len(kept) > 0:
+            began = time.monotonic()
+            batch = pipeline.before_gpu.make_batch(kept, their_seeds, self._page, team, form)
+            if self._earlier is not None and pipeline.gpu_stage is not None:
+                self._earlier.missed(time.monotonic() - began)
+            batch = pipeline.on_gpu(batch, their_seeds[0])
         self._pipelines.check_writes(session.pipeline_id)
         return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
 

@@ -194,7 +194,6 @@ class DataWorker:
             return
         else:
             reach("worker.before_finish")
-            waited_s += self._steps.take_waited_s()
             report = self._steps.finished(lease, time.monotonic() - started - waited_s, waited_s)
             self._leases.settle(lease.token, report)
             reach("worker.after_finish")

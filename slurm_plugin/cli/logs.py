@@ -22,7 +22,8 @@ _DEFAULT_LINES = 20
 EPILOG = f"""\
 master.log      what the job master decided and why
 dispatcher.log  which data workers and loaders came and went
-data-worker-N   the data workers of component 1; companion-N: those that joined later
+data-worker-N   the data workers of component 1; companion-N: those that joined later;
+                gpu-companion-N: those with a GPU
 writers/NODE    the checkpoint writers
 
 examples:

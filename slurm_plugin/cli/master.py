@@ -16,6 +16,7 @@ from hetstream.hetjob.job_environment import export_lines, plain_variables
 from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
+from hetstream.hetjob.master.stages import GpuStage
 from hetstream.hetjob.site.link import linked
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.program import own_program, program_of
@@ -39,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
         p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
         p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers that may join as jobs")
+        p.add_argument("--gpu-companions", default="0-0", metavar="MIN-MAX", help="data workers with a GPU, as jobs")
+        p.add_argument("--gpu-companion-cpus", type=int, default=1, metavar="N", help="CPUs of each of those")
+        p.add_argument("--gpu-companion-options", default="", metavar="OPTIONS", help="sbatch options of those")
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument(
             "--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="seconds between two changes"
@@ -55,6 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 
 def _config(args: argparse.Namespace) -> MasterConfig:
+    least, _, most = args.gpu_companions.partition("-")
+    gpu_options = tuple(shlex.split(args.gpu_companion_options))
+    gpu_stage = GpuStage(int(least), int(most), args.gpu_companion_cpus, gpu_options) if int(most) else None
     return MasterConfig(
         program=own_program(),
         data_workers=args.data_workers,
@@ -73,6 +80,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         time_min_s=args.time_min,
         longest_s=args.longest,
         on_memory_warning=args.on_memory_warning,
+        gpu_stage=gpu_stage,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,8 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
         rows = [_cells(loader) for loader in sorted(loaders, key=lambda loader: (loader["pid"], loader["ordinal"]))]
         lines += ["", *table(_HEAD, rows, ("LOADER", "HOST"), color=False)]
     elastic = summary.get("elastic") or {}
-    decisions = elastic.get("decisions", [])
-    if decisions:
-        lines += ["", f"changes of the number of data workers ({len(decisions)}, the last {_DECISIONS_SHOWN}):"]
-        began = decisions[0]["time"]
-        lines += [
-            f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
-            for row in decisions[-_DECISIONS_SHOWN:]
-        ]
+    for name, whose in (("elastic", "data workers"), ("elastic_gpu", "data workers with a GPU")):
+        lines += _changes((summary.get(name) or {}).get("decisions", []), whose)
     if elastic.get("step_terms"):
         terms = [StepTerm(**{name: row[name] for name in StepTerm.__struct_fields__}) for row in elastic["step_terms"]]
         lines += ["", "parts of a step:", *(f"  {term}" for term in terms)]
@@ -107,6 +101,18 @@ def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
     if ended and ended.advice:
         lines += ["", f"{ended.advice}: next time --trainer-cpus={ended.needed_cpus}"]
     return [*lines, "", f"more: hetstream logs {directory}; hetstream events {directory}"]
+
+
+def _changes(decisions: Sequence[Mapping[str, Any]], whose: str) -> list[str]:
+    """What the controller of one stage did; empty if it did nothing."""
+    if not decisions:
+        return []
+    began = decisions[0]["time"]
+    shown = [
+        f"  after {duration_words(row['time'] - began)}: {row['action']} {row['count']}, because {row['reason']}"
+        for row in decisions[-_DECISIONS_SHOWN:]
+    ]
+    return ["", f"changes of the number of {whose} ({len(decisions)}, the last {_DECISIONS_SHOWN}):", *shown]
 
 
 def _cells(loader: Mapping[str, Any]) -> list[Cell]:

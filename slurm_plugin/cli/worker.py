@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--threads {args.threads}: must be 1 to {MAX_THREADS}")
     if args.mpi and args.processes > 1:
         raise UsageError(f"--processes {args.processes} with --mpi: a rank is one process; start more ranks instead")
-    if args.device == "gpu" and (args.processes > 1 or args.mpi or args.follow_program is not None):
-        raise UsageError("--device gpu with --processes, --mpi or --follow-program: start a data worker for each GPU")
+    if args.device == "gpu" and (args.processes > 1 or args.mpi):
+        raise UsageError("--device gpu with --processes or --mpi: start a data worker for each GPU")
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
     take_hash_seed()
@@ -94,15 +95,20 @@ def run(args: argparse.Namespace) -> int:
         from hetstream.mpi_dataworkers.worker.mpi_worker import run_mpi_data_worker
 
         return run_mpi_data_worker(parse_service(args.service), cache_bytes, args.threads)
+    return _work(args, parse_service(args.service), cache_bytes)
+
+
+def _work(
+    args: argparse.Namespace, address_file: Path, cache_bytes: int, wants_change: Callable[[], bool] = lambda: False
+) -> int:
     from hetstream.mpi_dataworkers.worker.supervisor import run_data_workers
 
-    address_file = parse_service(args.service)
-    if args.device == "cpu":
-        return run_data_workers(address_file, args.processes, cache_bytes, args.threads)
-    from hetstream.mpi_dataworkers.stages.earlier import LoaderOfEarlierStage
+    make_earlier = None
+    if args.device == "gpu":
+        from hetstream.mpi_dataworkers.stages.earlier import LoaderOfEarlierStage
 
-    make_earlier = partial(LoaderOfEarlierStage, address_file)
-    return run_data_workers(address_file, args.processes, cache_bytes, args.threads, make_earlier=make_earlier)
+        make_earlier = partial(LoaderOfEarlierStage, address_file)
+    return run_data_workers(address_file, args.processes, cache_bytes, args.threads, wants_change, make_earlier)
 
 
 def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
@@ -115,9 +121,9 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
     follower.wait_for_torch()
     wanted = follower.target()
     if wanted is None:
-        from hetstream.mpi_dataworkers.worker.supervisor import CHANGE, run_data_workers
+        from hetstream.mpi_dataworkers.worker.supervisor import CHANGE
 
-        code = run_data_workers(address_file, args.processes, cache_bytes, args.threads, follower.wants_change)
+        code = _work(args, address_file, cache_bytes, follower.wants_change)
         wanted = follower.chosen
         if code != CHANGE or wanted is None:
             return code
@@ -127,4 +133,5 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
 
 def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, digest: str) -> list[str]:
     arguments = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
+    arguments += ["--device", args.device]
     return [*arguments, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]

@@ -49,7 +49,7 @@ def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Coll
         if job.het:
             if job.is_running and not job.count("gpu") and set(job.partitions) & set(partitions):
                 found[leader] = replace(before, component_cpus=before.component_cpus + job.num_cpus)
-        else:
+        elif not job.count("gpu"):  # those of a stage on GPUs are not divided
             found[leader] = replace(
                 before,
                 companion_cpus=before.companion_cpus + job.num_cpus,

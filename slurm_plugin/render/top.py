@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hetstream.base.text import printable
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.mpi_dataworkers.stage_load import has_gpu_stage, load_of
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
 from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
@@ -30,6 +33,7 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
         f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)   "
         f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
         f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked",
+        *_stage_lines(status),
         *_elastic_lines(status),
         "",
     ]
@@ -40,9 +44,11 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
         lines.append("no loader is connected: the program has not made its DataLoader yet, or loads its own data")
     lines.append("")
     if status.data_workers:
-        head = ["DATA WORKER", "HOST", "PID", "STATE", "LEASES", "STEPS/S", "BUSY", "STEPS", "REVOKED", "UP"]
+        staged = ["DEVICE", "WAITED"] if has_gpu_stage(status) else []
+        head = ["DATA WORKER", "HOST", "PID", "STATE", *staged]
+        head += ["LEASES", "STEPS/S", "BUSY", "STEPS", "REVOKED", "UP"]
         rows = sorted(status.data_workers, key=lambda row: row.number)
-        lines += table(head, [_worker_cells(row) for row in rows], _LEFT, color)
+        lines += table(head, [_worker_cells(row, bool(staged)) for row in rows], (*_LEFT, "DEVICE"), color)
     else:
         lines.append("no data worker is registered: the loaders make the steps themselves")
     return lines
@@ -51,8 +57,10 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
 def _elastic_lines(status: Status) -> list[str]:
     """What the elastic controller says, and its last changes."""
     lines = [f"elastic: {status.elastic}"] if status.elastic else []
+    lines += [f"elastic, stage on GPUs: {status.elastic_gpu}"] if status.elastic_gpu else []
     lines += [
-        f"  {duration_words(decision.ago_s)} ago: {decision.action} {decision.count}, because {decision.reason}"
+        f"  {duration_words(decision.ago_s)} ago: {decision.action} {decision.count}"
+        f"{' with a GPU' if decision.device == 'gpu' else ''}, because {decision.reason}"
         for decision in status.decisions
     ]
     return [printable(line) for line in lines]
@@ -77,12 +85,27 @@ def _loader_cells(row: LoaderStatus) -> list[Cell]:
     ]
 
 
-def _worker_cells(row: DataWorkerStatus) -> list[Cell]:
+def _stage_lines(status: Status) -> list[str]:
+    """One line for each stage, if there is more than one."""
+    loads = [load_of(device, status) for device in get_args(Device)] if has_gpu_stage(status) else []
+    return [
+        f"stage on {load.device.upper()}s: {len(load.workers)} process(es), "
+        f"{rate_words(load.steps_per_s)} steps/s taken, busy {load.busy_share:.0%}, "
+        f"missed {load.wait_share:.0%} of the time"
+        + (f", waits {load.earlier_wait_share:.0%} for the stage before" if load.device == "gpu" else "")
+        for load in loads
+    ]
+
+
+def _worker_cells(row: DataWorkerStatus, staged: bool) -> list[Cell]:
+    waited = YELLOW if row.wait_share >= _WAITS_SOME else ""
+    of_stage: list[Cell] = [(row.device, ""), (f"{row.wait_share:.0%}", waited)] if staged else []
     return [
         (str(row.number), ""),
         (row.host, ""),
         (str(row.pid), ""),
         (row.state, RED if row.state in _BAD_STATES else YELLOW if row.state == "draining" else ""),
+        *of_stage,
         (str(row.leases), ""),
         (rate_words(row.steps_per_s), ""),
         (f"{row.busy_share:.0%}", ""),

@@ -1,0 +1,74 @@
+"""What goes on at each stage of a service: (Status) -> StageLoad. Pure.
+
+Read by the elastic controller of each stage, by `hetstream top` and the metrics. A stage is large enough if those that
+take its batches do not wait: the training loops, or for the stage before the last one the data workers with a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, Device, LoaderStatus, Status
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """One stage over the last seconds.
+
+    Attributes:
+        device: of its data workers.
+        workers: its data worker processes.
+        trainers: the loaders in training programs that take its batches.
+        reading: somebody takes batches of it.
+        steps_per_s: taken of it.
+        wait_share: in which those that take its batches waited for it, and the training loop for them.
+        earlier_wait_share: in which its own data workers waited for the stage before.
+    """
+
+    device: Device
+    workers: tuple[DataWorkerStatus, ...]
+    trainers: tuple[LoaderStatus, ...]
+    reading: bool
+    steps_per_s: float
+    wait_share: float
+    earlier_wait_share: float = 0.0
+
+    @property
+    def busy_share(self) -> float:
+        """Of its data workers, on average, in which they made steps."""
+        return fmean(worker.busy_share for worker in self.workers) if self.workers else 0.0
+
+
+def load_of(device: Device, status: Status) -> StageLoad:
+    """The stage whose data workers have this device.
+
+    A data worker with a GPU also waits while the training loop does not: with a full buffer there is one lease at a
+    time, and nothing of it was made ahead. So the stage before is missed no more than the last one is.
+    """
+    # Between two passes a loader is in none for a moment.
+    reading = [row for row in status.loaders if row.epoch >= 0 or row.steps_per_s > 0]
+    trainers = tuple(row for row in reading if row.device == device)
+    workers = tuple(row for row in status.data_workers if row.device == device)
+    steps_per_s = sum(row.steps_per_s for row in trainers)
+    wait_share = max(map(_wait_share, trainers), default=0.0)
+    if device == "gpu":
+        waiting = max((row.wait_share for row in workers), default=0.0)
+        return StageLoad(device, workers, trainers, bool(trainers), steps_per_s, wait_share, waiting)
+    last = load_of("gpu", status)
+    if not (last.reading and last.workers):
+        return StageLoad(device, workers, trainers, bool(trainers), steps_per_s, wait_share)
+    steps_per_s += sum(row.steps_per_s for row in last.workers)
+    wait_share = max(wait_share, min(last.wait_share, last.earlier_wait_share))
+    return StageLoad(device, workers, trainers, True, steps_per_s, wait_share)
+
+
+def has_gpu_stage(status: Status) -> bool:
+    """Whether anything goes on at a stage on GPUs."""
+    devices = {row.device for row in status.data_workers} | {row.device for row in status.loaders}
+    return "gpu" in devices
+
+
+def _wait_share(row: LoaderStatus) -> float:
+    """A wait counts when it ends: a loop that has taken no step and has none to take has waited all the time."""
+    return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share

@@ -24,17 +24,20 @@ class ElasticJob:
         directory: a new one, for the job's files.
         environ: in which Slurm's commands reach a cluster.
         directives: of `#HETSTREAM`.
-        arguments: of `elastic_train.py`, behind its output.
+        arguments: of the program, behind its output.
+        program: `elastic_train.py`, or one that takes the same.
 
     Attributes:
         job_id: in Slurm.
         home: what hetstream keeps of it.
     """
 
-    def __init__(self, directory: Path, environ: Mapping[str, str], directives: str, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, environ: Mapping[str, str], directives: str, *arguments: str, program: Path = PROGRAM
+    ) -> None:
         self.directory, self._environ = directory, dict(environ)
         directory.mkdir()
-        words = " ".join([sys.executable, str(PROGRAM), "steps", *arguments])
+        words = " ".join([sys.executable, str(program), "steps", *arguments])
         (directory / "job.sbatch").write_text(
             "#!/bin/bash\n#SBATCH --gres=gpu:1 --cpus-per-task=2 --mem=2G --time=10 --output=out\n"
             f"#HETSTREAM --data-worker-partition=cpu --data-worker-mem=512M {directives}\nsrun {words}\n"
@@ -64,9 +67,10 @@ class ElasticJob:
         text = next((path.read_text() for path in places if path.exists()), "")
         return [one for line in text.splitlines() if (one := json.loads(line))["event"] in types]
 
-    def changes(self) -> list[tuple[str, int]]:
-        """Action and count of each change of the controller."""
-        return [(one["action"], one["count"]) for one in self.events("DataWorkersChanged")]
+    def changes(self, device: str = "cpu") -> list[tuple[str, int]]:
+        """Action and count of each change of the controller of a stage."""
+        found = [one for one in self.events("DataWorkersChanged") if one.get("device", "cpu") == device]
+        return [(one["action"], one["count"]) for one in found]
 
     def status(self) -> dict[str, Any]:
         """What `hetstream top --json` says."""

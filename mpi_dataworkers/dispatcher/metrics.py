@@ -47,9 +47,12 @@ _DATA_WORKER: list[Column[DataWorkerStatus]] = [
 ]
 _STAGE: list[Column[StageLoad]] = [
     ("hetstream_stage_data_workers", "Data worker processes of the stage.", lambda s: len(s.workers)),
-    ("hetstream_stage_steps_per_second", "Steps taken of the stage, over the last seconds.", lambda s: s.steps_per_s),
-    ("hetstream_stage_busy_ratio", "Share of that time in which its data workers made steps.", lambda s: s.busy_share),
-    ("hetstream_stage_missed_ratio", "Share of that time in which it was waited for.", lambda s: s.wait_share),
+    (
+        "hetstream_stage_busy_ratio",
+        "Share of the last seconds in which its data workers made steps.",
+        lambda s: s.busy_share,
+    ),
+    ("hetstream_stage_missed_ratio", "Share of the last seconds in which it was waited for.", lambda s: s.wait_share),
 ]
 _LOADER: list[Column[LoaderStatus]] = [
     ("hetstream_loader_epochs_total", "Epochs completed.", lambda r: r.totals.epochs),

@@ -62,6 +62,25 @@ def test_the_elastic_controllers_last_words_and_changes() -> None:
     assert lines[2:4] == ["elastic: 1 data workers, allowed 0-4", "  0:01:05 ago: grow 3, because it waits 61%"]
 
 
+def test_two_stages_have_a_line_each() -> None:
+    busy, waiting = worker(0), msgspec.structs.replace(worker(1), device="gpu", busy_share=0.2, wait_share=0.6)
+    taker = msgspec.structs.replace(loader(0, wait_share=0.5), device="gpu")
+    decisions = [PastDecision(65.2, "grow", 1, "it waits 50%", "gpu")]
+    two = msgspec.structs.replace(status([taker], [busy, waiting]), elastic_gpu="1 data workers", decisions=decisions)
+    lines = render(two, "x")
+    assert lines[2:6] == [
+        "stage on CPUs: 1 process(es), 27.5 steps/s taken, busy 98%, missed 50% of the time",
+        "stage on GPUs: 1 process(es), 41.2 steps/s taken, busy 20%, missed 50% of the time, "
+        "waits 60% for the stage before",
+        "elastic, stage on GPUs: 1 data workers",
+        "  0:01:05 ago: grow 1 with a GPU, because it waits 50%",
+    ]
+    assert lines[-2:] == [
+        "0            cpu0  100  working  cpu         0%       2     27.5   98%  1,100        0  3:12:12",
+        "1            cpu1  101  working  gpu        60%       2     27.5   20%  1,100        0  3:12:12",
+    ]
+
+
 def test_colour_marks_what_needs_attention_and_moves_nothing() -> None:
     one = status([loader(0, wait_share=0.9)], [worker(0, "unreachable"), worker(1)])
     plain, colored = render(one, "x"), render(one, "x", color=True)

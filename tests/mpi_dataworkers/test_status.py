@@ -209,7 +209,9 @@ def test_metrics_have_units_and_bounded_labels() -> None:
             kind = name.rpartition("_")[2]
             counted = ("workers", "loaders", "leases", "steps")
             assert kind in ("total", "seconds", "ratio", "bytes", *counted), name
-            assert all(set(labels) <= {"job", "rank", "loader", "data_worker", "host"} for labels, _ in rows)
+            assert all(set(labels) <= {"job", "rank", "loader", "data_worker", "host", "device"} for labels, _ in rows)
+        assert series["hetstream_stage_data_workers"] == [({"device": "cpu"}, 2.0)]
+        assert series["hetstream_stage_missed_ratio"] == [({"device": "cpu"}, pytest.approx(0.5))]
         state.peer_gone("w1", 2.1)
         server.publish(state.status(2.1))
         assert len(scrape(server.url)["hetstream_data_worker_steps_total"]) == 1

@@ -11,7 +11,7 @@ OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' py
 OLDEST_VENV := .venv-oldest-torch
 DATA_BENCHMARKS := transport partition tensors leases overhead scale kill startup threads sharing coordinated resume soak features fusion
 # Needs root and Slurm.
-SLURM_BENCHMARKS := elastic holes site_load fidelity
+SLURM_BENCHMARKS := elastic stages holes site_load fidelity
 # Job lists come from ../shared/traces; where there are none they are made up.
 CLUSTER_BENCHMARKS := sched simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate

@@ -75,6 +75,17 @@ def picture(
         ),
         ("Steps per second", speed, ticked(0.0, fast * 1.05, 5, lambda value: f"{value:.0f}")),
     ]
+    return stacked(title, x, charts)
+
+
+def stacked(title: str, x: Axis, charts: Sequence[tuple[str, Sequence[Series], Axis]]) -> str:
+    """Charts with one time axis below one another.
+
+    Args:
+        title: in words.
+        x: of all of them.
+        charts: heading, series and axis of each.
+    """
     parts = [f'<text class="head" x="8" y="24">{escape(title)}</text>']
     for number, (heading, series, y) in enumerate(charts):
         top = _HEAD + number * (_HEIGHT + _TITLE + 8)

@@ -6,6 +6,7 @@ Beside it: who can make what (`placement.py`), what a lease goes through (`lifec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
@@ -117,12 +118,20 @@ class Leasing:
         return not held[peer] and len(held[session.holder]) > 1
 
     def _lease_size(self, peer: str, session: Session) -> int:
-        """Steps that a data worker makes in `TARGET_LEASE_S`, but no more than its share of what is to be leased."""
+        """Steps that a data worker makes in `TARGET_LEASE_S`, but no more than its share of what is to be leased.
+
+        One of the last stage has at least so many that each of the stage before has one to make while another is taken.
+        """
         num_workers = 1 if session.spec.kept_together else len(self._tables.workers)
+        ahead = 1
+        if self._tables.loaders[session.loader].registration.device == "gpu":
+            num_earlier = sum(worker.device == "cpu" for worker in self._tables.workers.values())
+            num_workers -= num_earlier
+            ahead += math.ceil(num_earlier / num_workers)
         share = max(1, session.leasable() // (LEASES_PER_WORKER * num_workers))
         step_s = self._tables.workers[peer].step_s.get(session.spec.session_id, session.step_s)
         wanted = int(TARGET_LEASE_S / step_s) if step_s > 0 else 1
-        return max(1, min(share, wanted, MAX_LEASE_STEPS))
+        return max(1, min(share, max(wanted, ahead), MAX_LEASE_STEPS))
 
     def _grant(self, peer: str, session: Session, size: int, now: float) -> Send:
         """Lease the next steps of a session, at most `size`, to a data worker."""

@@ -235,7 +235,8 @@ _JOURNAL: dict[type[Instruction], Callable[[Journal, Any], None]] = {
 def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> None:
     journal.begin()
     for loader in state.tables.loaders.values():
-        journal.remember_stats(loader.registration, loader.stats)
+        if not loader.registration.feeds:  # what data workers hand to each other are no batches of the job
+            journal.remember_stats(loader.registration, loader.stats)
     for peer in state.tables.workers:
         journal.forget_worker(peer)  # they are told to end, so the next dispatcher need not wait for them
     journal.commit()

@@ -58,10 +58,11 @@ class LoaderOfEarlierStage:
 
     def take(self, lease: GrantLease, step: int) -> MadeStep | None:
         """Wait for the batch of a leased step; see `EarlierStage`."""
-        client = self._open(lease, step)
-        session = self._sessions[lease.token]
         began = time.monotonic()
         while self._leases.holds(lease.token):
+            # Again each time: more leases have come, and their batches are to be made meanwhile.
+            client = self._open(lease, step)
+            session = self._sessions[lease.token]
             found = self._wait(client, session, began)
             if found is None:
                 continue

@@ -35,6 +35,7 @@ def submit(devcluster: Any, wait_until: WaitUntil) -> Iterator[Callable[..., Ela
             devcluster.out_dir / name, devcluster.env, f"{DIRECTIVES} {directives}", *words, program=PROGRAM
         )
         jobs.append(job)
+        wait_until((job.home / "address").exists, timeout_s=60, what="the dispatcher")
         return job
 
     yield act

@@ -5,8 +5,11 @@ There is no GPU here: the last stage runs where a data worker says that it has o
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +21,9 @@ import sample_stages as stages
 
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.faults import POINTS
+from hetstream.mpi_dataworkers.status_client import StatusClient
+from hetstream.mpi_dataworkers.wire.address import read_address_file
+from hetstream.mpi_dataworkers.wire.messages import SteerDataWorkers
 from tests.mpi_dataworkers.batches import as_bytes
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "shuffle": True, "max_attempts": 10}
@@ -126,13 +132,18 @@ def test_data_workers_of_either_stage_may_die(service: Any, loaders: Any, tmp_pa
     assert any(file.name.isdigit() for file in tmp_path.iterdir()), "none has died"
 
 
+OF_WORKERS = sorted(point for point in POINTS if point.startswith("worker.") and point != "worker.draining")
+# A data worker with a GPU is a loader, too, but one whose state nobody takes.
+OF_HOLDERS = [
+    *OF_WORKERS, *sorted(point for point in POINTS if point.startswith("loader.") and point != "loader.state_taken")
+]  # fmt: skip
+
+
 def test_a_data_worker_of_either_stage_may_die_at_every_point(
     service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    of_workers = sorted(point for point in POINTS if point.startswith("worker.") and point != "worker.draining")
-    of_loaders = sorted(point for point in POINTS if point.startswith("loader.") and point != "loader.state_taken")
     flags = set()
-    for device, points, count in (("cpu", of_workers, 2), ("gpu", [*of_workers, *of_loaders], 3)):
+    for device, points, count in (("cpu", OF_WORKERS, 2), ("gpu", OF_HOLDERS, 3)):
         for number in range(count):  # one that loses six processes in a row gives up
             mine = {point: tmp_path / f"{device}.{point}" for point in points[number::count]}
             flags |= set(mine.values())
@@ -147,6 +158,124 @@ def test_a_data_worker_of_either_stage_may_die_at_every_point(
         if all(flag.exists() for flag in flags):
             break
     assert {flag.name for flag in flags if not flag.exists()} == set(), "points at which none has died"
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_data_worker_of_either_stage_may_die_while_it_leaves(
+    service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    """It is told to leave in the midst of a pass; beside it is one more of each stage."""
+    for other in ("cpu", "gpu"):
+        service.start_workers(1, "--device", other)
+    monkeypatch.setenv("HETSTREAM_FAULT", f"worker.draining:1:kill:{tmp_path / 'struck'}")
+    leaving = service.start_workers(1, "--device", device)
+    monkeypatch.delenv("HETSTREAM_FAULT")
+    batches = iter(loaders(datasets.Augmented(LENGTH), service=service.name, **BOTH))
+    got = as_bytes(islice(batches, 6))
+    leaving.send_signal(signal.SIGTERM)
+    got += as_bytes(batches)
+    assert got == as_bytes(loaders(datasets.Augmented(LENGTH), **BOTH))
+    leaving.wait(timeout=20)
+    assert (tmp_path / "struck").exists()
+
+
+def stop_and_continue(service: Any, loader: Any, want: Any, flags: list[Path], least_s: float) -> None:
+    """Read until each process has stopped at its point, was taken for lost, and went on after `least_s` or more."""
+    waiting, stopped = list(flags), dict[Path, int]()
+    deadline = time.monotonic() + 100
+    try:
+        while waiting or stopped:
+            assert time.monotonic() < deadline, f"not stopped: {waiting}, not taken for lost: {stopped}"
+            assert as_bytes(loader) == as_bytes(want)
+            for flag in [flag for flag in waiting if flag.exists() and flag.read_text()]:
+                waiting.remove(flag)
+                stopped[flag] = int(flag.read_text())
+            for flag, pid in list(stopped.items()):
+                is_lost = re.search(rf"pid={pid} lost", service.log("dispatcher")) is not None
+                if is_lost and time.time() - flag.stat().st_mtime >= least_s:
+                    os.kill(pid, signal.SIGCONT)
+                    del stopped[flag]
+        # Those that were lost offer themselves again, with what they held.
+        assert as_bytes(loader) == as_bytes(want)
+    finally:
+        for pid in stopped.values():
+            os.kill(pid, signal.SIGCONT)
+
+
+def start_with_stops(
+    service: Any, points: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> list[Path]:
+    """Data workers of each device, each of which stops once, at a point of its own; and one of each that does not."""
+    flags = []
+    for device, names in points.items():
+        service.start_workers(1, "--device", device)
+        for point in names:
+            flags.append(directory / f"{device}.{point}")
+            monkeypatch.setenv("HETSTREAM_FAULT", f"{point}:1:stop:{flags[-1]}")
+            service.start_workers(1, "--device", device)
+        monkeypatch.delenv("HETSTREAM_FAULT")
+    return flags
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_data_workers_of_both_stages_may_stop_for_ten_seconds_at_every_point(
+    service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = start_with_stops(service, {"cpu": OF_WORKERS, "gpu": OF_HOLDERS}, monkeypatch, tmp_path)
+    loader = loaders(datasets.Augmented(LENGTH), service=service.name, **BOTH)
+    stop_and_continue(service, loader, loaders(datasets.Augmented(LENGTH), **BOTH), flags, 10.0)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_data_worker_with_a_gpu_keeps_all_of_the_stage_before_at_work(
+    service: Any, loaders: Any, tmp_path: Path, listed: bool
+) -> None:
+    """Four data workers sleep at once for one with a GPU, so that a step takes a quarter of the time of a batch."""
+    service.start_workers(4)
+    service.start_workers(1, "--device", "gpu")
+    order = {"sampler": [*range(LENGTH)], "shuffle": None} if listed else {}
+    stage = {"batch_stage": stages.Resting(0.1, tmp_path / "rests"), "gpu_stage": stages.Times(2.0)}
+    loader = loaders(datasets.Augmented(LENGTH), service=service.name, **stage, **order)
+    list(loader)
+    (tmp_path / "rests").unlink()
+    list(loader)
+    spans = [tuple(map(float, line.split())) for line in (tmp_path / "rests").read_text().splitlines()]
+    assert len(spans) == LENGTH // 4
+    at_once = [sum(begin <= other < end for other, _ in spans) for begin, end in spans]
+    assert sum(at_once) / len(at_once) > 2, "what begins while one rests, itself counted"
+
+
+def test_a_data_worker_with_a_gpu_that_is_started_twice_makes_no_batch_come_twice(
+    service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a companion that Slurm started again while its first start is alive: both say the same Slurm job."""
+    service.start_workers(2)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    twice = [service.start_workers(1, "--device", "gpu") for _ in range(2)]
+    batches = iter(loaders(datasets.Augmented(LENGTH), service=service.name, **BOTH))
+    got = as_bytes(islice(batches, 5))
+    with StatusClient(read_address_file(service.address_file)) as client:
+        rows = [row for row in client.fetch().data_workers if row.device == "gpu"]
+        assert [row.slurm_job for row in rows] == ["77", "77"]
+        client.steer(SteerDataWorkers("", "drain", 1, "enough", ["77"], "gpu"))
+    got += as_bytes(batches)
+    assert got == as_bytes(loaders(datasets.Augmented(LENGTH), **BOTH))
+    assert [one.wait(timeout=20) for one in twice] == [0, 0]
+
+
+def test_what_data_workers_hand_to_each_other_is_not_in_the_summary(service: Any, loaders: Any) -> None:
+    service.start_workers(1)
+    service.start_workers(1, "--device", "gpu")
+    loader = loaders(datasets.Augmented(LENGTH), service=service.name, **BOTH)
+    batches = iter(loader)
+    list(islice(batches, 5))
+    assert "stage." in service.log("dispatcher")
+    service.dispatcher.send_signal(signal.SIGTERM)
+    service.dispatcher.wait(timeout=15)
+    summary = json.loads((service.directory / "work" / "summary.json").read_text())
+    assert [row["job_name"].startswith("stage.") for row in summary["loaders"]] == [False]
+    assert len(list(batches)) == LENGTH // 4 - 5
 
 
 def test_the_dispatcher_may_die_between_the_stages(service: Any, loaders: Any) -> None:

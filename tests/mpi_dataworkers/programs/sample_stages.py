@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ class Annotating:
     def __call__(self, batch: Any) -> StagedBatch:
         values, ids = batch
         return StagedBatch([ids], [values, *values.reshape(-1)[:10].split(1), torch.empty(0, 3), ids.to(torch.int32)])
+
+
+class Resting:
+    """Takes its time without a CPU, and writes down from when to when."""
+
+    def __init__(self, seconds: float, file: Path) -> None:
+        self.seconds, self.file = seconds, file
+
+    def __call__(self, batch: Any) -> Any:
+        began = time.monotonic()
+        time.sleep(self.seconds)
+        with self.file.open("a") as out:
+            out.write(f"{began} {time.monotonic()}\n")
+        return batch
 
 
 class Raising:

@@ -241,7 +241,7 @@ def test_a_data_worker_with_a_gpu_keeps_all_of_the_stage_before_at_work(
     (tmp_path / "rests").unlink()
     list(loader)
     spans = [tuple(map(float, line.split())) for line in (tmp_path / "rests").read_text().splitlines()]
-    assert len(spans) == LENGTH // 4
+    assert len(spans) >= LENGTH // 4
     at_once = [sum(begin <= other < end for other, _ in spans) for begin, end in spans]
     assert sum(at_once) / len(at_once) > 2, "what begins while one rests, itself counted"
 

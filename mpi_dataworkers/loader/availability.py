@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from hetstream.mpi_dataworkers.wire.messages import Device
+
 _log = logging.getLogger(__name__)
 
 # With no data worker, or no dispatcher, for this long, the loader makes the step it waits for itself.
@@ -18,13 +20,15 @@ class Availability:
 
     Args:
         now: on the monotonic clock.
+        device: what data workers make the loader's batches with.
 
     Attributes:
         num_workers: data worker processes that can reach this loader, as the dispatcher last said.
         is_local: steps are made in process, and the log says so.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, device: Device = "cpu") -> None:
+        self._whom = "data worker" if device == "cpu" else "data worker with a GPU"
         self.num_workers = 0
         self.is_local = False
         self._no_workers_since = now
@@ -46,7 +50,7 @@ class Availability:
         # Once it works locally it does not wait anew for each step.
         has_waited = self.is_local or now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
         if self.num_workers == 0 and has_waited:
-            return "no data worker is there, or none reaches this process"
+            return f"no {self._whom} is there, or none reaches this process"
         silent_s = now - last_heard
         if silent_s > DISPATCHER_SILENCE_S and has_waited:
             return f"the dispatcher has been silent for {silent_s:.0f} s"

@@ -98,7 +98,7 @@ class ServiceClient:
         self._sessions: dict[str, LoaderSession] = {}
         self._rebuilder = Rebuilder(self)
         self._changed = Notification()
-        self._availability = Availability(time.monotonic())
+        self._availability = Availability(time.monotonic(), options.device)
         self._failure: HetstreamError | None = None
         self._closing = False
         # Held until this loader has left the connection. A lock, because waiting for it is C code alone, as in

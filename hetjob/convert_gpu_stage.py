@@ -25,14 +25,14 @@ def gpu_companion_options(spec: JobSpec, options: SbatchOptions, default_partiti
         default_partition: of the cluster; None where that is not known, and Slurm decides.
     """
     partition = spec.gpu_data_worker_partition or options.value("partition") or default_partition
-    words = [f"--partition={partition}"] if partition else []
-    words.append(f"--gres={spec.gpu_data_worker_gres}")
+    arguments = [f"--partition={partition}"] if partition else []
+    arguments.append(f"--gres={spec.gpu_data_worker_gres}")
     if spec.gpu_data_worker_mem:
         size_mb = megabytes(spec.gpu_data_worker_mem) or 0.0
-        words.append(f"--mem-per-cpu={memory_words(size_mb / spec.gpu_data_worker_cpus)}")
+        arguments.append(f"--mem-per-cpu={memory_words(size_mb / spec.gpu_data_worker_cpus)}")
     elif options.has("mem", "mem-per-cpu", "mem-per-gpu"):
-        words.append(f"--mem-per-cpu={memory_words(_MB_PER_CPU)}")
-    return (*words, *(f"--{name}={options.value(name)}" for name in _INHERITED if options.value(name)))
+        arguments.append(f"--mem-per-cpu={memory_words(_MB_PER_CPU)}")
+    return (*arguments, *(f"--{name}={options.value(name)}" for name in _INHERITED if options.value(name)))
 
 
 def gpu_stage_changes(spec: JobSpec) -> list[Change]:

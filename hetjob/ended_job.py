@@ -74,7 +74,7 @@ def ended_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) ->
     """The same of a record that was read already."""
     # Known to the controller of the stage that the trainer takes its batches from.
     records = [summary.get(name) or {} for name in ("elastic", "elastic_gpu")]
-    elastic = next((one for one in records if one.get("trainer_cpus_recommended") is not None), None)
+    elastic = next((record for record in records if record.get("trainer_cpus_recommended") is not None), None)
     if elastic is None:
         return None
     needed, held = elastic["trainer_cpus_recommended"], elastic.get("trainer_cpus")

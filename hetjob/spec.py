@@ -272,8 +272,10 @@ def _broken_rule(option: str, value: int | str) -> str | None:
             return f"at most {_MOST_STEPS}"
         return None if value >= 1 else "at least 1"
     if option == "gpu-data-worker-gres":
-        one = re.fullmatch(r"(gres/)?gpu(:[\w.-]*[A-Za-z_.-][\w.-]*)?(:1)?", value, re.ASCII)
-        return None if one else "one GPU, such as gpu:1 or gpu:a100:1: one data worker uses one, and more come for more"
+        is_one = re.fullmatch(r"(gres/)?gpu(:[\w.-]*[A-Za-z_.-][\w.-]*)?(:1)?", value, re.ASCII)
+        return (
+            None if is_one else "one GPU, such as gpu:1 or gpu:a100:1: one data worker uses one, and more come for more"
+        )
     if option in ("data-worker-mem", "gpu-data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-time-min":

@@ -78,7 +78,7 @@ class ElasticStages:
     @property
     def all(self) -> list[Elastic]:
         """Those that there are."""
-        return [one for one in (self.cpu, self.gpu) if one is not None]
+        return [elastic for elastic in (self.cpu, self.gpu) if elastic is not None]
 
     def summary(self, trainer_cpus: int | None) -> dict[str, Any]:
         """What they did and found out, for the job's summary.

@@ -13,6 +13,10 @@ LOCAL_AFTER_S = 1.0
 DISPATCHER_SILENCE_S = 5.0
 # Nor does a step that is merely late hold up the trainer for ever.
 LATE_STEP_S = 60.0
+_NOBODY: dict[Device, str] = {
+    "cpu": "no data worker is there, or none reaches this process",
+    "gpu": "no data worker with a GPU is there, or none reaches this process",
+}
 
 
 class Availability:
@@ -28,7 +32,7 @@ class Availability:
     """
 
     def __init__(self, now: float, device: Device = "cpu") -> None:
-        self._whom = "data worker" if device == "cpu" else "data worker with a GPU"
+        self._nobody = _NOBODY[device]
         self.num_workers = 0
         self.is_local = False
         self._no_workers_since = now
@@ -50,7 +54,7 @@ class Availability:
         # Once it works locally it does not wait anew for each step.
         has_waited = self.is_local or now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
         if self.num_workers == 0 and has_waited:
-            return f"no {self._whom} is there, or none reaches this process"
+            return self._nobody
         silent_s = now - last_heard
         if silent_s > DISPATCHER_SILENCE_S and has_waited:
             return f"the dispatcher has been silent for {silent_s:.0f} s"

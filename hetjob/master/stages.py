@@ -88,4 +88,8 @@ class ElasticStages:
         """
         found = {"elastic": self.cpu, "elastic_gpu": self.gpu}
         # What the trainer itself needs is known to the stage that it takes its batches from.
-        return {name: {**one.summary(), "trainer_cpus": trainer_cpus} for name, one in found.items() if one is not None}
+        return {
+            name: {**elastic.summary(), "trainer_cpus": trainer_cpus}
+            for name, elastic in found.items()
+            if elastic is not None
+        }

@@ -130,6 +130,19 @@ def test_a_guaranteed_job_that_falls_silent_in_a_mini_batch_lets_nobody_on(
     wait_until(has(opportunistic, Verdict.PAUSE))
 
 
+def test_a_process_that_waits_is_woken_when_it_may_go_on(
+    guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
+) -> None:
+    guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=0), news=True)
+    wait_until(has(opportunistic, Verdict.PAUSE))
+    assert opportunistic.look()
+    began_s = time.monotonic()
+    guaranteed.report(statistics(boundaries=3, boundary_ns=1, mini_batch_ns=10**7, is_idle=1), news=True)
+    opportunistic.wait(30)
+    assert time.monotonic() - began_s < 5
+    assert has(opportunistic, Verdict.RUN)()
+
+
 def test_a_process_of_another_version_is_refused_with_a_line(path: Path, coordinator: Coordinator) -> None:
     with pytest.raises(GpuJobRefused, match=rf"protocol {VERSION + 1}, and this node's coordinator by .* {VERSION}"):
         connect(path, JobClass.OPPORTUNISTIC, version=VERSION + 1)

@@ -92,7 +92,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generation = generation()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_gpu_work = generation() == self._generation and is_in_use()
+        # The marks that optimizers set for profilers are no kernels.
+        is_gpu_work = generation() == self._generation and is_in_use() and func.namespace != "profiler"
         if is_gpu_work:
             self._before()
         result = func(*args, **kwargs or {})

@@ -122,8 +122,9 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generation = generation()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if generation() != self._generation:
-            return func(*args, **kwargs or {})  # a process of a DataLoader: it has no GPU
+        # A process of a DataLoader has no GPU, and the marks that optimizers set for profilers are no kernels.
+        if generation() != self._generation or func.namespace == "profiler":
+            return func(*args, **kwargs or {})
         self._before()
         result = self._gpu.run(func, args, kwargs or {})
         self._after()

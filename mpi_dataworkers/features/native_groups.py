@@ -107,7 +107,7 @@ class NativeGroup:
         elif self._classes is not None:
             made_sizes = array("q", (classes * num_rows for classes in self._classes))
             lengths = (None,) * count
-        else:
+        elif lengths[0] is None:
             shapes = list(map(_shape_of, values))
         made, places = self._memory(made_sizes.tolist(), shapes)
         group.made = places.buffer_info()[0]

@@ -456,6 +456,8 @@ def _master_options(
         arguments.append(f"--gpu-companions={spec.gpu_data_workers_min}-{spec.gpu_data_workers_max}")
         arguments.append(f"--gpu-companion-cpus={spec.gpu_data_worker_cpus}")
         arguments.append(f"--gpu-companion-options={shlex.join(gpu_worker)}")
+    if spec.offload is not None:
+        arguments.append(f"--offload={spec.offload}")
     if spec.companions:
         arguments.append(f"--companions={spec.companions}")
         if spec.data_worker_smallest_cpus is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.jobs_dir import RULE, is_directory_pattern
 from hetstream.hetjob.sbatch_options import megabytes, time_limit_s
+from hetstream.mpi_dataworkers.config import OFFLOADS
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
@@ -77,6 +78,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     ),
     "data-worker-threads": DirectiveOption(
         "N", "threads of each process, for datasets that are thread-safe: one process for N CPUs", "1"
+    ),
+    "offload": DirectiveOption(
+        "HOW",
+        "the part of the model's forward that depends on no state runs in data workers: `auto` where that makes a step "
+        "faster, `all` with its random numbers too, `off` not at all",
+        "off",
     ),
     "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
     "data-worker-mem": DirectiveOption(
@@ -166,6 +173,7 @@ class JobSpec:
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
         total_steps: steps of the training loop in all, or None where not known.
         total_epochs: the same in epochs.
+        offload: what of a model's forward may run in data workers; None leaves it to the environment.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
         on_memory_warning: `warn` or `migrate`, or None for `warn`.
@@ -206,6 +214,7 @@ class JobSpec:
     gpu_data_worker_cpus: int = DEFAULT_GPU_DATA_WORKER_CPUS
     gpu_data_worker_mem: str | None = None
     gpu_data_worker_partition: str | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -284,6 +293,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return None if value in ("warn", "migrate") else "warn or migrate"
     if option == "data-worker-python":
         return _broken_command(value)
+    if option == "offload":
+        return None if value in OFFLOADS else f"one of {', '.join(OFFLOADS)}"
     if option in ("jobs-dir", "journal-dir"):
         return None if is_directory_pattern(value) else RULE
     return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"

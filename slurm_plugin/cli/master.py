@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import shlex
@@ -18,6 +19,7 @@ from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
 from hetstream.hetjob.master.stages import GpuStage
 from hetstream.hetjob.site.link import linked
+from hetstream.mpi_dataworkers.config import OFFLOADS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.program import own_program, program_of
 
@@ -55,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--total-steps", type=int, metavar="N", help="steps of the training loop in all")
         p.add_argument("--total-epochs", type=int, metavar="N", help="epochs of the training loop in all")
         p.add_argument("--on-memory-warning", choices=("warn", "migrate"), default="warn", help="of the trainer")
+        p.add_argument("--offload", choices=OFFLOADS, help="what of a model's forward data workers may run")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
 
 
@@ -93,7 +96,8 @@ def _start(args: argparse.Namespace) -> int:
         # Only here: the other steps are told.
         args.jobs_dir = args.jobs_dir or setting(JOBS_DIR, os.environ)
         args.journal_dir = args.journal_dir or setting(JOURNAL_DIR, os.environ)
-        variables = start(_config(args), CommandSlurm(), os.environ, environment)
+        hook_environment = functools.partial(environment, offload=args.offload)
+        variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
         print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)

@@ -10,9 +10,11 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob import convert as limits
 from hetstream.hetjob.convert import check_cluster, convert
+from hetstream.hetjob.directives import read_directives, read_spec
 from hetstream.hetjob.errors import ConversionError, DirectiveError
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
 
@@ -431,3 +433,16 @@ def test_an_option_is_one_line(option: str, line_break: str) -> None:
     """Of the trainer or of the whole job; from SBATCH_* variables they come the same way."""
     with pytest.raises(UsageError, match=r"command line: --[a-z-]+='.*a value with a line break cannot be a line"):
         plan_of("--gres=gpu:1 -c 16", option.format(line_break))
+
+
+@pytest.mark.parametrize("count", [(2, 2), (0, 3)])
+def test_what_of_the_forward_may_move_is_told_to_the_job_master(count: tuple[int, int]) -> None:
+    script = "#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\n#HETSTREAM --data-workers={}-{} --offload=auto\nsrun python train.py\n"
+    spec = read_spec(read_directives(script.format(*count), "train.sbatch"), "train.sbatch")
+    assert spec is not None
+    plan = plan_of("--gres=gpu:1 -c 8", spec=dataclasses.replace(spec, data_worker_partition="cpu"))
+    assert plan.master_options is not None
+    assert "--offload=auto" in plan.master_options
+    assert "master start" in (text := render(script, plan, ["/opt/hetstream"]))
+    assert " --offload=auto " in text.split("master start")[1].replace("\n", " ").replace(")", " ")
+    assert not any("--offload" in word for word in plan_of("--gres=gpu:1").master_options or ())

@@ -107,17 +107,17 @@ def analyse(
     known = _known_values(guards, values)
     everything = classify(describe(captured), Offload.ALL)
     candidates = [call for call in captured.calls if call.name in everything and everything[call.name].moves]
-    seen, failed = observe(candidates, captured.functions, known)
+    seen, share, failed = observe(candidates, captured.functions, known)
     with one_thread():
         on_host = {name: value.cpu() for name, value in known.items()}
-        by_worker, failed_there = observe(candidates, captured.functions, on_host)
+        by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
     failed |= failed_there
     graph = describe(captured, seen, failed)
     return Analysis(
         captured=captured,
         graph=graph,
         verdicts=classify(graph, offload),
-        costs=_costs(seen, by_worker, known),
+        costs=_costs(seen, by_worker, known, (share, share_there)),
         numbers=frozenset(name for name, observed in seen.items() if observed.type_name == "number"),
         leaves={
             graph_input.name: LeafForm(
@@ -177,10 +177,13 @@ def _known_values(guards: Guards, values: Sequence[Any]) -> dict[str, torch.Tens
 
 
 def _costs(
-    seen: Mapping[str, Observed], by_worker: Mapping[str, Observed], known: Mapping[str, torch.Tensor]
+    seen: Mapping[str, Observed],
+    by_worker: Mapping[str, Observed],
+    known: Mapping[str, torch.Tensor],
+    shares: tuple[float, float],
 ) -> dict[str, OperatorCost]:
     costs = {name: OperatorCost(value_bytes=value.numel() * value.element_size()) for name, value in known.items()}
     for name, observed in seen.items():
         there = by_worker.get(name, observed)
-        costs[name] = OperatorCost(observed.seconds, there.seconds, observed.num_bytes)
+        costs[name] = OperatorCost(shares[0] * observed.seconds, shares[1] * there.seconds, observed.num_bytes)
     return costs

@@ -29,12 +29,13 @@ from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
 from hetstream.mpi_dataworkers.loader.naming import name_loader
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline, SentPipelines
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
-from hetstream.mpi_dataworkers.loader.step_indices import Order
+from hetstream.mpi_dataworkers.loader.step_indices import Order, TakenStep
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
@@ -43,8 +44,13 @@ from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
+MakesAgain = Callable[[], Any]
 OnExtra = Callable[[int, Any, Sequence[torch.Tensor]], Any]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
+
+
+def _never() -> None:
+    """No step can be made once more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,7 @@ class LoaderConnection:
         local_workers: with persistent_workers, what is kept from pass to pass in process.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
+        last_again: asked before the next step is taken, gives what makes the last one once more, if that can be.
         closed: it has left the service, or the interpreter ends.
     """
 
@@ -108,6 +115,7 @@ class LoaderConnection:
         self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
         self.on_extra: OnExtra | None = None
+        self.last_again: Callable[[], MakesAgain | None] = _never
         self.closed = False
         if self._service is not None:
             announce(self._service)
@@ -172,8 +180,9 @@ class LoaderConnection:
         self.pipeline, self.on_extra = pipeline, on_extra
         self.local_workers = None  # the processes that it kept have the stage before
 
-    def delivered(self, step: int, batch: Any) -> Any:
-        """What the program gets of a batch, which `on_extra` may change."""
+    def delivered(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] = _never) -> Any:
+        """What the program gets of a batch, which `on_extra` may change; `again` becomes `last_again`."""
+        self.last_again = again
         extra: Sequence[torch.Tensor] = ()
         if type(batch) is StagedBatch:
             batch, extra = batch.batch, batch.extra
@@ -191,7 +200,7 @@ class LoaderConnection:
         assert self.sent_pipelines is not None
         return self.sent_pipelines.now(self.pipeline)
 
-    def make_locally(self, sent: SentPipeline, order: Order, step: int, seed: int, epoch: int) -> Delivered:
+    def make_locally(self, sent: SentPipeline, order: Order | TakenStep, step: int, seed: int, epoch: int) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
         and place are untouched."""
         indices = order.indices(step)
@@ -206,6 +215,18 @@ class LoaderConnection:
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered.made_here(self.pinned(made.batch), made)
+
+    def makes_again(self, sent: SentPipeline, shards: PassShards) -> MakesAgain | None:
+        """What makes the batch of a pass's last step that was taken once more, in this process.
+
+        Returns:
+            A function that gives the batch; None where no one number says what a step is.
+        """
+        step, seed, epoch = shards.position - 1, shards.seed, shards.epoch
+        if shards.order is None or shards.at_most_once or not shards.in_order or self.shared is not None:
+            return None
+        order = shards.order.taken(step)
+        return None if order is None else lambda: self.make_locally(sent, order, step, seed, epoch).payload
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.

@@ -6,7 +6,7 @@ Through torch's own DataLoader (`local_workers.py`) and the pipeline that data w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
@@ -79,6 +79,12 @@ class LocalSource:
         if shards.has_more():
             raise early_end(shards.position)
         return None
+
+    def again(self) -> Callable[[], Any] | None:
+        """What makes the batch of the last step that was taken once more; see `StepSource`."""
+        sent_pipelines = self._connection.sent_pipelines
+        sent = sent_pipelines.last if sent_pipelines is not None else None
+        return self._connection.makes_again(sent, self.shards) if sent is not None else None
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""

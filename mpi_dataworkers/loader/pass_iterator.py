@@ -7,7 +7,7 @@ says which they are. `position.py` begins the passes and, for torch's own class,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
@@ -47,6 +47,9 @@ class StepSource(Protocol):
             Exception: of user code, in the place of its step, which counts as taken.
             HetstreamError: of the service; each later call raises it again.
         """
+
+    def again(self) -> Callable[[], Any] | None:
+        """What makes the batch of the last step that was taken once more, in this process; None where it cannot be."""
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard that is being read, as plain values; None where the number of steps says all."""
@@ -102,7 +105,7 @@ class PassIterator(Iterator[Any]):
                 self._connection.leave_out(self.shards.epoch, step_index, step.num_skipped, step.left_out)
             if step.num_samples > 0:
                 self._count(step, waited_s)
-                return self._connection.delivered(self.shards.position - 1, step.payload)
+                return self._connection.delivered(self.shards.position - 1, step.payload, self._source.again)
         raise StopIteration
 
     def _count(self, step: Delivered, wait_s: float) -> None:

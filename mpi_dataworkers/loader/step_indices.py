@@ -83,6 +83,30 @@ class PlannedSteps:
     def forget(self, step: int) -> None:
         """Nothing is kept."""
 
+    def taken(self, step: int) -> PlannedSteps:  # noqa: ARG002, see ListedSteps
+        """Says of a step that was taken what it said before."""
+        return self
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """A step of a listed order that the training loop has taken, so that it can be made once more."""
+
+    taken: Indices
+    taken_form: IndexForm
+
+    def indices(self, step: int) -> Indices:  # noqa: ARG002, see ListedSteps
+        """Its sample indices."""
+        return self.taken
+
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:
+        """Seeds of its samples."""
+        return SampleSeeds(indices, seed, epoch, step)
+
+    def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedSteps
+        """In which form the sampler gave its indices."""
+        return self.taken_form
+
 
 class ListedSteps:
     """Steps as the program's own sampler gives them; drawn as they are needed.
@@ -103,6 +127,7 @@ class ListedSteps:
         self._forms: dict[int, IndexForm] = {}
         self._digests = {0: b""}  # of all that was drawn before a step
         self._next = 0
+        self._last: tuple[int, TakenStep] | None = None
 
     def indices(self, step: int) -> Indices | None:
         """Sample indices of a step, or None after the last.
@@ -146,10 +171,14 @@ class ListedSteps:
         return self._forms[step]
 
     def forget(self, step: int) -> None:
-        """Drop a step that the training loop has taken."""
-        self._drawn.pop(step, None)
-        self._forms.pop(step, None)
+        """Drop a step that the training loop has taken, but for `taken`."""
+        if step in self._drawn:
+            self._last = step, TakenStep(self._drawn.pop(step), self._forms.pop(step))
         self._digests.pop(step, None)
+
+    def taken(self, step: int) -> TakenStep | None:
+        """What is known of a step that was taken, if it is the last one."""
+        return self._last[1] if self._last is not None and self._last[0] == step else None
 
     def drawn(self, step: int) -> str:
         """Digest of the indices of all steps before this one, the training loop's next."""

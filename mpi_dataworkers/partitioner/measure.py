@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetstream.mpi_dataworkers.partitioner.describe import Observed
-from hetstream.mpi_dataworkers.partitioner.program import Call, Ref, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
 
 # The fastest of so many runs counts: the first pays for memory and for what is loaded at first use.
 _NUM_RUNS = 3

@@ -437,7 +437,8 @@ def test_an_option_is_one_line(option: str, line_break: str) -> None:
 
 @pytest.mark.parametrize("count", [(2, 2), (0, 3)])
 def test_what_of_the_forward_may_move_is_told_to_the_job_master(count: tuple[int, int]) -> None:
-    script = "#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\n#HETSTREAM --data-workers={}-{} --offload=auto\nsrun python train.py\n"
+    directive = "#HETSTREAM --data-workers={}-{} --offload=auto"
+    script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\n{directive}\nsrun python train.py\n"
     spec = read_spec(read_directives(script.format(*count), "train.sbatch"), "train.sbatch")
     assert spec is not None
     plan = plan_of("--gres=gpu:1 -c 8", spec=dataclasses.replace(spec, data_worker_partition="cpu"))

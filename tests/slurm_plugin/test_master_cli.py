@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.cli import master
-from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main, master
 
 
 @pytest.mark.parametrize(
-    ("options", "exported"), [(["--offload=all"], "export HETSTREAM_OFFLOAD=all\n"), ([], ""), (["--offload=off"], "off")]
+    ("options", "exported"),
+    [(["--offload=all"], "export HETSTREAM_OFFLOAD=all\n"), ([], ""), (["--offload=off"], "HETSTREAM_OFFLOAD=off")],
 )
 def test_the_program_is_told_what_of_its_forward_may_move(
     options: list[str], exported: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

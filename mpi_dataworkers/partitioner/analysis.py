@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,15 +48,24 @@ class Analysis:
     guards: Guards
     seconds: float
 
-    def decide(self, offload: Offload, rates: Rates) -> Decision:
-        """Where to cut. The leaves of the batch are sent in any case, because the program has them in its hands."""
+    def decide(self, offload: Offload, rates: Rates, read: Set[int] | None = None, gain: float = 1.0) -> Decision:
+        """Where to cut.
+
+        Args:
+            offload: what may move.
+            rates: what the decision depends on.
+            read: numbers of the leaves of the batch that the program reads beside; None: all of them.
+            gain: what the trainer gains, in parts of what the operators' own times say.
+        """
         movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
-        cutter = Cutter(self.graph, movable, self.costs, frozenset(self.leaves))
+        kept = frozenset(name for name, form in self.leaves.items() if read is None or form.number in read)
+        costs = {name: replace(cost, trainer_s=gain * cost.trainer_s) for name, cost in self.costs.items()}
+        cutter = Cutter(self.graph, movable, costs, kept)
         if offload is Offload.OFF:
             return cutter.nothing(rates, "offloading is off")
         return cutter.largest(rates) if offload is Offload.ALL else cutter.decide(rates)
 
-    def cut(self, decision: Decision, num_leaves: int, generation: int, first: Any) -> Split:
+    def cut(self, decision: Decision, num_leaves: int, generation: int, first: Any, spares: bool = False) -> Split:
         """The two sides.
 
         Args:
@@ -64,13 +73,14 @@ class Analysis:
             num_leaves: of a batch.
             generation: number of the cut.
             first: the batch stage that the program itself has.
+            spares: whether leaves that nothing else reads are not sent.
         """
         buffers = {
             graph_input.name: self.guards.tensor_of(graph_input.target).detach().cpu().clone()
             for graph_input in self.captured.inputs
             if graph_input.kind is Kind.BUFFER and self.verdicts[graph_input.name].moves
         }
-        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, first)
+        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, first, spares)
         return split(self.captured, self.graph, decision, inputs, self.numbers)
 
 

@@ -275,7 +275,7 @@ class Cutter:
     def _is_spared(self, name: str, moved: frozenset[str]) -> bool:
         if name in self._kept_leaves or name in self._returned:
             return False
-        return all(user in moved for user in self._users[name])
+        return bool(self._users[name]) and all(user in moved for user in self._users[name])
 
 
 def _rank(decision: Decision) -> tuple[float, int, int]:

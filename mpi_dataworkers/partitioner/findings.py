@@ -23,6 +23,7 @@ class Findings:
         verdicts: which of them may move.
         costs: what they take.
         rates: as they were measured, without data workers.
+        read: names of the leaves of the batch that the program has read beside the forward, which are sent anyway.
     """
 
     module: str
@@ -31,6 +32,7 @@ class Findings:
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     costs: Mapping[str, OperatorCost] = field(default_factory=dict)
     rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0, 0))
+    read: tuple[str, ...] = ()
 
     def decide(self, num_data_workers: int, everything: bool) -> Decision:
         """Where the forward would be cut.
@@ -40,8 +42,7 @@ class Findings:
             everything: whether all that may move does, as with `--offload=all`.
         """
         movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
-        leaves = frozenset(operator.name for operator in self.graph.operators if operator.kind is Kind.LEAF)
-        cutter = Cutter(self.graph, movable, self.costs, leaves)
+        cutter = Cutter(self.graph, movable, self.costs, frozenset(self.read))
         rates = replace(self.rates, num_data_workers=num_data_workers)
         return cutter.largest(rates) if everything else cutter.decide(rates)
 
@@ -56,6 +57,7 @@ class Findings:
             "verdicts": {name: asdict(verdict) for name, verdict in self.verdicts.items()},
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "rates": asdict(self.rates),
+            "read": self.read,
         }
         return json.dumps(document)
 
@@ -71,6 +73,7 @@ class Findings:
             {name: Verdict(**verdict) for name, verdict in document["verdicts"].items()},
             {name: OperatorCost(**cost) for name, cost in document["costs"].items()},
             Rates(**document["rates"]),
+            tuple(document["read"]),
         )
 
 

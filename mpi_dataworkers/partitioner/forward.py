@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain, whole
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState
 from hetstream.mpi_dataworkers.partitioner.split import Split
 
@@ -45,12 +45,14 @@ class Counts:
     Attributes:
         partitioned, original: calls that took the short way, and the program's own.
         checked: calls that took both, and gave the same.
+        remade: leaves that had not been sent and were made once more, because something read them.
         reasons: why calls took the program's own, with their number.
     """
 
     partitioned: int = 0
     original: int = 0
     checked: int = 0
+    remade: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -106,6 +108,7 @@ class PartitionedForward:
         counts: how the calls went.
         withdraw: as given.
         split: the cut now; None: the program's own forward runs.
+        is_paused: the program's own forward runs, for a comparison.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class PartitionedForward:
     ) -> None:
         self.counts = Counts()
         self.split: Split | None = None
+        self.is_paused = False
+        self._before: Split | None = None  # of the batches that were on their way when the cut changed
         self._module = module
         self._own = vars(module).get("forward")
         self._guards = guards
@@ -141,10 +146,21 @@ class PartitionedForward:
             else:
                 del vars(self._module)["forward"]
 
-    def use(self, split: Split | None) -> None:
-        """Use another cut, whose first calls are checked."""
-        self.split, self._to_check, self._misses = split, self._num_checked, 0
-        copied = {*split.copied} if split is not None else set()
+    @property
+    def is_checked(self) -> bool:
+        """Whether the cut has been checked."""
+        return self._to_check == 0
+
+    def use(self, split: Split | None, is_checked: bool = False) -> None:
+        """Use another cut, whose first calls are checked.
+
+        Args:
+            split: the cut, or None for the program's own forward.
+            is_checked: its operators are those of the cut before.
+        """
+        self._before, self.split = self.split, split
+        self._to_check, self._misses = 0 if is_checked else self._num_checked, 0
+        copied = {target for cut in (split, self._before) if split and cut for target in cut.copied}
         self._copied_buffers = [buffer for target, buffer in self._guards.buffers.items() if target in copied]
         small = [buffer for _, _, buffer, _ in self._copied_buffers if not buffer.is_cuda]
         is_quick = sum(buffer.nbytes for buffer in small) <= _MOST_BYTES_TO_COMPARE
@@ -157,22 +173,27 @@ class PartitionedForward:
         flat, spec = _pytree.tree_flatten((args, kwargs))
         origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
         values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
-        args, kwargs = _pytree.tree_unflatten(values, spec)
-        if self.split is None or not self._module.training:
-            return self._original(*args, **kwargs)
-        delivery, reason = self._proved(values, spec, origins, args, kwargs)
-        if delivery is None:
+
+        def original() -> Any:
+            own_args, own_kwargs = _pytree.tree_unflatten([whole(value) for value in values], spec)
+            return self._original(*own_args, **own_kwargs)
+
+        if self.split is None or self.is_paused or not self._module.training:
+            return original()
+        proved, reason = self._proved(values, spec, origins)
+        if proved is None:
             self._missed(reason)
-            return self._original(*args, **kwargs)
+            return original()
+        delivery, split = proved
         self._misses = 0
         if self._to_check > 0 or delivery.was_checked:
-            return self._checked(self.split, delivery, values, args, kwargs)
+            return self._checked(split, delivery, values, original)
         try:
-            result = self._run(self.split, delivery, values)
+            result = self._run(split, delivery, values)
         except _StopsRecomputation:
             raise  # activation checkpointing has what it wants
         except Exception as error:  # noqa: BLE001, the program's own forward raises it again, with its own lines
-            result = self._original(*args, **kwargs)
+            result = original()
             self.withdraw(f"the training side raised {error!r}, and the program's own forward did not")
             return result
         self.counts.partitioned += 1
@@ -189,9 +210,9 @@ class PartitionedForward:
             self.withdraw(f"{self._misses} steps in a row could not use it: {reason}")
 
     def _proved(
-        self, values: list[Any], spec: Any, origins: dict[int, tuple[Delivery, int]], args: Any, kwargs: Any
-    ) -> tuple[Delivery | None, str]:
-        """The batch whose leaves the arguments are, if everything is as it was captured; else why not."""
+        self, values: list[Any], spec: Any, origins: dict[int, tuple[Delivery, int]]
+    ) -> tuple[tuple[Delivery, Split] | None, str]:
+        """The batch whose leaves the arguments are, and its cut, if all is as it was captured; else why not."""
         guards = self._guards
         if spec != guards.captured.in_spec:
             return None, "it was called with arguments of another structure"
@@ -200,14 +221,15 @@ class PartitionedForward:
         delivery = origins[next(iter(guards.leaves))][0]
         if any(origins[place][0] is not delivery for place in guards.leaves):
             return None, "its arguments are of more than one batch"
-        assert self.split is not None
-        if delivery.cut is None or delivery.generation != self.split.stage.generation:
+        cuts = (self.split, self._before)
+        split = next((cut for cut in cuts if cut is not None and cut.stage.generation == delivery.generation), None)
+        if delivery.cut is None or split is None:
             return None, "data workers have not computed the cut for this batch"
         if delivery.has_changed_cut():
             return None, "the program has changed an output that data workers had computed in place"
         if any(values[place] != value for place, value in guards.captured.plain_arguments.items()):
             return None, "an argument that is no tensor has another value"
-        if not self._fits(values, args, kwargs):
+        if not self._fits(values, spec):
             return None, "its arguments have another type or size"
         if change := guards.state.change():
             return None, change
@@ -216,9 +238,9 @@ class PartitionedForward:
                 return None, f"the buffer {name}, of which data workers have a copy, has changed"
         if any(not _alike(buffer, then) for buffer, then in self._contents):
             return None, "a buffer of which data workers have a copy has changed uncounted, as through .data"
-        return delivery, ""
+        return (delivery, split), ""
 
-    def _fits(self, values: list[Any], args: Any, kwargs: Any) -> bool:
+    def _fits(self, values: list[Any], spec: Any) -> bool:
         guards = self._guards
         for place, (dtype, num_dimensions, _) in guards.forms.items():
             if values[place].dtype != dtype or values[place].dim() != num_dimensions:
@@ -228,7 +250,7 @@ class PartitionedForward:
         if known is None:
             if len(self._known_shapes) >= _MOST_SHAPES:  # of jagged batches each step may have its own
                 self._known_shapes.clear()
-            known = self._known_shapes[key] = self._rules_hold(key, args, kwargs)
+            known = self._known_shapes[key] = self._rules_hold(key, *_pytree.tree_unflatten(values, spec))
         return known
 
     def _rules_hold(self, shapes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> bool:
@@ -265,7 +287,7 @@ class PartitionedForward:
             arguments.append(value.item() if name in split.numbers else value.to(device, non_blocking=True))
         return _pytree.tree_unflatten(split.training(*arguments), captured.out_spec)
 
-    def _checked(self, split: Split, delivery: Delivery, values: list[Any], args: Any, kwargs: Any) -> Any:
+    def _checked(self, split: Split, delivery: Delivery, values: list[Any], run_original: Callable[[], Any]) -> Any:
         """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
         problem = ""
         delivery.was_checked = True
@@ -275,7 +297,7 @@ class PartitionedForward:
                 partitioned = after(result)
             except Exception as error:  # noqa: BLE001, whatever it is, the program runs as before
                 problem = f"the training side raised {error!r}"
-        original = self._original(*args, **kwargs)
+        original = run_original()
         if not problem:
             problem = difference(partitioned, snapshot(self._module, original))
         if problem:

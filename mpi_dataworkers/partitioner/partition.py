@@ -12,10 +12,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +26,17 @@ from torch.utils import _pytree as pytree
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse
 from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward, restored
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, plain
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, Unsent, plain
 from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
 from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, watch
-from hetstream.mpi_dataworkers.partitioner.split import unpack
+from hetstream.mpi_dataworkers.partitioner.split import sending_all, spared_leaves, unpack
+from hetstream.mpi_dataworkers.partitioner.trial import Trial
 
 _log = logging.getLogger(__name__)
 _pytree: Any = pytree
@@ -43,6 +47,10 @@ NUM_CHECKED = 3
 # batches on their way anew.
 _STEPS_OF_A_LOOK = 100
 _MOST_CHANGES = 8
+# Cuts of which is measured what they gain: what was measured counts for the later ones.
+_MOST_TRIALS = 3
+# Leaves that were not sent and are read are made once more; after so many times they are sent again.
+_MOST_REMADE = 3
 
 
 class Partition:
@@ -69,6 +77,11 @@ class Partition:
         self._num_leaves = 0
         self._first_stage = connection.pipeline.batch_stage
         self._pace = Pace() if follows_rates else None
+        self._trial: Trial | None = None
+        self._gain, self._num_trials = 1.0, 0
+        self._read: set[int] = set()  # leaves that the program reads itself
+        self._knows_read = self._spares = False
+        self._remade: dict[int, int] = {}
 
     @property
     def is_active(self) -> bool:
@@ -80,7 +93,9 @@ class Partition:
         """How the calls of the forward went since it was partitioned."""
         return self._forward.counts if self._forward is not None else Counts()
 
-    def begin(self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int) -> None:
+    def begin(
+        self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int, read: set[int] | None = None
+    ) -> None:
         """Decide for the first time, and stand in for the module's forward.
 
         Args:
@@ -88,7 +103,10 @@ class Partition:
             num_leaves: of a batch.
             rates: what the decision depends on.
             num_checked: calls that are run both ways and compared.
+            read: numbers of the leaves that the program has read itself so far; None if that is not known.
         """
+        if read is not None:
+            self._read, self._knows_read = read, True
         self.analysis, self._num_leaves = analysis, num_leaves
         self._forward = PartitionedForward(self._module, analysis.guards, num_checked, self.remove)
         self._rates = rates
@@ -107,22 +125,76 @@ class Partition:
         if self.analysis is None or self._forward is None:
             return
         self._rates = rates
-        decision = self.analysis.decide(self._offload, rates)
+        read = self._read if self._knows_read else None
+        decision = self.analysis.decide(self._offload, rates, read, self._gain)
         before = self.decision.moved if self.decision is not None else frozenset()
         self.decision, self.reason = decision, decision.reason
-        if decision.moved == before:
+        if decision.moved == before and not self._changes_what_is_sent(decision):
             return
         if not decision.moved:
             self._stop()
             return
+        is_known = decision.moved == before and self.is_active
         self._generation += 1
-        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._first_stage)
+        self._spares = self._spares and is_known
+        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._first_stage, self._spares)
         # Should data workers not take the stage, nothing has changed.
         self._connection.use_batch_stage(cut.stage, self._deliver)
-        self._forward.use(cut)
+        # Numbers that are drawn elsewhere are others than the program's own, so there is nothing to compare.
+        draws = any(operator.random for operator in self.analysis.graph.operators if operator.name in decision.moved)
+        self._forward.use(cut, is_checked=is_known or draws)
+        if is_known:
+            return
+        if self._pace is not None and self._offload is Offload.AUTO and self._num_trials < _MOST_TRIALS:
+            self._trial, self._num_trials = Trial(), self._num_trials + 1
         self._forward.install()
         text = "hetstream: data workers run %d operators of %s's forward: %s"
         _log.warning(text, len(decision.moved), type(self._module).__name__, decision.reason)
+
+    def _changes_what_is_sent(self, decision: Decision) -> bool:
+        if not self.is_active or self._forward is None or self._forward.split is None or self.analysis is None:
+            return False
+        leaves, stage = self.analysis.leaves, self._forward.split.stage
+        taken = [name for name, form in leaves.items() if form in stage.forms]
+        spared = spared_leaves(leaves, taken, decision.not_sent) if self._spares else ()
+        return {*spared} != {*stage.spared}
+
+    def _go_on(self, forward: PartitionedForward) -> None:
+        """After the check of a cut: measure what it gains, and spare what nothing else reads."""
+        if not forward.is_checked:
+            return
+        if self._trial is not None:
+            self._trial.next_step(time.monotonic(), self._connection.statistics.counters.wait_s)
+            forward.is_paused = not self._trial.uses_cut
+            if not self._trial.is_done:
+                return
+            trial, self._trial = self._trial, None
+            if self._pace is not None:
+                self._pace.begin_again()
+            self._judge(*trial.step_s)
+        if self._again() is not None and not self._spares and self.is_active:
+            self._spares = self._knows_read = True
+            self.decide(self._rates)
+            split = forward.split
+            if split is not None and split.stage.spared and self.decision is not None:
+                text = "hetstream: %s of each batch is not sent any more, as nothing else reads it: %+d bytes in all"
+                leaves = ", ".join(f"leaf {number}" for number in split.stage.spared)
+                _log.warning(text, leaves, self.decision.bytes_added)
+
+    def _judge(self, with_cut_s: float, without_s: float) -> None:
+        """Have the decision know what the cut gains, as measured."""
+        assert self.analysis is not None
+        assert self.decision is not None
+        estimated_s = sum(self.analysis.costs[name].trainer_s for name in self.decision.moved)
+        self._gain = max(0.0, without_s - with_cut_s) / estimated_s if estimated_s else 0.0
+        self.decide(replace(self._rates, step_s=without_s))
+        if not self.is_active:
+            text = "hetstream: %s runs as it is written: with the cut a step takes %s ms, without %s ms"
+            shown = f"{1e3 * with_cut_s:.2f}", f"{1e3 * without_s:.2f}"
+            _log.warning(text, type(self._module).__name__, *shown)
+
+    def _again(self) -> Callable[[], Any] | None:
+        return self._connection.last_again()
 
     def _reconsider(self, pace: Pace) -> None:
         """Decide again when the rates are other ones than those of the decision."""
@@ -132,7 +204,8 @@ class Partition:
         client, costs = self._connection.client, self.analysis.costs
         moved = self.decision.moved if self.is_active and self.decision is not None else frozenset()
         num_workers = client.num_data_workers if client is not None else self._rates.num_data_workers
-        rates = observed_rates(self._rates, seen, num_workers, [costs[name] for name in moved])
+        gained = [replace(costs[name], trainer_s=self._gain * costs[name].trainer_s) for name in moved]
+        rates = observed_rates(self._rates, seen, num_workers, gained)
         if is_other(rates, self._rates):
             before = self._generation, self.is_active
             self.decide(rates)
@@ -155,18 +228,54 @@ class Partition:
             return
         self._forward.use(None)
         self._forward.uninstall()
+        self._trial, self._spares, self._forward.is_paused = None, False, False
         kept = self._deliver if self._pace is not None else None
         self._connection.use_batch_stage(self._first_stage, kept)
 
     def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
         """A batch for the program, with what data workers have computed for it."""
-        if self._pace is not None and self.analysis is not None:
+        if self._forward is not None and self.is_active:
+            self._send_again_what_is_read(self._forward)
+            self._go_on(self._forward)
+        if self._pace is not None and self.analysis is not None and self._trial is None:
             self._reconsider(self._pace)
-        if not extra or self.analysis is None:
+        if not extra:
             return batch
-        generation, values = unpack(extra)
+        generation, values, shapes = unpack(extra)
+        spared = self._unsent(shapes)
+        if self.analysis is None:
+            return Delivery(read=set()).tag(batch, frozenset(), spared)
         wanted = frozenset(form.number for form in self.analysis.leaves.values())
-        return Delivery(values, generation).tag(batch, wanted)
+        return Delivery(values, generation, self._read).tag(batch, wanted, spared)
+
+    def _unsent(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Unsent]:
+        """The leaves that this batch came without, and what makes them."""
+        if not shapes:
+            return {}
+        made: list[Any] = []
+        again = self._again()
+
+        def make(number: int) -> torch.Tensor:
+            if not made:
+                if again is None:
+                    raise RuntimeError("a tensor of the batch was not sent, and the batch cannot be made once more")
+                with sending_all():
+                    batch = again()
+                made.extend(_pytree.tree_leaves(batch.batch if type(batch) is StagedBatch else batch))
+            self._remade[number] = self._remade.get(number, 0) + 1
+            self.counts.remade += 1
+            leaf: torch.Tensor = made[number]
+            return leaf
+
+        return {number: (shape, functools.partial(make, number)) for number, shape in shapes.items()}
+
+    def _send_again_what_is_read(self, forward: PartitionedForward) -> None:
+        often = {number for number, times in self._remade.items() if times >= _MOST_REMADE}
+        if forward.split is not None and (often := often & {*forward.split.stage.spared}):
+            self._read |= often
+            leaves = ", ".join(f"leaf {number}" for number in often)
+            _log.warning("hetstream: %s of each batch is sent again: something reads it", leaves)
+            self.decide(self._rates)
 
 
 class Pace:
@@ -176,6 +285,10 @@ class Pace:
         self.num_steps = 0
         self.num_changes = 0
         self._before: tuple[float, float] | None = None
+
+    def begin_again(self) -> None:
+        """Count from here: other steps than usual were taken."""
+        self.num_steps, self._before = 0, None
 
     def step_and_wait(self, now: float, wait_s: float) -> tuple[float, float] | None:
         """After each `_STEPS_OF_A_LOOK` steps: a step's time, and what of it was a wait for data."""

@@ -7,35 +7,20 @@ forward as a leaf that nothing has changed in place is what the loader gave, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from hetstream.mpi_dataworkers.partitioner.unsent import GIVES_MEMORY, METADATA, MOVES, UnsentLeaf, made, unsent
+
 _pytree: Any = pytree
 _without_subclass: Any = torch._C.DisableTorchFunctionSubclass
-_OfTensor: Any = torch.Tensor
-_MOVES = frozenset(
-    [
-        *(_OfTensor.to, _OfTensor.cuda, _OfTensor.cpu, _OfTensor.pin_memory, _OfTensor.contiguous),
-        *(_OfTensor.clone, _OfTensor.detach, torch.clone, torch.detach),
-    ]
-)
-# What says something of a tensor without reading it.
-_METADATA = frozenset(
-    [
-        *(_OfTensor.size, _OfTensor.dim, _OfTensor.numel, _OfTensor.stride, _OfTensor.is_contiguous, _OfTensor.__len__),
-        *(_OfTensor.element_size, _OfTensor.is_floating_point, _OfTensor.is_pinned, _OfTensor.get_device),
-    ]
-)
-# What gives away memory, which is then changed without a count of changes.
-_GIVES_MEMORY = frozenset(
-    [
-        *(_OfTensor.numpy, _OfTensor.__array__, _OfTensor.data_ptr, _OfTensor.untyped_storage, _OfTensor.__dlpack__),
-        *(_OfTensor.data.__get__, _OfTensor.data.__set__, _OfTensor.set_),
-    ]
-)
+
+
+# The size of a leaf that was not sent, and what makes it.
+Unsent = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
 
 
 class _Memory:
@@ -52,35 +37,50 @@ class Delivery:
         cut: the values that data workers have computed for it; None when they have computed none.
         generation: of the partition that they are of.
         was_checked: a forward of it was run both ways, so its later ones are, too: they may be recomputations.
-        read: numbers of the leaves whose content something else has read.
+        read: numbers of the leaves whose content something else has read; of several batches together.
     """
 
-    def __init__(self, cut: Sequence[torch.Tensor] | None = None, generation: int = 0) -> None:
+    def __init__(
+        self, cut: Sequence[torch.Tensor] | None = None, generation: int = 0, read: set[int] | None = None
+    ) -> None:
         self.cut = cut
         self.generation = generation
         self.was_checked = False
-        self.read: set[int] = set()
+        self.read: set[int] = set() if read is None else read
         self._versions = [value._version for value in cut or ()]
 
     def has_changed_cut(self) -> bool:
         """Whether the program has changed such a value in place: it may be an output of an earlier call."""
         return any(value._version != then for value, then in zip(self.cut or (), self._versions, strict=True))
 
-    def tag(self, batch: Any, wanted: frozenset[int] | None = None) -> Any:
+    def tag(self, batch: Any, wanted: frozenset[int] | None = None, spared: Mapping[int, Unsent] | None = None) -> Any:
         """The batch with its tensors as leaves.
 
         Args:
             batch: tensors in lists, tuples and dictionaries.
             wanted: numbers of the leaves to tag; None for all.
+            spared: the leaves that were not sent, by number, in whose places there are tensors without elements.
         """
         leaves, spec = _pytree.tree_flatten(batch)
         if all(not isinstance(leaf, torch.Tensor) for leaf in leaves):
             return batch
         tagged = [
-            self._leaf(leaf, index) if type(leaf) is torch.Tensor and (wanted is None or index in wanted) else leaf
+            self._unsent(spared[index], leaf.dtype, index)
+            if spared and index in spared
+            else self._leaf(leaf, index)
+            if type(leaf) is torch.Tensor and (wanted is None or index in wanted)
+            else leaf
             for index, leaf in enumerate(leaves)
         ]
         return _pytree.tree_unflatten(tagged, spec)
+
+    def _unsent(self, spared: Unsent, dtype: torch.dtype, number: int) -> UnsentLeaf:
+        shape, make = spared
+
+        def leaf() -> BatchLeaf:
+            return self._leaf(make(), number)
+
+        return unsent(shape, dtype, torch.device("cpu"), leaf, (self, number))
 
     def _leaf(self, tensor: torch.Tensor, number: int) -> BatchLeaf:
         return _as_leaf(tensor, self, number, _Memory())
@@ -101,14 +101,14 @@ class BatchLeaf(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with _without_subclass():
-            if func in _MOVES and args and type(args[0]) is BatchLeaf:
+            if func in MOVES and args and type(args[0]) is BatchLeaf:
                 return _moved(func, args[0], args[1:], kwargs)
             result = func(*args, **kwargs)
             is_attribute = getattr(func, "__name__", "") == "__get__" and not isinstance(result, torch.Tensor)
-            if func not in _METADATA and not is_attribute:
+            if func not in METADATA and not is_attribute:
                 _note_read(args, kwargs)
             leaves = [value for value in args if type(value) is BatchLeaf]
-            if func in _GIVES_MEMORY:
+            if func in GIVES_MEMORY:
                 for leaf in leaves:
                     leaf._memory.is_given_away = True
             elif leaves and not is_attribute:
@@ -190,8 +190,17 @@ def plain(leaf: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
+def whole(value: Any) -> Any:
+    """A tensor as the program's own forward takes it, with its content."""
+    if type(value) is UnsentLeaf:
+        value = made(value)
+    return plain(value) if isinstance(value, torch.Tensor) else value
+
+
 def origin(value: Any) -> tuple[Delivery, int] | None:
     """The batch that a value is a leaf of, and which; None when it is no leaf, or was changed."""
+    if type(value) is UnsentLeaf:
+        return value._of if value._made is None else origin(value._made)
     if type(value) is not BatchLeaf or value._is_part or not is_unchanged(value):
         return None
     return value._delivery, value._number

@@ -5,7 +5,9 @@ Called by `partition.py`. Both are `OperatorProgram`s, which need no module of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,8 @@ from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram,
 _pytree: Any = pytree
 # What an operator raises for data that it cannot work with. The trainer then runs the forward itself, and raises it.
 _OPERATOR_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+# The batch is made once more, for a leaf that was not sent.
+_sends_all: ContextVar[bool] = ContextVar("hetstream_sends_all", default=False)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class DataStage:
         num_leaves: of a batch.
         generation: which cut this is; the trainer does not use the values of another one.
         first: the program's own batch stage, which runs before.
+        spared: numbers of the leaves that are not sent: nothing takes them but the operators.
     """
 
     program: OperatorProgram
@@ -60,24 +65,49 @@ class DataStage:
     num_leaves: int
     generation: int
     first: Any = None
+    spared: tuple[int, ...] = ()
 
     def __call__(self, batch: Any) -> Any:
         """Run for one batch."""
         if self.first is not None:
             batch = self.first(batch)
-        leaves = _pytree.tree_leaves(batch)
+        leaves, spec = _pytree.tree_flatten(batch)
         if len(leaves) != self.num_leaves or not all(form.fits(leaves[form.number]) for form in self.forms):
             return StagedBatch(batch, ())
         try:
             values = self.program(*(leaves[form.number] for form in self.forms))
         except _OPERATOR_ERRORS:
             return StagedBatch(batch, ())
-        return StagedBatch(batch, pack(values, self.generation))
+        spared = () if _sends_all.get() else self.spared
+        shapes = {number: tuple(leaves[number].shape) for number in spared}
+        for number in spared:
+            leaves[number] = leaves[number].new_empty(0)
+        return StagedBatch(
+            _pytree.tree_unflatten(leaves, spec) if spared else batch, pack(values, self.generation, shapes)
+        )
 
 
-def pack(values: Sequence[Any], generation: int) -> list[torch.Tensor]:
-    """Values of one step as tensors, with a header that says how their memory was laid out."""
-    header = [generation]
+@contextlib.contextmanager
+def sending_all() -> Iterator[None]:
+    """Have the stages of this context spare no leaf."""
+    token = _sends_all.set(True)
+    try:
+        yield
+    finally:
+        _sends_all.reset(token)
+
+
+def pack(values: Sequence[Any], generation: int, shapes: Mapping[int, tuple[int, ...]]) -> list[torch.Tensor]:
+    """Values of one step as tensors, with a header: the sizes of leaves that are not sent, and how memory was laid out.
+
+    Args:
+        values: of the cut.
+        generation: of the cut.
+        shapes: of those leaves, by number.
+    """
+    header = [generation, len(shapes)]
+    for number, shape in shapes.items():
+        header += [number, len(shape), *shape]
     packed: list[torch.Tensor] = []
     for value in values:
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
@@ -89,16 +119,21 @@ def pack(values: Sequence[Any], generation: int) -> list[torch.Tensor]:
     return [torch.tensor(header), *packed]
 
 
-def unpack(tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
-    """The generation and the values of what `pack` made, each laid out in memory as it was."""
+def unpack(tensors: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor], dict[int, tuple[int, ...]]]:
+    """The generation, the values and the shapes that `pack` was given, each value laid out in memory as it was."""
     header = tensors[0].tolist()
-    place = 1
+    shapes: dict[int, tuple[int, ...]] = {}
+    place = 2
+    for _ in range(header[1]):
+        number, num_dimensions = header[place : place + 2]
+        shapes[number] = tuple(header[place + 2 : place + 2 + num_dimensions])
+        place += 2 + num_dimensions
     values: list[torch.Tensor] = []
     for tensor in tensors[1:]:
         order = header[place + 1 : place + 1 + header[place]]
         place += 1 + len(order)
         values.append(tensor if order == sorted(order) else tensor.permute(_inverse(order)))
-    return header[0], values
+    return header[0], values, shapes
 
 
 def _inverse(order: list[int]) -> list[int]:
@@ -156,6 +191,7 @@ def split(
         stage_of.num_leaves,
         stage_of.generation,
         stage_of.first,
+        spared_leaves(stage_of.leaves, leaves, decision.not_sent) if stage_of.spares else (),
     )
     staying = tuple(call for call in calls if call.name not in decision.moved)
     taken = {*references([(call.args, call.kwargs) for call in staying]), *references(captured.outputs)}
@@ -175,6 +211,7 @@ class StageInputs:
         num_leaves: of a batch.
         generation: which cut this is.
         first: the program's own batch stage.
+        spares: whether leaves that nothing else reads are not sent.
     """
 
     leaves: Mapping[str, LeafForm]
@@ -182,6 +219,13 @@ class StageInputs:
     num_leaves: int
     generation: int
     first: Any = None
+    spares: bool = False
+
+
+def spared_leaves(forms: Mapping[str, LeafForm], taken: Sequence[str], not_sent: Sequence[str]) -> tuple[int, ...]:
+    """The leaves that are not sent: they are inputs of the operators, and of nothing else under another name."""
+    kept = {form.number for name, form in forms.items() if name not in not_sent}
+    return tuple(dict.fromkeys(forms[name].number for name in taken if forms[name].number not in kept))
 
 
 def _for_host(call: Call) -> Call:

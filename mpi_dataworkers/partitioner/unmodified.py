@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
 from hetstream.mpi_dataworkers.partitioner.forward import saving_nothing
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, watch
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class _Calls:
             return own(module, *args, **kwargs)
         self._depth += 1
         try:
-            return follower.called(functools.partial(own, module, *args, **kwargs), module, args, kwargs)
+            own_args, own_kwargs = _pytree.tree_map(whole, (args, kwargs))  # what the forward reads, it alone reads
+            return follower.called(functools.partial(own, module, *own_args, **own_kwargs), module, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -104,6 +105,7 @@ class Follower:
         self.partition: Partition | None = None
         self._connection = connection
         self._offload = offload
+        self._read: set[int] = set()
         self._num_processes = num_processes
         self._num_leaves = 0
         self._batch_bytes = 0
@@ -120,7 +122,7 @@ class Follower:
         leaves = _pytree.tree_leaves(batch)
         self._num_leaves = len(leaves)
         self._batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.delivery = Delivery()
+        self.delivery = Delivery(read=self._read)
         return self.delivery.tag(batch)
 
     def called(
@@ -151,9 +153,11 @@ class Follower:
         self._leave()
         if (path := explain_file_from_environment()) is not None:
             name = type(module).__name__
-            _explain(path, Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates()))
+            read = tuple(leaf for leaf, form in analysis.leaves.items() if form.number in self._read)
+            found = Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates(), read)
+            _explain(path, found)
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
-        self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED)
+        self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)
         return result
 
     def _rates(self) -> Rates:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.mpi_dataworkers.hook import environment
@@ -110,11 +111,12 @@ def report_of(found: Findings, decision: Decision) -> Report:
         Column("reason", "REASON", left=True),
     ]
     reason = found.reason or decision.reason
-    summary = {
+    summary: dict[str, Any] = {
         "module": found.module,
         "reason": reason,
         "num_moved": len(decision.moved),
         "bytes_added": decision.bytes_added,
+        "leaves": _leaves(found, decision),
         "step_s_before": decision.before.total_s,
         "step_s_after": decision.after.total_s,
     }
@@ -123,7 +125,27 @@ def report_of(found: Findings, decision: Decision) -> Report:
         lines.append(
             f"{len(decision.moved)} of {len(rows)} operators move; {decision.bytes_added:+,} bytes for each batch"
         )
+    lines += [f"{leaf['leaf']}, {leaf['bytes']:,} bytes of the batch: {leaf['reason']}" for leaf in summary["leaves"]]
     return Report({"verb": "explain"}, summary, lines, [Section("operators", columns, rows, empty="no operators")])
+
+
+def _leaves(found: Findings, decision: Decision) -> list[dict[str, Any]]:
+    """What becomes of the tensors of the batch that the forward takes."""
+    leaves = []
+    for operator in found.graph.operators:
+        if operator.kind is Kind.LEAF:
+            is_spared = operator.name in decision.not_sent
+            reason = "the program reads it" if operator.name in found.read else "an operator that stays takes it"
+            cost = found.costs.get(operator.name)
+            leaves.append(
+                {
+                    "leaf": operator.name,
+                    "bytes": cost.value_bytes if cost else 0,
+                    "is_sent": not is_spared,
+                    "reason": "not sent, as nothing but moved operators reads it" if is_spared else f"sent: {reason}",
+                }
+            )
+    return leaves
 
 
 def _milliseconds(seconds: float | None) -> str:

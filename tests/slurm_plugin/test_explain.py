@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 
 
-def findings() -> Findings:
+def findings(*read: str) -> Findings:
     graph = ForwardGraph(
         (
             Operator("w", "layer.weight", kind=Kind.PARAMETER),
@@ -31,22 +31,30 @@ def findings() -> Findings:
         ("dense",),
     )
     costs = {"x": OperatorCost(value_bytes=400), "log": OperatorCost(0.02, 0.03, 400)}
-    return Findings("Model", "", graph, classify(graph, Offload.AUTO), costs, Rates(0.1, 0.01, 0))
+    return Findings("Model", "", graph, classify(graph, Offload.AUTO), costs, Rates(0.1, 0.01, 0), read)
 
 
 def test_findings_are_read_as_they_were_written() -> None:
-    assert Findings.from_json(findings().to_json()) == findings()
+    assert Findings.from_json(findings("x").to_json()) == findings("x")
     refused = Findings("the model", "it reads a file (train.py:3)")
     assert Findings.from_json(refused.to_json()) == refused
 
 
 def test_each_operator_has_its_line_its_side_and_the_reason() -> None:
-    decision = findings().decide(4, everything=False)
-    lines = as_table(report_of(findings(), decision), color=False)
+    found = findings("x")
+    lines = as_table(report_of(found, found.decide(4, everything=False)), color=False)
     assert lines[1] == "1 of 2 operators move; +400 bytes for each batch"
+    assert lines[2] == "x, 400 bytes of the batch: sent: the program reads it"
     log, dense = lines[-2:]
     assert " ".join(log.split()) == "aten.log.default train.py:7 20.000 30.000 400 B data worker depends on no state"
     assert dense.endswith("trainer      it needs w: a parameter, which each step changes")
+
+
+def test_a_leaf_that_nothing_else_reads_is_not_sent() -> None:
+    report = report_of(findings(), findings().decide(4, everything=False))
+    lines = as_table(report, color=False)
+    assert lines[1] == "1 of 2 operators move; +0 bytes for each batch"
+    assert lines[2] == "x, 400 bytes of the batch: not sent, as nothing but moved operators reads it"
 
 
 def test_a_forward_that_was_not_captured_is_a_reason() -> None:

@@ -165,6 +165,11 @@ def test_jagged_values_move_as_far_as_the_table(loaders: Callable[..., Any]) -> 
     assert any("unique" in name for name in done.decision.moved)
 
 
+@pytest.mark.parametrize("kind", [models.HoldsLambda, models.FallingBorders, models.EmptyJagged])
+def test_odd_models_and_values_have_their_losses(kind: type[torch.nn.Module], loaders: Callable[..., Any]) -> None:
+    both(loaders, kind)
+
+
 def test_an_error_of_the_program_is_raised_as_it_is(loaders: Callable[..., Any]) -> None:
     dataset = models.Rows(160)
     loader, model = loaders(dataset, batch_size=8), models.LooksUp()
@@ -384,9 +389,7 @@ def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypa
     from hetstream.mpi_dataworkers.partitioner import split
 
     real = split.pack
-    monkeypatch.setattr(
-        split, "pack", lambda values, generation: real([value * 1.0000001 for value in values], generation)
-    )
+    monkeypatch.setattr(split, "pack", lambda values, *more: real([value * 1.0000001 for value in values], *more))
     done, _ = both(loaders, models.Clean)
     assert not done.is_active
     assert "the check of a batch failed: value 0 differs" in done.reason

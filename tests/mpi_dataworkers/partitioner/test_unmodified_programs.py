@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.partition_programs.training import train
+from hetstream.mpi_dataworkers.partitioner import partition as partition_module
+from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
+from hetstream.mpi_dataworkers.partitioner.trial import Trial
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
 
 
@@ -131,3 +134,49 @@ def test_what_is_said_of_a_model(offloading: None, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.WARNING)
     losses_of(model_of(models.Clean), DataLoader(models.Rows(48), 8))
     assert "data workers run 5 operators of Clean's forward: everything that may move was asked for" in caplog.text
+
+
+def test_random_operators_move_when_all_is_asked_for(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
+    losses_of(model_of(models.Noisy), DataLoader(models.Rows(80), 8))
+    assert "data workers run" in caplog.text
+    assert "the check of a batch failed" not in caplog.text
+
+
+def test_a_shuffled_leaf_is_made_once_more(offloading: None, caplog: pytest.LogCaptureFixture) -> None:
+    def losses() -> list[str]:
+        model, found = model_of(models.Clean), []
+        torch.manual_seed(4)
+        for number, (values, labels) in enumerate(DataLoader(models.Rows(160), 8, shuffle=True)):
+            read = float(values.nan_to_num().sum()) if number >= 12 else 0.0
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(values), labels) + read
+            found.append(float(loss.detach()).hex())
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HETSTREAM_OFFLOAD", "off")
+        expected = losses()
+    assert losses() == expected
+    assert "leaf 0 of each batch is not sent any more" in caplog.text
+    assert "leaf 0 of each batch is sent again" in caplog.text
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_cut_that_gains_nothing_is_taken_back(
+    gains: bool, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8))
+    measured = (0.5, 1.0) if gains else (1.0, 1.0)
+    monkeypatch.setattr(Trial, "step_s", property(lambda _: measured))
+    monkeypatch.setattr(partition_module, "_STEPS_OF_A_LOOK", 10**6)
+    decide = Cutter.decide
+
+    def eager(cutter: Cutter, rates: Rates) -> Decision:
+        gain = sum(cost.trainer_s for cost in cutter._costs.values())
+        return cutter.largest(rates) if gain else decide(cutter, rates)
+
+    monkeypatch.setattr(Cutter, "decide", eager)
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "auto")
+    with hooked(three.name, monkeypatch):
+        assert losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8)) == expected
+    assert "data workers run 5 operators" in caplog.text
+    assert ("a step takes 1000.00 ms, without 1000.00 ms" in caplog.text) != gains

@@ -220,3 +220,38 @@ class LooksUp(Clean):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return self.layer(self.table(torch.nan_to_num(values)[:, 0].long()))
+
+
+class HoldsLambda(Clean):
+    """Has what cannot be pickled; its operators can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = lambda values: values * 2
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return self.scaled(values)
+
+
+class FallingBorders(Clean):
+    """Borders that decrease: what torch makes of them is no sense, and the same everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("borders", torch.tensor([5.0, 3.0, 1.0]))
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values + torch.bucketize(values, self.borders)
+
+
+class EmptyJagged(Clean):
+    """No id is kept, so a table is looked up with no id at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 4)
+
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        kept = values.long()[values.long() > 1000]
+        unique, inverse = torch.unique(kept, return_inverse=True)
+        return values + self.table(unique)[inverse].sum(0)

@@ -52,6 +52,9 @@ class ScriptedSource:
             raise step
         return step
 
+    def again(self) -> None:
+        """No step is made once more."""
+
     def shard_state(self) -> dict[str, Any] | None:
         return None
 

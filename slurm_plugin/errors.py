@@ -145,17 +145,19 @@ class SimulationInputError(HetstreamError):
     Args:
         source: the file, or what it is.
         problems: each with its line where there is one; the message has the first of them, and how many there are.
+        hint: what can be done.
     """
 
     MOST_SHOWN = 20
 
-    def __init__(self, source: str, problems: Sequence[str]) -> None:
+    def __init__(self, source: str, problems: Sequence[str], hint: str = "") -> None:
         self.source = source
         self.problems = tuple(problems)
         shown = "".join(f"\n  {problem}" for problem in self.problems[: self.MOST_SHOWN])
         left = len(self.problems) - self.MOST_SHOWN
         more = f"\n  and {left:,} more" if left > 0 else ""
-        super().__init__(f"{source}: {len(self.problems):,} problem(s):{shown}{more}")
+        next_step = f"\n  {hint}" if hint else ""
+        super().__init__(f"{source}: {len(self.problems):,} problem(s):{shown}{more}{next_step}")
 
 
 class SimulationFault(HetstreamError):

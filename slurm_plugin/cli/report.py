@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -59,10 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once, and write."""
-    if args.html and not Path(args.html).parent.is_dir():
-        raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
-    if args.html and Path(args.html).is_dir():
-        raise UsageError(f"--html={args.html}: is a directory. Name a file, such as {Path(args.html, 'cluster.html')}")
+    check_page(args.html, ())
     prices = prices_of(args)
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
@@ -121,8 +118,37 @@ def report_of(seen: Observation, samples: Sequence[Sample], prices: Prices | Non
     return Report(meta_of("report", seen.snapshot), summary, lines, sections)
 
 
+def check_page(text: str | None, inputs: Collection[str]) -> None:
+    """Refuse a page that could not be written, before anything is read or computed for it.
+
+    Args:
+        text: of `--html`.
+        inputs: paths that the command reads, which the page must not take the place of.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    if not text:
+        return
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise UsageError(f"--html={text}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--html={text}: is a directory. Name a file, such as {path / 'cluster.html'}")
+    if path.is_file() and any(Path(other).exists() and path.samefile(other) for other in inputs):
+        raise UsageError(f"--html={text}: the command reads this file. Name another one for the page")
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one; its mode is as the umask has it."""
+    """Write a file so that readers see the old text or the new one; its mode is as the umask has it.
+
+    A link stays, and what it leads to is written. What is no regular file, such as /dev/stdout or a pipe, is written
+    to: it must not become a file, and root could make it one.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    named, path = path, path.resolve()
     umask = os.umask(0)
     os.umask(umask)
     try:
@@ -135,7 +161,7 @@ def write_whole(path: Path, text: str) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
+        raise OSError(error.errno, error.strerror, str(named)) from error  # not the temporary name
 
 
 _COLUMNS = (

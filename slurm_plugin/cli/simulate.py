@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
-from hetstream.slurm_plugin.cli.report import write_whole
+from hetstream.slurm_plugin.cli.report import check_page, write_whole
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.errors import PolicyError
@@ -27,6 +28,7 @@ from hetstream.slurm_plugin.render.report import Column, Report, Section, percen
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
 from hetstream.slurm_plugin.simulate.comparison import BASELINES, RULES, Compared, as_plain, compare
+from hetstream.slurm_plugin.simulate.lines import MOST
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
 from hetstream.slurm_plugin.simulate.scenario import (
@@ -54,7 +56,8 @@ other examples:
 
 exit codes:
   0  done
-  1  Slurm could not be asked, or the simulator found an error of its own
+  1  FILE, the cluster or another file cannot be read, or something in it is wrong; Slurm could not be asked; or the
+     simulator found an error of its own
   2  the command line is wrong
 """
 _HOUR_S = 3600.0
@@ -203,8 +206,7 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, simulate, and write."""
-    if args.html and not Path(args.html).parent.is_dir():
-        raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
+    check_page(args.html, [path for path in (args.trace, args.cluster, args.policy_settings) if path])
     _check_numbers(args)
     prices = prices_of(args)
     traces = _traces(args)
@@ -262,6 +264,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number of hours above 0")
+        if value is not None and value > MOST / _HOUR_S:
+            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be at most {MOST / _HOUR_S:,.0f} hours")
     if args.node_mtbf is not None and args.node_mtbf < _LEAST_NODE_MTBF_HOURS:
         raise UsageError(f"--node-mtbf={args.node_mtbf:g}: must be at least {_LEAST_NODE_MTBF_HOURS:g} hour")
 
@@ -304,7 +308,10 @@ def _unknown_groups(caps: CapOptions, workload: Workload) -> list[str]:
 def _cluster(args: argparse.Namespace) -> Cluster:
     if args.from_slurm:
         return of_nodes(CommandSlurm().snapshot().nodes)
-    is_text = "=" in args.cluster and not Path(args.cluster).exists()
+    if not args.cluster.strip():
+        raise UsageError("--cluster is empty: must be a file, or text such as 8*gpus=8,cpus=64")
+    # A text of many groups is longer than the name of a file may be, and os.path says then that there is none.
+    is_text = args.cluster.lstrip().startswith("{") or ("=" in args.cluster and not os.path.exists(args.cluster))
     text = args.cluster if is_text else Path(args.cluster).read_text(encoding="utf-8-sig", errors="backslashreplace")
     return read_openb_nodes(args.cluster, text) if text.startswith("sn,") else parse(text)
 

@@ -30,7 +30,8 @@ SACCT_FIELDS = (
 # all of them together have a deadline.
 _DAY_S, _ONE_S, _ALL_S = 86400.0, 120.0, 600.0
 Row = Mapping[str, str]
-_CPU_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)")
+# More digits are no time, and more than a float can hold.
+_CPU_TIME = re.compile(r"(?:(\d{1,12})-)?(?:(\d{1,12}):)?(\d{1,12}):(\d{1,12}(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from hetstream.slurm_plugin.client.model import Gres
 
 _EMPTY = frozenset({"", "(null)", "N/A", "none"})
 _ITEM = re.compile(r"((?:[^,(]|\([^)]*\))+)")
-_COUNT = re.compile(r"(\d+)([kKmMgG]?)")
+# More digits are no count, and more than a float can hold.
+_COUNT = re.compile(r"(\d{1,15})([kKmMgG]?)")
 _FACTOR = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 

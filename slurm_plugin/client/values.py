@@ -9,7 +9,8 @@ from functools import lru_cache
 from hetstream.hetjob.sbatch_options import time_limit_s
 
 NONE_WORDS = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "UNLIMITED", "INFINITE", "NOT_SET"})
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)B?[nc]?")
+# More digits are no memory, and more than a float can hold.
+_MEMORY = re.compile(r"(\d{1,15}(?:\.\d+)?)([KMGTP]?)B?[nc]?")
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.text import shortened
 from hetstream.slurm_plugin.client.model import Node, total
 from hetstream.slurm_plugin.errors import SimulationInputError
 
@@ -68,9 +69,14 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> Cluster:
             problems.append(f"group {place}: no key {', '.join(unknown)}; there are {', '.join(_KEYS)}")
         values = {name: group.get(name, default) for name, default in _KEYS.items()}
         wrong = [name for name, value in values.items() if not _is_amount(value)]
-        large = [name for name in ("count", "gpus", "cpus") if name not in wrong and values[name] > _MOST_OF_A_NODE]
+        # Infinite memory and links are no limit.
+        large = [
+            name
+            for name, value in values.items()
+            if name not in wrong and value > _MOST_OF_A_NODE and value != _KEYS[name]
+        ]
         problems += [
-            f"group {place}: {name} is {values[name]:g}: must be at most {_MOST_OF_A_NODE:g}" for name in large
+            f"group {place}: {name} is {_amount(values[name])}: must be at most {_MOST_OF_A_NODE:g}" for name in large
         ]
         problems += [f"group {place}: {name} is {values[name]!r}: must be a number of 0 or more" for name in wrong]
         if wrong or large:
@@ -100,7 +106,7 @@ def parse(text: str) -> Cluster:
     if text.lstrip().startswith("{"):
         try:
             document = json.loads(text, object_pairs_hook=_without_doubles)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise SimulationInputError("cluster", [f"it cannot be read as JSON: {exc}"]) from exc
         groups = document.get("nodes") if isinstance(document, dict) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -152,3 +158,8 @@ def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _amount(value: float) -> str:
+    """JSON has whole numbers that no float can hold."""
+    return f"{value:g}" if isinstance(value, float) else shortened(str(value), 40)

@@ -11,8 +11,9 @@ from hetstream.base.text import printable
 from hetstream.slurm_plugin.errors import SimulationInputError
 
 Convert = Callable[[str], float]
-_MOST_SHOWN = 60
-_NUL = "a byte of it is 0, which no text has"
+MOST_SHOWN = 60
+NUL = "a byte of it is 0, which no text has"
+AS_UTF_8 = "Is it UTF-16? Write it as UTF-8"
 # Beyond it, seconds are no longer told apart well enough for the books to balance. Epochs in seconds are below.
 MOST = 1e10
 
@@ -46,13 +47,13 @@ class Lines:
         try:
             value = float(text)
         except ValueError:
-            self.complain(line, f"{column} is {_shown(text)}: must be a number")
+            self.complain(line, f"{column} is {quoted(text)}: must be a number")
             return math.nan
         if not math.isfinite(value) or value < 0:
-            self.complain(line, f"{column} is {_shown(text)}: must be a finite number of 0 or more")
+            self.complain(line, f"{column} is {quoted(text)}: must be a finite number of 0 or more")
             return math.nan
         if value > MOST:
-            self.complain(line, f"{column} is {_shown(text)}: must be at most {MOST:g}")
+            self.complain(line, f"{column} is {quoted(text)}: must be at most {MOST:g}")
             return math.nan
         return value
 
@@ -66,7 +67,8 @@ class Lines:
             SimulationInputError: with all problems, by line.
         """
         if self.problems and not skip_bad:
-            raise SimulationInputError(self.source, [f"line {line}: {text}" for line, text in sorted(self.problems)])
+            found = [f"line {line}: {text}" for line, text in sorted(self.problems)]
+            raise SimulationInputError(self.source, found, "Correct them, or leave such lines out with --skip-bad")
         kept = [(line, record) for line, record in self.records if line not in self.bad]
         if not kept:
             problems = [f"line {line}: {text}" for line, text in sorted(self.problems)]
@@ -91,19 +93,19 @@ def read(
     """
     lines = _Lines(text)
     # Slurm quotes nothing. Elsewhere a quote that is not closed must not swallow the rest of the file.
-    quoted = delimiter == ","
-    rows = csv.reader(lines, strict=True) if quoted else csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    is_csv = delimiter == ","
+    rows = csv.reader(lines, strict=True) if is_csv else csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
     try:
         head: Sequence[str] = next(rows, [])
     except csv.Error as error:
         raise SimulationInputError(source, [f"line 1: {error}"]) from error
     if lines.has_nul():
-        raise SimulationInputError(source, [f"line 1: {_NUL}. Is it UTF-16? Write it as UTF-8"])
+        raise SimulationInputError(source, [f"line 1: {NUL}. {AS_UTF_8}"])
     names = [name.strip().lstrip("\ufeff") for name in head]
     missing = [name for name in required if name not in names]
     unknown = [] if known is None else [name for name in names if name not in known]
     problems = [f"line 1: there is no column {name}" for name in missing]
-    problems += [f"line 1: column {_shown(name)} is not known; there are {', '.join(known or ())}" for name in unknown]
+    problems += [f"line 1: column {quoted(name)} is not known; there are {', '.join(known or ())}" for name in unknown]
     problems += [f"line 1: column {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
     if problems:
         raise SimulationInputError(source, problems)
@@ -113,7 +115,7 @@ def read(
             if not row and not lines.num_nul:
                 continue
             if lines.has_nul():
-                found.complain(rows.line_num, _NUL)
+                found.complain(rows.line_num, NUL)
             elif len(row) != len(names):
                 found.complain(rows.line_num, f"{len(row)} values and not {len(names)}")
             else:
@@ -143,6 +145,7 @@ class _Lines:
         return num > 0
 
 
-def _shown(text: str) -> str:
-    short = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+def quoted(text: str) -> str:
+    """A value for a message: no line end in it, and not without end."""
+    short = text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
     return f'"{printable(short)}"' if short else "empty"

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hetstream.base.text import shortened
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
 from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
-from hetstream.slurm_plugin.simulate.lines import MOST, Lines, read
+from hetstream.slurm_plugin.simulate.lines import MOST, MOST_SHOWN, Lines, quoted, read
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
 
 REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
@@ -115,12 +116,11 @@ def _job(
         return None
     times: list[float | None] = []
     for name in ("Submit", "Start", "End"):
-        try:
-            times.append(moment(record[name]))
-        except ValueError:
-            lines.complain(line, f"{name} is {record[name]!r}: must be like 2026-11-20T16:00:15")
-            times.append(None)
+        times.append(_moment(lines, line, record, name))
     num_nodes, cpus = lines.number(line, record, "NNodes"), lines.number(line, record, "AllocCPUS", 0.0)
+    if cpus % 1:
+        lines.complain(line, f"AllocCPUS is {quoted(record['AllocCPUS'])}: must be a whole number")
+    lines.number(line, record, "ElapsedRaw", 0.0)
     if len(lines.problems) > before:
         return None
     submit_s, start_s, end_s = times
@@ -139,13 +139,17 @@ def _job(
         lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
     limit = text_or_empty(record.get("TimelimitRaw", "").replace("Partition_Limit", ""))
     limit_min = lines.number(line, {"TimelimitRaw": limit}, "TimelimitRaw", 0.0)
-    filled = {name: record.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": job}
+    filled = {name: record.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": job, "AllocCPUS": f"{cpus:.0f}"}
     stepped = [{name: step.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": f"{job}.0"} for step in steps]
     try:
         usage = usages_of([filled, *stepped])[0]
         memory_gib = megabytes(tres(record["AllocTRES"]).get("mem", "")) / _MB_PER_GIB
-    except (UnreadableAnswer, ValueError) as error:
-        lines.complain(line, str(error).split(" Please report")[0])
+    except UnreadableAnswer as error:
+        # What follows the cause there is the whole line; here its number says which one it is.
+        lines.complain(line, shortened(str(error.__cause__ or error), MOST_SHOWN))
+        return None
+    except ValueError as error:
+        lines.complain(line, f"AllocTRES: {shortened(str(error), MOST_SHOWN)}")
         return None
     if usage.gpus > MOST:
         lines.complain(line, f"AllocTRES says {usage.gpus:g} GPUs: must be at most {MOST:g}")
@@ -156,6 +160,19 @@ def _job(
         return None
     limit_s = limit_min * 60 or np.inf
     return _Job(usage, submit_s, max(start_s, submit_s), end_s, max(1, int(num_nodes)), limit_s, memory_gib)
+
+
+def _moment(lines: Lines, line: int, record: Mapping[str, str], name: str) -> float | None:
+    """A time; None where there is none, or with a complaint where it is no time of a job."""
+    try:
+        at_s = moment(record[name])
+    except ValueError:
+        lines.complain(line, f"{name} is {quoted(record[name])}: must be like 2026-11-20T16:00:15")
+        return None
+    if at_s is not None and not 0 <= at_s <= MOST:
+        lines.complain(line, f"{name} is {quoted(record[name])}: must be between 1970 and 2286. A clock was wrong")
+        return None
+    return at_s
 
 
 def _gang(job: str, components: list[_Job]) -> _Job:

@@ -10,7 +10,7 @@ import numpy as np
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups
 from hetstream.slurm_plugin.simulate.curves import Points, curves_of, parse_curve
-from hetstream.slurm_plugin.simulate.lines import Lines, read
+from hetstream.slurm_plugin.simulate.lines import AS_UTF_8, NUL, Lines, quoted, read
 from hetstream.slurm_plugin.simulate.models import with_models
 from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
 from hetstream.slurm_plugin.simulate.sacct import Assumptions, read_sacct
@@ -92,6 +92,8 @@ def read_trace(source: str, text: str, form: str = "auto", options: ReadOptions 
 
 
 def _form_of(source: str, head: str) -> str:
+    if "\0" in head:
+        raise SimulationInputError(source, [f"line 1: {NUL}. {AS_UTF_8}"])
     names = {name.strip() for name in head.replace("|", ",").split(",")}
     columns = {
         "philly": _PHILLY, "pollux": _POLLUX, "goldminer": _GOLDMINER, "openb": _OPENB, "csv": OWN_REQUIRED,
@@ -100,6 +102,12 @@ def _form_of(source: str, head: str) -> str:
     for form, required in columns.items():
         if set(required) <= names:
             return form
+    if not any(names & set(required) for required in columns.values()):
+        forms = "; ".join(f"{form}: {', '.join(required)}" for form, required in columns.items())
+        shown = f"it begins with {quoted(head)}" if head.strip() else "it is empty"
+        raise SimulationInputError(
+            source, [f"line 1: {shown}, and must name the columns of one of these forms: {forms}"]
+        )
     nearest = max(columns, key=lambda form: len(names & set(columns[form])))
     missing = ", ".join(sorted(set(columns[nearest]) - names))
     raise SimulationInputError(

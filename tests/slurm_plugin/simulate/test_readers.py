@@ -242,11 +242,40 @@ def test_clocks_that_jump_in_an_export_are_problems() -> None:
     assert problems_of(SACCT.split("\n1|")[0] + "\n") == ("there is no job in it",)
 
 
+def test_numbers_of_an_export_that_no_float_holds_are_problems_of_their_lines() -> None:
+    names = "JobIDRaw|State|Submit|Start|End|ElapsedRaw|NNodes|AllocCPUS|AllocTRES|TotalCPU"
+    good = dict(
+        zip(names.split("|"), f"1|F|{DAY}16:00:00|{DAY}16:01:00|{DAY}17:01:00|60|1|4||".split("|"), strict=True)
+    )
+    many = "9" * 400
+    wrong = (
+        ({"AllocTRES": f"gres/gpu={many}"}, "GRES 'gres/gpu=999"),
+        ({"AllocTRES": f"gres/gpu:a100_1g.5gb={many}"}, "GRES 'gres/gpu:a100_1g.5gb=999"),
+        ({"AllocTRES": f"mem={many}P"}, "AllocTRES: memory '999"),
+        ({"TotalCPU": f"{many}:00"}, "CPU time '999"),
+        ({"ElapsedRaw": "abc"}, 'ElapsedRaw is "abc": must be a number'),
+        ({"AllocCPUS": "8.5"}, 'AllocCPUS is "8.5": must be a whole number'),
+        ({"End": "9999-12-31T23:59:59"}, 'End is "9999-12-31T23:59:59": must be between 1970 and 2286'),
+        ({"Submit": "1600-01-01T00:00:00"}, 'Submit is "1600-01-01T00:00:00": must be between 1970 and 2286'),
+    )
+    rows = ["|".join((good | {"JobIDRaw": str(at)} | change).values()) for at, (change, _) in enumerate(wrong)]
+    told = problems_of("\n".join([names, *rows]) + "\n")
+    assert len(told) == len(wrong)
+    for line, (problem, (_, said)) in enumerate(zip(told, wrong, strict=True), start=2):
+        assert problem.startswith(f"line {line}: ")
+        assert said in problem
+        assert len(problem) < 130, "the line's number says which it is"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nearest to"),
-        ("a,b\n1,2\n", "of no known form"),
+        ("", "it is empty, and must name the columns of one of these forms: philly: job_id"),
+        (
+            "a,b\n1,2\n",
+            'it begins with "a,b", and must name the columns .*; csv: submit_s, run_s, num_gpus; sacct: Submit',
+        ),
+        ("\\xff\\xfes\0u\0b\0", "a byte of it is 0, which no text has. Is it UTF-16. Write it as UTF-8"),
         ("job_id,submit_s,duration_s\n1,2,3\n", "nearest to philly, and lacks num_gpus"),
         ("submit_s,run_s,num_gpus,gpu\n1,2,3,4\n", 'column "gpu" is not known'),
         ("submit_s,run_s,num_gpus,num_gpus\n1,2,3,4\n", "num_gpus is there twice"),
@@ -304,6 +333,9 @@ def test_clusters_of_text_json_and_a_sites_nodes() -> None:
         ("99999999999*gpus=8,cpus=8", "count is 1e\\+11: must be at most 1e\\+09"),
         ("999999*gpus=8,cpus=8;2*cpus=8", "group 2: with it there are more than 1,000,000 nodes"),
         ('{"nodes": [{"gpus": 8, "cpus": Infinity}]}', "cpus is inf: must be at most"),
+        ('{"nodes": [{"cpus": %s}]}' % ("9" * 400), "cpus is 9{40}... .360 more characters.: must be at most 1e.09"),
+        ('{"nodes": [{"memory_gib": %s}]}' % ("9" * 400), "memory_gib is 9{40}... .*: must be at most 1e.09"),
+        ('{"nodes": ' + "[" * 100_000, "cannot be read as JSON: maximum recursion depth"),
         ('{"nodes": [{"gpus": -1, "cpus": true}]}', "gpus is -1: must be a number of 0 or more"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,52 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
     assert "line 3: run_s" in told
 
 
+def test_wrong_lines_are_told_with_the_option_that_leaves_them_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text("submit_s,run_s,num_gpus\n-1,5,1\n0,1,1\n")
+    assert main(["simulate", str(path), "--cluster", CLUSTER]) == 1
+    assert "leave such lines out with --skip-bad" in capsys.readouterr().err
+    words = (str(path), "--cluster", CLUSTER, "--skip-bad", "--policies", "tuned", "--disciplines", "easy")
+    assert document(capsys, *words)["summary"]["num_jobs"] == 1
+
+
+def test_a_cluster_of_many_groups_may_be_text_and_json_may_stand_on_the_command_line(
+    jobs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ("--policies", "tuned", "--disciplines", "easy")
+    groups = ";".join(["1*gpus=4,cpus=24,memory_gib=256"] * 20)
+    assert document(capsys, jobs, "--cluster", groups, *rest)["summary"]["num_nodes"] == 20
+    inline = '{"nodes": [{"count": 2, "gpus": 4, "cpus": 24}]}'
+    assert document(capsys, jobs, "--cluster", inline, *rest)["summary"]["num_nodes"] == 2
+    assert main(["simulate", jobs, "--cluster", ""]) == 2
+    assert "--cluster is empty: must be a file, or text such as" in capsys.readouterr().err
+
+
+def test_a_page_takes_no_place_of_what_is_no_page(
+    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned", "--disciplines", "easy", "--html"]
+    assert main(["simulate", *words, jobs]) == 2
+    assert f"--html={jobs}: the command reads this file" in capsys.readouterr().err
+    assert Path(jobs).read_text() == JOBS
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        assert main(["simulate", *words, str(pipe)]) == 0
+        assert "<html" in read.result(timeout=30)
+    assert pipe.is_fifo()
+
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    assert main(["simulate", *words, str(link)]) == 0
+    assert link.is_symlink()
+    assert "<html" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -146,6 +194,8 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
         (["--submit-latency", "-1"], "submit_s is -1: must be from 0 to 1e+10"),
         (["--free-latency", "nan"], "free_s is nan: must be from 0 to 1e+10"),
         (["--html", "/nowhere/page.html"], "there is no directory"),
+        (["--html", "/"], "--html=/: is a directory. Name a file"),
+        (["--window", "1e308"], "--window=1e+308: must be at most 2,777,778 hours"),
     ],
 )
 def test_wrong_words_are_refused(jobs: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

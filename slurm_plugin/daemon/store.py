@@ -14,6 +14,7 @@ import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -34,6 +35,11 @@ HISTORY_FILE = "history.sqlite"
 _APPLICATION_ID = 0x68657464
 _SCHEMA_VERSION = 1
 _MAX_WAL_BYTES = 1 << 20
+# SQLite keeps whatever is written, also in a column of another type, and infinite numbers.
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Limit = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_JobRow = tuple[str, str, Annotated[int, msgspec.Meta(ge=0)], _Number, _Number, _Limit | None, str]
+_DecisionRow = tuple[_Number, str, str, _Limit | None, _Limit | None, str, int, str]
 # Of decisions, the last so many are kept: 200 bytes each.
 MAX_DECISIONS = 20_000
 
@@ -50,6 +56,7 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / STATE_FILE
+        self._has_said_damage = False
         with self._named():
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -166,7 +173,7 @@ class Store:
         reach("daemon.after_commit")
 
     def decisions(self, users: Collection[str] | None, job: str, limit: int) -> tuple[DecisionTaken, ...]:
-        """The latest decisions, the last one first.
+        """The latest decisions, the last one first. What can be no decision is said once and left out.
 
         Args:
             users: whose jobs; None for all.
@@ -189,10 +196,17 @@ class Store:
         )
         with self._named():
             rows = self._database.execute(text, [*values, limit]).fetchall()
-        return tuple(
-            DecisionTaken(time_s, job_id, user, before, after, policy, bool(is_told), reason)
-            for time_s, job_id, user, before, after, policy, is_told, reason in rows
-        )
+        found = []
+        for row in rows:
+            try:
+                time_s, job_id, by, before, after, policy, is_told, reason = msgspec.convert(row, _DecisionRow)
+            except msgspec.ValidationError as error:
+                if not self._has_said_damage:
+                    self._has_said_damage = True
+                    log.warning("%s: a decision that is kept there is none, and is not shown: %s", self.path, error)
+            else:
+                found.append(DecisionTaken(time_s, job_id, by, before, after, policy, bool(is_told), reason))
+        return tuple(found)
 
     def settings(self) -> PolicySettings:
         """Which policy divides; the usual one where nobody has set any.
@@ -293,10 +307,11 @@ def _check(database: sqlite3.Connection, path: Path) -> None:
 
 def _read(database: sqlite3.Connection) -> list[Registered]:
     rows = database.execute("select user, report, sent_ns, seen_s, weight, max_workers, reason from jobs order by job")
-    return [
-        Registered(user, typed_json.decode(report, ReportDemand), sent_ns, seen_s, weight, limit, reason)
-        for user, report, sent_ns, seen_s, weight, limit, reason in rows
-    ]
+    jobs = []
+    for row in rows:
+        user, report, sent_ns, seen_s, weight, limit, reason = msgspec.convert(row, _JobRow)
+        jobs.append(Registered(user, typed_json.decode(report, ReportDemand), sent_ns, seen_s, weight, limit, reason))
+    return jobs
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
-from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, Store, remembered_settings
+from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, STATE_FILE, Store, remembered_jobs, remembered_settings
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
 from hetstream.slurm_plugin.policy.choices import POLICIES
 from hetstream.slurm_plugin.render.remaining import remaining_words
@@ -201,6 +202,42 @@ def test_settings_of_no_policy_are_refused(tmp_path: Path) -> None:
             store.settings()
     with pytest.raises(DaemonStateError, match="set another policy, or move the file away"):
         remembered_settings(tmp_path)
+
+
+def damage(directory: Path, statement: str) -> None:
+    database = sqlite3.connect(directory / STATE_FILE)
+    with database:
+        database.execute(statement)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seen_s = 'x'", "sent_ns = 1e300", "weight = 9e999", "max_workers = 'all'", "user = x'00'", "report = '[]'"],
+)
+def test_a_job_in_the_file_that_can_be_none_is_one_clear_error(change: str, tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.save({"1": Registered("alice", report(1, 4), 1, 2.0)})
+    damage(tmp_path, f"update jobs set {change}")
+    with Store(tmp_path) as store, pytest.raises(DaemonStateError, match=r"cannot be used: Expected .* move it away"):
+        store.jobs()
+    with pytest.raises(DaemonStateError, match=r"cannot be used: Expected .* move it away"):
+        remembered_jobs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", ["time_s = 9e999", "job = x'ff'", "after = 'many'", "is_told = 'yes'", "reason = x''"]
+)
+def test_a_decision_in_the_file_that_can_be_none_is_left_out_and_said_once(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        store.save({}, [decision(1), decision(2)])
+        damage(tmp_path, f"update decisions set {change} where number = 2")
+        for _ in range(2):
+            assert store.decisions(None, "", 10) == (decision(1),)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a decision that is kept there is none, and is not shown: Expected" in caplog.text
 
 
 def test_reports_of_both_versions_are_kept(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 """hetstream: training batches from CPU nodes, streamed to the GPUs of a Slurm cluster.
 
-What a program imports is here: the loader, the checkpointer, and every error (`except hetstream.NoCheckpoint`).
-Importing this package imports neither torch nor zmq; a name brings what it needs when it is first used.
+What a program imports is here: the loader, the checkpointer, and every error.
+
+    from hetstream import DataLoader, FlashCheckpointer, NoCheckpoint
+
+`import hetstream` loads neither torch nor zmq. A name's own module is imported when the name is first used.
 """
 
-# ruff: noqa: F403, F405 (the errors are listed in their own modules only)
+# ruff: noqa: F403, F405 (`import *` takes the errors, which are listed in their own modules only)
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # for editors and type checkers; tests/test_door.py compares it with the tables below
+if TYPE_CHECKING:  # the same names as in the tables below, for editors and type checkers; `tests/test_door.py` compares
     from hetstream.base.errors import *
     from hetstream.checkpoint.errors import *
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer as FlashCheckpointer
@@ -37,6 +40,7 @@ if TYPE_CHECKING:  # for editors and type checkers; tests/test_door.py compares 
 
     __version__: str
 else:
+    # The module of each name.
     _MODULES = {
         "Adaptive": "checkpoint.policy.interval",
         "Best": "checkpoint.policy.retention",
@@ -56,7 +60,7 @@ else:
         "partition": "mpi_dataworkers.partitioner.partition",
         "sample_generator": "mpi_dataworkers.generators",
     }
-    # Each of these modules draws its errors as a tree; all of them can be imported from here.
+    # Modules all of whose errors can be imported from here. Their docstrings draw them as trees.
     _ERROR_MODULES = (
         "base.errors",
         "checkpoint.errors",
@@ -65,6 +69,7 @@ else:
         "slurm_plugin.errors",
     )
 
+    # What `import *` brings. Of the errors it is the root alone: the others would fill a program with names.
     __all__ = [*_MODULES, "HetstreamError", "__version__"]
 
     def _errors():
@@ -76,7 +81,7 @@ else:
             if isinstance(value, type) and issubclass(value, BaseException)
         }
 
-    def __getattr__(name):
+    def __getattr__(name):  # PEP 562: called once for each name, which is kept below
         if name in _MODULES:
             value = getattr(importlib.import_module(f"hetstream.{_MODULES[name]}"), name)
         elif name[:1].isupper() and name in (errors := _errors()):

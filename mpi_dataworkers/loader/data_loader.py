@@ -66,7 +66,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         ServiceUnavailable, AuthenticationError, JobNameConflict: the service cannot be used.
     """
 
-    @takes(LoaderOptions)
+    @takes(LoaderOptions)  # programs give the keywords; here they come as one value, which `options.check` judges
     def __init__(self, options: LoaderOptions) -> None:
         identity = options.check(distributed_identity())
         super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
@@ -85,10 +85,10 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             batch_stage=options.batch_stage,
             gpu_stage=options.gpu_stage,
         )
-        self._connection.close_with(self)
+        self._connection.close_with(self)  # also when the program drops the loader without `close`
 
     def _description(self) -> dict[str, str]:
-        """The dataset and its order in words, which a state and the ranks of one program must agree on."""
+        """The dataset and its order in words: a saved state must have the same, and so must all ranks of a program."""
         return {"fingerprint": fingerprint_of(self.dataset)} | self._order.description
 
     # Iterating
@@ -97,26 +97,26 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """Steps of this rank in an epoch, `repeat` times over.
 
         Raises:
-            TypeError: nobody knows: an IterableDataset without `__len__` or for several ranks, sharding OFF, or an
-                endless stream. What an IterableDataset's `__len__` says is believed, as by torch.
+            TypeError: the number is not known: of an endless stream, of sharding OFF, and of an IterableDataset that
+                has no `__len__` or is divided among ranks.
         """
         num_steps = self._order.num_steps(self._position.next.epoch)
         if num_steps is None and self._order.believes_length:
-            num_steps = int(super().__len__())
+            num_steps = int(super().__len__())  # from the dataset's `__len__`, which torch takes at its word, too
         if num_steps is None or self._repeat is None:
             what = "an endless stream" if self._repeat is None else f"a stream of {type(self.dataset).__name__}"
             raise TypeError(f"{what} has no length that is known before it ends")
         return num_steps * self._repeat
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an iteration, over the current epoch; the next call begins the next epoch."""
+        """Begin an iteration over one epoch; the next call begins the next epoch."""
         passes = LoaderPasses(self._begin_pass, self.__len__, self._repeat, type(self.dataset).__name__)
         if self._device.type == "cpu":
             return PositionTracker(passes, self._position)
         return OnDevice(PositionTracker(passes, self._position, is_prefetched=True), self._device, self._position)
 
     def _begin_pass(self, at: Position) -> PassIterator:
-        """Begin a pass, from a position on."""
+        """Begin a pass at a position."""
         self._refresh_pipeline(at)
         connection = self._connection
         client = connection.client
@@ -133,7 +133,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """Use the dataset, `collate_fn` and so on that the loader has now: programs replace them between epochs.
 
         Raises:
-            PipelineError: the dataset has another length, and a pass that begins here must have the one that it had.
+            PipelineError: the dataset's length has changed, and a pass that begins at this position needs the old one.
         """
         before = self._connection.pipeline
         pipeline = pipeline_of(
@@ -163,36 +163,39 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     # What comes next
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch, also at
-        its end: then the iteration is empty.
+        """Choose the epoch of the next iteration.
+
+        After `load_state_dict`, the epoch of that state keeps the state's position. If that is the epoch's end, the
+        iteration is empty. Any other epoch is read from its beginning.
 
         Raises:
-            OptionsError: it is no whole number from 0 to 2**31 - 1.
+            OptionsError: the epoch is no whole number from 0 to 2**31 - 1.
         """
         if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
         self._position.set_epoch(int(epoch))
 
     def set_batch_stage(self, batch_stage: BatchStage | None) -> None:
-        """Use another batch stage, or none, from the next step on, also in the midst of an iteration.
+        """Use another batch stage, or none, from the next step on. An iteration may be under way.
 
-        No batch is lost or comes twice: what was made ahead with the stage before is dropped and made again. With
-        `device=`, one batch is on its way there already, and comes as it is.
+        No batch is lost or comes twice: batches that were made ahead with the old stage are dropped and made again.
+        With `device=`, one batch is already on its way to the device, and still has the old stage.
 
         Raises:
-            OptionsError: it is no function, or cannot be pickled; the stage before stays.
-            PipelineError: the pipeline cannot be handed to data workers now; the stage before stays.
+            OptionsError: it is no function, or cannot be pickled; the old stage stays.
+            PipelineError: the pipeline cannot be handed to data workers now; the old stage stays.
         """
         self._connection.use_batch_stage(batch_stage)
 
     # Saving and restoring the position
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data: plain values, of the batches that the training loop has taken.
+        """The position behind the last batch that the training loop has taken, as plain values.
 
-        Saved after the last batch of an epoch, whether or not the loop has met its end, the next iteration is the next
-        epoch; unless `set_epoch` names the epoch that has ended, of which nothing is left. Without a sampler of the
-        program's own, an IterableDataset or `sharding` it is the same in every rank.
+        A state that was taken after the last batch of an epoch continues with the next epoch. Only if `set_epoch`
+        then names the epoch that has ended is the iteration empty.
+
+        Every rank has the same state, except with a sampler of the program's own, an IterableDataset or `sharding`.
         """
         state = self._state_at(self._position.taken)
         reach("loader.state_taken")
@@ -213,9 +216,10 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, in constant time; with a sampler of the program's own, in the time that it
-        takes to draw the indices again. With `global_batch_size` the state may come from another world size; of an
-        IterableDataset if it is what `merge_states` makes of all ranks' states.
+        """Continue from a saved position.
+
+        It takes constant time; a sampler of the program's own has to draw its indices again. The world size may be
+        another one with `global_batch_size`, and for an IterableDataset with a state that `merge_states` has made.
 
         Raises:
             StateError: the state is of another dataset, order or batch size, or damaged; every difference is named.
@@ -238,14 +242,13 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     # Looking and ending
 
     def stats(self) -> dict[str, Any]:
-        """How the loader does: counts since it was made, and rates over the last seconds.
+        """Counts since the loader was made, and rates over the last seconds. Cheap: it reads counters.
 
-        Times in seconds, sizes in bytes; docs/reference.md, "Statistics", explains each key. Cheap: it reads
-        counters.
+        Times are in seconds, sizes in bytes; docs/reference.md, "Statistics", explains each key.
 
-        With `lengths`, of the last steps: padding_waste (share of a padded batch that is padding) and step_spread
-        (share of a step that ranks wait for the one with the longest samples, where time goes with length), both over
-        all ranks.
+        With `lengths` there are two more, over the last steps of all ranks: padding_waste is the share of a padded
+        batch that is padding. step_spread is the share of a step that ranks wait for the rank with the longest
+        samples, if time grows with length.
         """
         taken = self._position.taken
         by_length = self._order.costs_by_length(taken.order_epoch(self._repeat), taken.step)
@@ -253,9 +256,9 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     @property
     def skipped_samples(self) -> list[SkippedSample]:
-        """(epoch, sample_index, error) of the first 1000 samples that `on_error` skipped, in the order of the steps.
+        """The first 1000 samples that `on_error` skipped: (epoch, sample_index, error), in the order of the steps.
 
-        An index of -1 stands for a whole step.
+        A sample_index of -1 stands for a whole step.
         """
         return list(self._connection.skipped.samples)
 

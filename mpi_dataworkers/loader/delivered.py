@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 class Delivered(msgspec.Struct, frozen=True):
     """One step as the training loop gets it.
 
-    `origin` is `local` when it was made in process. `num_bytes` are of its tensors, `held_bytes` all that came for it.
-    Without samples it is a step to go on without.
+    Attributes:
+        payload: the batch.
+        num_samples: in the batch; 0: all were skipped, and the loop gets nothing for this step.
+        num_bytes: of the batch's tensors.
+        origin: `local` when it was made in process; else of `wire.delivery_messages.Batch`.
+        shift: in a shared stream, how far the step is from the loader's own numbering.
+        num_skipped: samples that were skipped.
+        left_out: how those of them failed that were tried at this step.
+        snapshot: where the shard's reader is after the step; empty if it has not said so.
+        held_bytes: memory of all that came for the step.
     """
 
     payload: Any

@@ -1,4 +1,4 @@
-"""How keywords are declared as fields of a dataclass, each with its check, and taken by a constructor.
+"""Keywords as fields of a dataclass: a field declares a keyword and its check, and a constructor takes them all.
 
 Used by `options.py` and `data_loader.py`.
 """
@@ -40,25 +40,28 @@ def help_of(declaration: object) -> str:
 def takes(
     declaration: Callable[_Keywords, _Options],
 ) -> Callable[[Callable[[Any, _Options], None]], Callable[Concatenate[Any, _Keywords], None]]:
-    """Decorate a constructor: it is called with the keywords of a declaration, and gets them as that one value.
+    """Decorate a constructor: callers give the keywords, and the constructor gets one value that has them all.
 
     Editors, type checkers, `help` and `inspect.signature` show the keywords.
+
+    Args:
+        declaration: the dataclass whose fields are the keywords.
     """
 
     def decorate(construct: Callable[[Any, _Options], None]) -> Callable[Concatenate[Any, _Keywords], None]:
-        of_declaration = inspect.signature(declaration)
+        signature = inspect.signature(declaration)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
         def __init__(self: Any, /, *args: _Keywords.args, **keywords: _Keywords.kwargs) -> None:
             try:
-                of_declaration.bind(*args, **keywords)
+                signature.bind(*args, **keywords)  # else its error would name the declaration, and not the class
             except TypeError as error:
                 raise TypeError(f"{type(self).__name__}: {error}") from None
             construct(self, declaration(*args, **keywords))
 
         __init__.__module__, __init__.__qualname__ = construct.__module__, construct.__qualname__
         __init__.__doc__ = help_of(declaration)
-        parameters = [itself, *of_declaration.parameters.values()]
+        parameters = [itself, *signature.parameters.values()]
         __init__.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         return __init__
 
@@ -92,13 +95,13 @@ def among(*allowed: Any) -> Check:
     return check
 
 
-def wait_s(name: str, value: Any) -> Iterator[str]:
+def waiting_seconds(name: str, value: Any) -> Iterator[str]:
     """Seconds to wait, 0 for ever."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= TIMEOUT_MAX:
         yield f"{name}={value!r}: must be a number of seconds of at least 0; 0 waits for ever"
 
 
-def limit_s(name: str, value: Any) -> Iterator[str]:
+def seconds_limit(name: str, value: Any) -> Iterator[str]:
     """Seconds that something may take."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value < float("inf"):
         yield f"{name}={value!r}: must be a number of seconds of at least 0.1"

@@ -89,9 +89,9 @@ class LoaderConnection:
         min_window: steps that may be under way even when they are larger than the buffer.
 
     Attributes:
-        pipeline: the program's own objects; steps that the fallback makes are made with a copy.
+        pipeline: the program's own objects; `make_locally` uses a copy of them.
         sent_pipelines: what data workers were given; None without a service.
-        local_workers: with persistent_workers, what is kept from pass to pass in process.
+        local_workers: with persistent_workers, torch's worker processes, which are kept from pass to pass.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
         last_again: asked before the next step is taken, gives what makes the last one once more, if that can be.
@@ -180,8 +180,14 @@ class LoaderConnection:
         self.pipeline, self.on_extra = pipeline, on_extra
         self.local_workers = None  # the processes that it kept have the stage before
 
-    def delivered(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] = _never) -> Any:
-        """What the program gets of a batch, which `on_extra` may change; `again` becomes `last_again`."""
+    def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] = _never) -> Any:
+        """What the program gets of a batch: without the `extra` of a `StagedBatch`, and changed by `on_extra`.
+
+        Args:
+            step: its number in the pass.
+            batch: as it was made.
+            again: becomes `last_again`.
+        """
         self.last_again = again
         extra: Sequence[torch.Tensor] = ()
         if type(batch) is StagedBatch:

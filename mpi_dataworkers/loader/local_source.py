@@ -1,6 +1,6 @@
 """Steps of a pass made in process. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
 
-Through torch's own DataLoader (`local_workers.py`) and the pipeline that data workers have: the same bytes.
+torch's own DataLoader (`local_workers.py`) runs the pipeline that data workers run: the batches have the same bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LocalSource:
         steps = _steps_to_make(connection, shards.order, shards.seed, shards.epoch, shards.position)
         self._steps = self._workers.begin(self, steps)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Start torch's worker processes anew, with the batch stage that the pipeline has now."""
         self._steps, self._workers = iter(()), None  # ends those before
         self.begin()
@@ -94,7 +94,7 @@ class LocalSource:
         """Nothing: torch ends its processes with its iterator."""
 
     def abandon(self) -> None:
-        """Nothing, for the same reason as in `close`."""
+        """Nothing: torch ends its processes with its iterator."""
 
 
 # No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.

@@ -29,11 +29,11 @@ from hetstream.mpi_dataworkers.loader.keyword import (
     folder,
     function,
     iterated,
-    limit_s,
     must_be,
     printable,
     problem_of,
-    wait_s,
+    seconds_limit,
+    waiting_seconds,
     whole,
 )
 from hetstream.mpi_dataworkers.loader.loader_connection import ServiceOptions
@@ -136,7 +136,7 @@ class LoaderOptions:
     collate_fn: Callable[[Any], Any] | None = field(default=None, metadata=must_be(function))
     pin_memory: bool = field(default=False, metadata=must_be(among(True, False)))
     drop_last: bool = field(default=False, metadata=must_be(among(True, False)))
-    timeout: float = field(default=0, metadata=must_be(wait_s))
+    timeout: float = field(default=0, metadata=must_be(waiting_seconds))
     worker_init_fn: Callable[[int], None] | None = field(default=None, metadata=must_be(function))
     multiprocessing_context: Any = None
     generator: torch.Generator | None = field(default=None, metadata=must_be(_generator))
@@ -176,7 +176,7 @@ class LoaderOptions:
     # errors
     on_error: OnError = field(default="raise", metadata=must_be(among("raise", "skip", "quarantine")))
     max_attempts: int = field(default=3, metadata=must_be(whole(1, 100)))
-    sample_timeout_s: float = field(default=300.0, metadata=must_be(limit_s))
+    sample_timeout_s: float = field(default=300.0, metadata=must_be(seconds_limit))
     quarantine_dir: str | os.PathLike[str] | None = field(default=None, metadata=must_be(folder))
 
     batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))

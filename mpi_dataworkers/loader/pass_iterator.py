@@ -19,7 +19,7 @@ class StepSource(Protocol):
     """Gives the steps of a pass.
 
     Attributes:
-        shards: which they are, and how far they were read.
+        shards: the steps by shard, and how far each shard was read.
     """
 
     shards: PassShards
@@ -27,8 +27,8 @@ class StepSource(Protocol):
     def begin(self) -> None:
         """Begin to make steps. If it raises, `abandon` ends what has begun."""
 
-    def begin_again(self) -> None:
-        """Go on at the next step with the connection's batch stage; steps made ahead with the former one are dropped.
+    def restart(self) -> None:
+        """Go on at the next step with the batch stage that the connection has now; steps made ahead are dropped.
 
         Raises:
             HetstreamError: it cannot, and nothing has changed.
@@ -41,11 +41,11 @@ class StepSource(Protocol):
         """Wait for the next step.
 
         Returns:
-            The step, which has no samples if all were left out; None at the end of the pass.
+            The step; it has no samples if all of them were skipped. None at the end of the pass.
 
         Raises:
-            Exception: of user code, in the place of its step, which counts as taken.
-            HetstreamError: of the service; each later call raises it again.
+            Exception: user code raised it when the step was made; the step counts as taken.
+            HetstreamError: the service failed; each later call raises it again.
         """
 
     def again(self) -> Callable[[], Any] | None:
@@ -64,16 +64,16 @@ class StepSource(Protocol):
 class PassIterator(Iterator[Any]):
     """One pass over the data; ends at the end of the data, or when it is dropped (by `break`, say).
 
-    An exception, of user code or of the service, is raised at its step and never looks like the end: user code's is
-    raised once and the next call gives the next step, as in torch; the service's is raised again by each call.
+    An error is raised at its step and never looks like the end of the data. One of user code is raised once, and the
+    next call gives the next step, as in torch. One of the service is raised again by each call.
 
     Args:
         connection: the loader's.
-        source: what gives the steps.
-        owner: what the connection closes with, kept alive for as long as it is iterated.
+        source: gives the steps.
+        owner: the loader. The pass keeps it alive, because the connection closes when it is dropped.
 
     Attributes:
-        shards: the steps, and how far they were read.
+        shards: of the source.
     """
 
     def __init__(self, connection: LoaderConnection, source: StepSource, owner: object) -> None:
@@ -87,10 +87,10 @@ class PassIterator(Iterator[Any]):
         source.begin()
 
     def __next__(self) -> Any:
-        waited_s = 0.0  # also for steps that are passed over because all their samples were left out
+        waited_s = 0.0  # for this step, and for those before it whose samples were all skipped
         while self._is_open:
             if self._stage is not self._connection.pipeline.batch_stage:
-                self._source.begin_again()
+                self._source.restart()
                 self._stage = self._connection.pipeline.batch_stage
             self._source.prepare()
             started = time.monotonic()
@@ -105,7 +105,7 @@ class PassIterator(Iterator[Any]):
                 self._connection.leave_out(self.shards.epoch, step_index, step.num_skipped, step.left_out)
             if step.num_samples > 0:
                 self._count(step, waited_s)
-                return self._connection.delivered(self.shards.position - 1, step.payload, self._source.again)
+                return self._connection.deliver(self.shards.position - 1, step.payload, self._source.again)
         raise StopIteration
 
     def _count(self, step: Delivered, wait_s: float) -> None:
@@ -133,7 +133,7 @@ class PassIterator(Iterator[Any]):
         self._connection.count(elapsed_s=time.monotonic() - self._started)
 
     def __del__(self) -> None:
-        # At the interpreter's end connections are closed first, and then the modules go that this needs.
+        # When the interpreter ends, connections are closed first; the modules that `_end` needs may be gone after that.
         if getattr(self, "_is_open", False) and not self._connection.closed:
             self._end()
             self._source.abandon()

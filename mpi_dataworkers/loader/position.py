@@ -1,7 +1,7 @@
-"""Where a training loop is: the epoch, its pass over the data with `repeat`, and the step. Kept by `DataLoader`.
+"""Where a training loop is: the epoch, the pass of that epoch, and the step. Kept by `DataLoader`.
 
-An epoch is what `set_epoch` names, an iteration is one `iter()` of the loader and reads one epoch, and a pass goes over
-the data once: an epoch has `repeat` of them, so mostly one.
+An epoch is what `set_epoch` names. An iteration is one `iter()` of the loader, and reads one epoch. A pass goes over
+the data once. An epoch has `repeat` passes, and `repeat` is mostly 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class Position(msgspec.Struct, frozen=True):
         epoch: which epoch.
         pass_index: which of its passes.
         step: steps taken of that pass.
-        shards: position in each of its shards, where it is divided.
-        beginning: how the program's sampler began the pass, of `sampler_state`; None while it has not, or without one.
-        drawn: digest of what the program's sampler gave for the steps taken.
-        is_loaded: it was loaded, and nobody has named its epoch: at the end of that epoch, the next one begins.
+        shards: position in each shard of the pass; None where `step` says all.
+        beginning: the state of the program's own sampler at the beginning of the pass, as `sampler_state.py` writes it;
+            None before the pass has begun, and without such a sampler.
+        drawn: digest of what the program's own sampler gave for the steps taken.
+        is_loaded: the position was loaded, and `set_epoch` has not named its epoch. If it is at the end of that epoch,
+            the iteration reads the next one.
     """
 
     epoch: int
@@ -39,7 +41,7 @@ class Position(msgspec.Struct, frozen=True):
     is_loaded: bool = False
 
     def order_epoch(self, repeat: int | None) -> int:
-        """The epoch whose order and augmentation the pass has, of `repeat` passes: no two passes have the same."""
+        """The number from which order and augmentation are made in place of the epoch: no two passes have the same."""
         return self.epoch * (repeat or 1) + self.pass_index
 
 
@@ -55,30 +57,30 @@ class LoaderPosition:
         self.next = self.taken = Position(0)
 
     def begin_iteration(self) -> Position:
-        """Where the iteration begins that begins now; the one after it begins with the next epoch."""
+        """Give the position at which this iteration begins, and have the iteration after it begin the next epoch."""
         begun, self.next = self.next, Position(self.next.epoch + 1)
         return begun
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; keeps a loaded position inside that epoch."""
+        """Choose the epoch of the next iteration; a loaded position inside that epoch is kept."""
         self.next = replace(self.next, is_loaded=False) if epoch == self.next.epoch else Position(epoch)
 
     def load(self, loaded: Position) -> None:
         """Continue from a saved position."""
         self.next = self.taken = loaded
 
-    def began_after(self, epoch: int) -> None:
-        """An iteration that was to continue an epoch has begun the one after it."""
-        if self.next == Position(epoch + 1):
-            self.next = Position(epoch + 2)
+    def move_past(self, ended_epoch: int) -> None:
+        """The loaded epoch had nothing left, and the iteration reads the next one: the iteration after it follows."""
+        if self.next == Position(ended_epoch + 1):
+            self.next = Position(ended_epoch + 2)
 
 
 @dataclass(frozen=True)
 class LoaderPasses:
-    """What a `PositionTracker` asks of its loader, which lives for as long as it is iterated.
+    """What a `PositionTracker` asks of its loader. Its functions are the loader's, and keep the loader alive.
 
     Attributes:
-        begin: begins a pass, from a position on.
+        begin: begins a pass at a position.
         num_steps: gives the number of steps of an iteration.
         repeat: passes of an epoch; None for an endless stream.
         dataset_name: what an error calls the dataset.
@@ -96,7 +98,8 @@ class PositionTracker(Iterator[Any]):
     Args:
         passes: the loader's.
         position: the loader's.
-        is_prefetched: its batches are fetched before the training loop asks: what was taken here is only in `taken`.
+        is_prefetched: batches are fetched before the training loop asks for them. Then only `taken` follows them, and
+            the loader's position is for the caller to update.
 
     Attributes:
         taken: position behind the batch that was given last.
@@ -107,9 +110,10 @@ class PositionTracker(Iterator[Any]):
         self._position = position
         self._is_prefetched = is_prefetched
         self._pass: PassIterator | None = None
-        begun = position.begin_iteration()
-        self._may_go_on = begun.is_loaded  # with the next epoch, as long as this one gave nothing
-        self._begin(begun)
+        at = position.begin_iteration()
+        # A loaded epoch may have nothing left: then this iteration reads the next one.
+        self._may_read_next_epoch = at.is_loaded
+        self._begin_pass(at)
         position.taken = self.taken
 
     def _move_to(self, taken: Position) -> None:
@@ -117,10 +121,10 @@ class PositionTracker(Iterator[Any]):
         if not self._is_prefetched:
             self._position.taken = taken
 
-    def _begin(self, at: Position) -> None:
+    def _begin_pass(self, at: Position) -> None:
         self._pass = begun = self._passes.begin(at)
         self._at = replace(at, beginning=begun.shards.beginning(), drawn=begun.shards.drawn())
-        self._gave = at.step > 0 or at.shards is not None  # a pass that is continued may be at its end
+        self._pass_gave_batches = at.step > 0 or at.shards is not None  # before the position, if not now
         self._move_to(self._at)
 
     def __next__(self) -> Any:
@@ -131,11 +135,11 @@ class PositionTracker(Iterator[Any]):
                 self._end_pass(self._pass)
                 continue
             except Exception:
-                self._may_go_on = False
-                self._note(self._pass)
+                self._may_read_next_epoch = False
+                self._note_taken(self._pass)
                 raise
-            self._note(self._pass)
-            self._gave, self._may_go_on = True, False
+            self._note_taken(self._pass)
+            self._pass_gave_batches, self._may_read_next_epoch = True, False
             return batch
         raise StopIteration
 
@@ -143,25 +147,25 @@ class PositionTracker(Iterator[Any]):
         """Begin the next pass, if there is one."""
         repeat, num_steps, at = self._passes.repeat, ended.shards.position, self._at
         self._pass = None
-        if repeat is None and num_steps > 0 and not self._gave:
+        if repeat is None and num_steps > 0 and not self._pass_gave_batches:
             raise PipelineError(
                 f"{self._passes.dataset_name} gave no batch from its beginning to its end, because every sample was "
                 "left out: an endless stream of it would never give one. stats() and the log say why."
             )
         # An endless stream of nothing ends.
-        last = at.pass_index + 1 == repeat or (repeat is None and num_steps == 0)
-        if last and self._may_go_on and self._gave:
-            self._may_go_on = False
-            self._position.began_after(at.epoch)
-            self._begin(Position(at.epoch + 1))
-        elif last:
+        is_last = at.pass_index + 1 == repeat or (repeat is None and num_steps == 0)
+        if is_last and self._may_read_next_epoch and self._pass_gave_batches:
+            self._may_read_next_epoch = False
+            self._position.move_past(at.epoch)
+            self._begin_pass(Position(at.epoch + 1))
+        elif is_last:
             self._move_to(Position(at.epoch + 1))
         else:
-            self._begin(Position(at.epoch, at.pass_index + 1))
+            self._begin_pass(Position(at.epoch, at.pass_index + 1))
 
-    def _note(self, begun: PassIterator) -> None:
-        at, shards = self._at, begun.shards
-        state, drawn = begun.shard_state(), shards.drawn()
+    def _note_taken(self, current: PassIterator) -> None:
+        at, shards = self._at, current.shards
+        state, drawn = current.shard_state(), shards.drawn()
         self._move_to(Position(at.epoch, at.pass_index, shards.position, state, at.beginning, drawn))
 
     def __len__(self) -> int:

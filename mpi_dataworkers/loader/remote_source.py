@@ -1,7 +1,7 @@
 """Steps of a pass from data workers. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
 
-Each shard that is being read is a session with the service. While no data worker delivers, steps are made in process,
-from the same pipeline: the same bytes.
+Each shard that is being read has a session with the service. While no data worker delivers, the same pipeline makes the
+steps in process, with the same bytes.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class RemoteSource:
         sent = self._sent
         return shared.with_others(sent.message.pipeline_id, sent.batch_stage, self.shards.seed, order, num_steps)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Close the sessions, and open new ones at their positions, with the batch stage that the pipeline has now."""
         connection = self._connection
         assert connection.sent_pipelines is not None
         self._sent = connection.sent_pipelines.with_batch_stage(self._sent, connection.pipeline)
         self._readers.clear()
-        if not self._client.is_inherited:  # else `prepare` opens new ones
+        if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
             for session in self._sessions:
                 self._client.close_session(session)
             self._open_again()

@@ -40,14 +40,15 @@ def why_not_streamable(loader: Any) -> str | None:
     return None
 
 
-# Samplers that draw all at the first step, or need nothing that others see. Exactly these: a subclass may do more.
+# Samplers that can be drawn ahead without anybody seeing it: what they take of a shared generator, they take at their
+# first step. Only these classes themselves: a subclass may do more.
 _UNSEEN = (
     torch.utils.data.SequentialSampler,
     torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
     torch.utils.data.DistributedSampler,
 )
-# Those of accelerate, which is not imported for it: a sampler, and those that only choose from another's batches.
+# The same of accelerate, by name, as it may not be installed: a sampler, and those that choose from another's batches.
 _UNSEEN_BY_NAME = {"accelerate.data_loader.SeedableRandomSampler"}
 _CHOOSING_BY_NAME = {"accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.SkipBatchSampler"}
 

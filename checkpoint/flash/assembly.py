@@ -1,4 +1,4 @@
-"""What is plugged into a checkpointer: the only place on the trainer's side that knows `handover/` and `replica/`."""
+"""Plugs `handover/` and `replica/` into a checkpointer; nothing else on the trainer's side knows them."""
 
 from __future__ import annotations
 

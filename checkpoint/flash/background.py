@@ -1,4 +1,4 @@
-"""Work with the memory of checkpoints beside the program: what is begun later waits for what was begun before."""
+"""Threads that make memory for checkpoints ready beside the program, one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """One thread after the other. A failure is logged: without memory prepared, the next save allocates it."""
+    """Runs functions beside the program, in the order in which they were started.
+
+    A failure is logged and no more: the next save allocates what is missing.
+    """
 
     def __init__(self) -> None:
         self._newest: threading.Thread | None = None
@@ -32,7 +35,7 @@ class Background:
         begin = threading.Event()
 
         def work() -> None:
-            begin.wait()  # Python would have the caller wait until this thread lets go of the GIL
+            begin.wait()  # `Thread.start` returns once this thread lets go of the GIL, so it does that first
             try:
                 arguments = plan()
                 if former:

@@ -1,16 +1,20 @@
 """`FlashCheckpointer`: a training program's one object for saving and restoring.
 
-A save takes the state apart, copies its tensors into a slot of the rank's store and publishes it; that is all that the
-program waits for. The checkpoint writer, another process, brings it to disk. Ranks talk when they start, when they
-restore, and about once a second when they ask whether to save; never while they save.
+A save takes the state apart and copies its tensors into a slot of the rank's store, in shared memory. The program waits
+for no more than that: another process, the checkpoint writer, brings the copy to disk. What all ranks save at one step
+is a *generation*.
+
+Ranks talk when they start, when they restore, and about once a second when they ask whether to save. They never talk
+while they save.
 
 This module is what a program calls. The work is done by
 
 * `storage.py`: the store in memory, the directory on disk, and the checkpoint writer between them;
 * `save/saving.py`: takes a state apart (`capture.py`), plans its copy (`copy_plan.py`) and makes it;
-* `restoring.py`: chooses a generation (`candidates.py`), opens it (`source.py`), brings it home (`destinations.py`);
+* `restoring.py`: chooses a generation (`candidates.py`), opens it (`source.py`), and copies it into the program's state
+  (`destinations.py`);
 * `timing.py` and `stopping.py`: when all ranks save, and when they end;
-* `assembly.py`: plugs in what lets another job go on (`handover/`), and copies on other hosts (`replica/`).
+* `assembly.py`: plugs in the handover to another job (`handover/`), and copies on other hosts (`replica/`).
 """
 
 from __future__ import annotations
@@ -51,20 +55,21 @@ class FlashCheckpointer:
 
     Args:
         directory: of the checkpoints on disk; one for each training. None: the one that the job's script names.
-        shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training. In
-            memory one rank of each host has them, on disk rank 0. A key that holds sharded tensors (DTensors, as FSDP2
-            makes them) is every rank's own all the same.
-        interval: how often `should_save` says so: a number of steps, a rule, or None: as failures and costs suggest.
+        shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training.
+            One rank of each host keeps them in memory, and rank 0 on disk. A key with sharded tensors (DTensors, as
+            FSDP2 makes them) may be named, too: every rank still keeps its own shards.
+        interval: how often `should_save` is true: every so many steps, or by a rule. None: as often as failures and
+            the cost of saves suggest.
         keep: which checkpoints stay on disk; None: the newest two.
-        ranks: how ranks talk; None: torch.distributed or Horovod, where it is initialised.
-        options: the rest.
+        ranks: how ranks talk; None: by torch.distributed or Horovod, if one is initialised.
+        options: those that few programs need.
 
     Raises:
         OptionsError: an option breaks its rule.
-        DirectoryInUse: another job has the directory, and it is not the one that this job takes over.
-        DirectoryNotWritable: it cannot be written to.
-        ForeignOwner: it is another user's.
-        StoreInUse: another living process is this rank of this job.
+        DirectoryInUse: another job has the directory, and it is not the one that this job takes over from.
+        DirectoryNotWritable: the directory cannot be written to.
+        ForeignOwner: the directory is another user's.
+        StoreInUse: another living process has the store of this rank of this job.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class FlashCheckpointer:
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._pid = os.getpid()
         self._options = options
-        self._guards: list[Any] = []
+        self._optimizer_hooks: list[torch.utils.hooks.RemovableHandle] = []
         ranks = ranks or communicator()
         storage = self._storage = CheckpointStorage(path, keep or Retention(), ranks, options)
         capture = Capture(tuple(shared), ranks.rank, ranks.world_size, options, holds_shared=storage.host.holds_shared)
@@ -100,16 +105,16 @@ class FlashCheckpointer:
     # Saving
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
-        """Take the state; the program may change it as soon as this returns.
+        """Copy the state into memory; the program may change it as soon as this returns.
 
         Args:
-            step: steps of training that are done; what `restore` will give.
-            state: top-level key to anything that has `state_dict` and `load_state_dict`, or to trees of tensors and
+            step: steps of training that are done; `restore` will return it.
+            state: maps top-level keys to objects with `state_dict` and `load_state_dict`, or to trees of tensors and
                 plain values. The states of the random number generators are added.
-            metrics: for `keep_best`.
+            metrics: by name, for `Retention.keep_best`.
 
         Returns:
-            Whether it is in memory. False: there is no room, as the log says; training can go on.
+            Whether the state is in memory. False: there was no room; the log says why, and training can go on.
 
         Raises:
             UnsupportedState: something in the state cannot be stored.
@@ -118,34 +123,33 @@ class FlashCheckpointer:
         return self._saving.save(self._begin_save(step), state, metrics or {})
 
     def save_async(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
-        """Take the state in a thread beside the program; `fence` must come before an optimizer makes a step.
+        """Copy the state in a thread beside the program; `fence` must be called before an optimizer's next step.
 
-        Plain values and the tensors that are no module's parameters and in no optimizer are taken at once: only what
-        an optimizer changes is copied later. `guard` calls `fence` before each step. Arguments, results and errors are
-        those of `save`.
+        Only what an optimizer changes is copied later: parameters and the optimizer's own tensors. All else is copied
+        at once. `guard` has `fence` called before each step. Arguments, results and errors are those of `save`.
         """
         return self._saving.save_async(self._begin_save(step), state, metrics or {})
 
     def fence(self) -> None:
-        """Wait until the copy of `save_async` is done; without one, nothing.
+        """Wait until the copy of `save_async` is done, if one is being made.
 
         Raises:
-            CheckpointError: a tensor was changed meanwhile (with `check_async`).
+            CheckpointError: a tensor was changed meanwhile (only with `check_async`).
         """
         self._saving.fence()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call `fence` before each step of an optimizer, until the checkpointer is closed.
+        """Have `fence` called before each step of an optimizer, until the checkpointer is closed.
 
-        The replay of a CUDA graph calls no hooks: call `fence` before it.
+        The replay of a CUDA graph calls no hooks: the program has to call `fence` before it.
         """
-        self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
 
     def _begin_save(self, step: int) -> Generation:
         self._check_open()
         self._storage.check_owner()
         number = checked_step(step)
-        self._storage.writer.tell_errors()
+        self._storage.writer.check()
         return self._saving.begin(self._storage.attempt, number)
 
     # Preparing
@@ -153,7 +157,7 @@ class FlashCheckpointer:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Allocate the memory for a state in the background, so that the first save is as fast as the others.
 
-        `restore` does so by itself. For lazy modules without shapes nothing is allocated.
+        `restore` does so by itself. Nothing is allocated while a lazy module has no shapes.
         """
         self._check_open()
         self._saving.prepare(state, self._saving.announce(state))
@@ -161,23 +165,27 @@ class FlashCheckpointer:
     # Restoring
 
     def restore(self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True) -> int | None:
-        """Bring the newest generation that all ranks have into the state, in place, and set the generators.
+        """Bring the newest generation that all ranks have into the state, in place.
 
-        Every rank calls it. Tensors keep their identity, objects get `load_state_dict`. Memory is allocated for saves.
-        A job that takes over from another asks it here to hand over, and waits: make everything else first.
+        Every rank calls it. Tensors are overwritten, objects get `load_state_dict`, and the random number generators
+        are set. Memory for later saves is allocated in the background.
+
+        A job that takes over from another asks that job here to stop, and waits until it has. So make the model and
+        all else before.
 
         Args:
             state: as it is given to `save`.
-            step: the one to go back to, from memory or disk; None: the newest. Later saves come behind it, and what
-                was saved after it is left behind: no later `restore` takes it unless its step is given.
-            strict: every key and tensor must be on both sides; else what fits is restored, and the log says what not.
+            step: the step to go back to, from memory or disk; None: the newest. Training goes on from there: what was
+                saved after it is left behind, and only a `restore` with its step finds it.
+            strict: every key and tensor must be on both sides. False: what fits is restored, and the log names what
+                does not.
 
         Returns:
-            Its step; None: there is nothing to restore.
+            The step of the generation; None: there is nothing to restore.
 
         Raises:
             StateMismatch: the layout of the state has changed; every difference is named. Nothing is restored.
-            NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step:
+            NoCheckpoint: no checkpoint on disk can be used, although there are some; or there is none of this step, and
                 the message lists those that there are.
             OptionsError: the ranks give different steps.
             DirectoryInUse: the job that this one takes over has not stopped in time, or another one takes it over.
@@ -191,11 +199,11 @@ class FlashCheckpointer:
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
 
-        A job that takes over from another asks it here to hand over, and waits, as `restore` does: what is loaded is
-        what training goes on from. A program that only looks uses `CheckpointReader`.
+        Training goes on from what is loaded. So a job that takes over from another waits here for that job to stop, as
+        in `restore`. A program that does not train uses `CheckpointReader`.
 
         Args:
-            step: as for `restore`. Nothing is left behind by loading it.
+            step: as for `restore`, but what was saved after it is not left behind.
 
         Raises:
             NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
@@ -211,9 +219,9 @@ class FlashCheckpointer:
     def all_steps(self) -> list[int]:
         """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.
 
-        Every rank calls it, and it changes nothing. A job that is to take over from another, and has not done so yet,
-        is told what is on disk, as a `CheckpointReader` is; the other job trains on. Steps that were left behind are
-        not among them: see `hetstream ckpt ls`.
+        Every rank calls it, and it changes nothing. Before a job has taken over from another, it sees only the steps on
+        disk, and the other job trains on. Steps that a `restore` left behind are not listed: `hetstream ckpt ls` shows
+        them.
 
         Raises:
             DirectoryReplaced: another directory has taken the place of the one that this training began in.
@@ -227,14 +235,15 @@ class FlashCheckpointer:
     def should_save(self, step: int) -> bool:
         """Whether to save now: the same answer on every rank. Every rank asks after each step.
 
+        Once the program is asked to end, the answer is yes after every step. `stopping` becomes true on all ranks after
+        the same step.
+
         Args:
             step: steps of training that are done.
-
-        Once the program is to end, it says so after every step, and `stopping` is true on all ranks after the same.
         """
         self._check_open()
         self._storage.check_owner()
-        self._storage.look()
+        self._storage.check_health()
         is_due = self._timing.is_due(step, self._saving.stats, self._storage.store.status)
         is_due = self._stopping.is_asked(step) or is_due
         if is_due:
@@ -243,13 +252,15 @@ class FlashCheckpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal, the job's checkpoint writer, or a job that goes on in place of this one has asked the
-        program to end. A program that looks here ends in its own time, and by then its newest generation is on disk.
+        """Whether the program is asked to end, by a signal, the job's checkpoint writer, or the job that takes over.
 
-        Of several ranks it is true on all of them after the same step, whichever was asked: look after `should_save`,
-        which is where they agree, about once a second. In a program that saves without asking `should_save`, each rank
-        knows only what it was asked itself."""
-        return self._stopping.look(has_saved=self._saving.newest is not None)
+        A program that looks here ends in its own time: SIGTERM no longer ends it, and `close` brings its newest
+        generation to disk.
+
+        Ask `should_save` first: there the ranks agree, about once a second, and then all of them end after the same
+        step, whichever was asked. Without `should_save`, each rank knows only what it was asked itself.
+        """
+        return self._stopping.must_end(has_saved=self._saving.newest is not None)
 
     @property
     def stop_reason(self) -> str:
@@ -259,7 +270,7 @@ class FlashCheckpointer:
     # Looking and ending
 
     def stats(self) -> CheckpointStats:
-        """How the saves of this rank go, and what the checkpoint writer says of them."""
+        """Counts, sizes and times of this rank's saves, and of what the checkpoint writer made of them."""
         storage = self._storage
         return self._saving.stats.with_writer_status(
             storage.store.status() if storage.is_open else None,
@@ -268,10 +279,13 @@ class FlashCheckpointer:
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the newest generation is on disk; whether it is.
+        """Wait until the newest generation is on disk.
 
         Args:
-            timeout_s: for how long; None: until it is, or nobody is there who could bring it to disk.
+            timeout_s: for how long; None: until it is there, or no checkpoint writer is left that could write it.
+
+        Returns:
+            Whether it is on disk.
         """
         self._check_open()
         self.fence()
@@ -279,7 +293,7 @@ class FlashCheckpointer:
         return wanted is None or self._storage.writer.wait_for(wanted, timeout_s)
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Bring the newest generation to disk and leave nothing behind. A second time, and in a forked child, nothing.
+        """Bring the newest generation to disk, and free the memory. Safe to call twice; a forked child does nothing.
 
         Args:
             keep_memory: leave the generations in memory for the next start, as after a crash.
@@ -289,7 +303,7 @@ class FlashCheckpointer:
         try:
             self._close(keep_memory=keep_memory)
         finally:
-            # Last: a request to end that comes again ends nothing that is ending in order.
+            # Last: until then, a SIGTERM that comes again does not cut short a program that ends in order.
             self._stopping.remove()
 
     def _close(self, *, keep_memory: bool) -> None:
@@ -305,13 +319,13 @@ class FlashCheckpointer:
             storage.succession.hand_over(saved, self._saving.last_step_s, timeout_s, storage.writer.has_writer)
         storage.begin_closing()
         atexit.unregister(self._at_exit)
-        for guard in self._guards:
-            guard.remove()
+        for hook in self._optimizer_hooks:
+            hook.remove()
         self._saving.close()
         storage.close(None if successor else saved, keep_memory=keep_memory, hands_over=hands_over)
 
     def _at_exit(self) -> None:
-        # Python sets it for an exception that ends the program: then memory is kept, as after any crash.
+        # Python sets sys.last_value when an exception ends the program: then memory is kept, as after any crash.
         self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
 
     def _check_open(self) -> None:

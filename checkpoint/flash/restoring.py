@@ -1,6 +1,6 @@
-"""Restores: bring a generation that all ranks have into the program's state, and save behind it from then on.
+"""Restores: bring a generation that all ranks have into the program's state; later saves follow that generation.
 
-Called by the checkpointer of every rank. `restore/` finds the generation and brings it there.
+Called by the checkpointer of every rank. `restore/` finds the generation and copies it into the state.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Restoring:
         return candidates.all_steps()[0]
 
     def _is_behind(self, generation: Generation) -> bool:
-        """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
+        """Whether any rank has saved a newer one in this attempt: not all have it, and its steps are made again."""
         newest = self._saving.newest
         return any(gather(self._ranks, newest is not None and generation < newest))
 
     def _go_back(self, start: Generation) -> None:
-        """Saves come behind a generation from now on; all that is newer is left behind."""
+        """Have later saves follow a generation; all that is newer is left behind."""
         self._saving.background.wait()
         has_saved = any(gather(self._ranks, self._saving.newest is not None))
         self._storage.go_back(start, has_saved=has_saved)

@@ -1,7 +1,7 @@
-"""The look of all ranks whether to end: for a job that goes on in place of this one, or because a rank was asked to.
+"""How all ranks agree to end after the same step: a rank was asked to, or another job goes on in place of this one.
 
-Called by `FlashCheckpointer.should_save` after each step. A signal, or the word of a host's checkpoint writer, reaches
-ranks at different steps, and a rank that leaves alone would leave the others in a collective operation for ever.
+Called by `FlashCheckpointer.should_save` after each step. A signal, or the request of a host's checkpoint writer,
+reaches ranks at different steps. A rank that ended alone would leave the others in a collective operation for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetstream.checkpoint.flash.distributed import Communicator, gather
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-# A look in steps is for ranks that cannot go by their clocks; steps may become slower.
+# Several ranks count steps, as their clocks differ. The bound is for steps that become slower meanwhile.
 _MAX_STEPS = 100
 
 
@@ -36,13 +36,12 @@ class _Look(msgspec.Struct, frozen=True):
 
 
 class StopAgreement:
-    """Whether to stop: looked at about once a second, the same answer on all ranks at each step.
+    """Whether to stop: the ranks look about once a second, and have the same answer at each step.
 
-    Several ranks look after the same steps, and the number of steps until the next look is part of the answer: one
-    small exchange each time.
+    All of them look after the same step, in one small exchange, which also says after how many steps they look again.
 
     Args:
-        ranks: that have to agree.
+        ranks: the ranks that have to agree.
         asked_here: why this rank was asked to end; "" if it was not.
         asked_by_successor: why to end for a job that goes on in place of this one; "" while none asks. For rank 0.
 
@@ -96,7 +95,7 @@ class StopAgreement:
 
 
 def steps_until_next(num_steps: int, elapsed_s: float) -> int:
-    """In how many steps to look again: in about a second, and at most twice as many as it was, as steps change.
+    """After how many steps to look again: about a second's, but at most twice as many as last time, as steps change.
 
     Args:
         num_steps: since the last look.

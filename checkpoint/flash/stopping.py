@@ -1,23 +1,24 @@
-"""Whether a program is to end, and why: a signal, the job's checkpoint writer, or a job that goes on in its place.
+"""Whether a program is to end, and why. Who asks is a signal, the job's checkpoint writer, or the job's successor.
 
-Called by the checkpointer. `stop.py` hears the signals, `stop_agreement.py` has all ranks end after the same step.
+Called by the checkpointer. `stop_request.py` hears the signals, and by `stop_agreement.py` all ranks end after the same
+step.
 """
 
 from __future__ import annotations
 
 from hetstream.checkpoint.flash.distributed import Communicator
-from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.stop_agreement import StopAgreement
+from hetstream.checkpoint.flash.stop_request import StopRequest
 from hetstream.checkpoint.flash.storage import CheckpointStorage
 
 
 class Stopping:
-    """What asks one rank to end, and what all of them have agreed on. Listens to signals until `remove`.
+    """Whether one rank is asked to end, and what all ranks have agreed on. Listens to signals until `remove`.
 
     Args:
-        ranks: that have to agree.
-        storage: of this rank, whose checkpoint writer and successor may ask.
-        signals: which ask.
+        ranks: the ranks that have to agree.
+        storage: of this rank; its checkpoint writer and the job's successor may ask.
+        signals: the signals that ask.
     """
 
     def __init__(self, ranks: Communicator, storage: CheckpointStorage, signals: tuple[int, ...]) -> None:
@@ -31,13 +32,13 @@ class Stopping:
         """Whether to stop after this step: the same answer on every rank. Every rank calls it after each step."""
         return self._agreement.is_asked(step)
 
-    def look(self, *, has_saved: bool) -> bool:
-        """Whether to end, for a program that looks: it promises to end in its own time.
+    def must_end(self, *, has_saved: bool) -> bool:
+        """Whether to end. The program that asks this ends in its own time: from now on SIGTERM leaves it that time.
 
         Args:
             has_saved: see `reason`.
         """
-        self._request.promise()
+        self._request.note_watched()
         is_asked = self.reason(has_saved=has_saved) != ""
         if is_asked:
             self._request.note_asked()
@@ -47,7 +48,7 @@ class Stopping:
         """Why to end, in words; "" for no reason.
 
         Args:
-            has_saved: this rank has saved; one that saves without `is_asked` goes by what it was asked itself.
+            has_saved: this rank has saved. One that saves and never calls `is_asked` goes by what it was asked itself.
         """
         is_agreed = not self._is_alone and (self._agreement.has_looked or not has_saved)
         return self._agreement.reason or ("" if is_agreed else self._asked_here())

@@ -1,7 +1,7 @@
 """Where one rank's checkpoints are: its store in memory, the directory on disk, and the checkpoint writer between them.
 
-Called by the checkpointer of every rank. Not every start of a job owns the directory at once: one that takes over from
-another job owns it when it restores (`ownership.py`).
+Called by the checkpointer of every rank. A job owns the directory from its start; one that takes over from another job
+owns it only when it restores (`ownership.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 
-# How often to see whether somebody has deleted the store, beside each save.
-_LOOK_S = 1.0
+# How often `check_health` looks.
+_CHECK_S = 1.0
 
 
 class CheckpointStorage:
@@ -66,7 +66,7 @@ class CheckpointStorage:
         self._fallback = (options.fallback or self.directory.path / FALLBACK).absolute()
         self._others = other_hosts_of(self.directory, ranks.rank, options)
         self._ownership = DirectoryOwnership(self.directory, ranks, self.succession, self._others)
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self.is_open = True
         identity = StoreIdentity(job, component, ranks.rank, self.directory.path)
         with contextlib.ExitStack() as undo:
@@ -103,12 +103,12 @@ class CheckpointStorage:
         self.store.populate()
         self._memory.read_ahead()
 
-    def look(self) -> None:
-        """See, about once a second, whether somebody has deleted the store, and how the checkpoint writer does."""
-        if time.monotonic() > self._looked_s + _LOOK_S:
-            self._looked_s = time.monotonic()
+    def check_health(self) -> None:
+        """See, about once a second, whether somebody has deleted the store, and whether the checkpoint writer fails."""
+        if time.monotonic() > self._checked_s + _CHECK_S:
+            self._checked_s = time.monotonic()
             self.store.renew_if_deleted()
-            self.writer.tell_errors(between_saves=True)
+            self.writer.check(between_saves=True)
 
     def stop_reason(self) -> str:
         """Why the job's checkpoint writer asks the program to end; "" while it does not."""
@@ -126,8 +126,10 @@ class CheckpointStorage:
             raise OptionsError("restore() or load() comes first in a job that takes over from another")
 
     def become_owner(self) -> None:
-        """Own the directory, and have a store that nobody has deleted. In a job that takes over from another, this
-        asks that job to stop, and waits until it has."""
+        """Own the directory, and have a store that nobody has deleted.
+
+        A job that takes over from another asks it to stop here, and waits until it has.
+        """
         self.store.renew_if_deleted()
         if not self.attempt:
             self._ownership.take_over(self.store)
@@ -135,7 +137,7 @@ class CheckpointStorage:
         self._memory.host = self.host = find_host(self._ranks, self.store, self.directory.path)
 
     def go_back(self, start: Generation, *, has_saved: bool) -> None:
-        """Leave all behind that is newer than a generation; see `DirectoryOwnership.go_back`."""
+        """Leave behind all that is newer than a generation; see `DirectoryOwnership.go_back`."""
         self._ownership.go_back(start, self.store, has_saved=has_saved)
 
     # What there is to restore
@@ -172,7 +174,7 @@ class CheckpointStorage:
         """Bring the newest generation to disk, and give up the store and the directory.
 
         Args:
-            unsaved: what this rank saved last, which a job's checkpoint writer is waited for; None: nothing is.
+            unsaved: what this rank saved last, until a job's checkpoint writer has it on disk; None: do not wait.
             keep_memory: leave the generations in memory for the next start.
             hands_over: another job goes on with the training.
         """

@@ -24,8 +24,8 @@ class Timing:
 
     Args:
         rule: how often.
-        directory: whose history of attempts counts.
-        ranks: that have to agree.
+        directory: of the checkpoints; its history of attempts says how often they failed.
+        ranks: the ranks that have to agree.
     """
 
     def __init__(self, rule: Every | Adaptive, directory: CheckpointDirectory, ranks: Communicator) -> None:
@@ -38,7 +38,7 @@ class Timing:
 
     @property
     def reason(self) -> str:
-        """What it goes by, in words; "" before training."""
+        """Why the ranks save as often as they do, in words; "" before training."""
         return self._schedule.decision.reason if self._schedule else ""
 
     def begin(self, step: int) -> None:
@@ -94,5 +94,5 @@ class Timing:
         )
 
     def note_due(self, step: int) -> None:
-        """The program is told to save after this step: the next question learns what that cost."""
+        """The program is told to save after this step: the next `is_due` takes account of what that cost."""
         self._due_step = step

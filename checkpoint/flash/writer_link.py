@@ -1,7 +1,6 @@
-"""A trainer's link to its checkpoint writer: that there is one, what it says, and that the newest generation gets to
-disk.
+"""A trainer's link to its checkpoint writer: sees that there is one, logs its errors, waits until it is done.
 
-Called by the checkpointer. A job's checkpoint writer is waited for; without one the trainer starts its own.
+Called by the checkpointer. A trainer waits for the job's checkpoint writer; where the job has none, it starts its own.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _JOB_WRITER_CLOSE_S = 60.0
 
 
 class WriterLink:
-    """Of one store.
+    """The checkpoint writer that brings one rank's store to disk.
 
     Args:
         store: of this rank.
@@ -60,8 +59,8 @@ class WriterLink:
             self._spawn()
 
     def _renew(self) -> None:
-        """The store has been made anew in another directory. A job's checkpoint writer finds it; one of our own has
-        nothing more to serve and ends, and another is started."""
+        """The store has been made anew in another directory. A job's checkpoint writer finds it. One of our own has
+        nothing more to write and ends: start another."""
         if self.process:
             self._former.append(self.process)
             self._spawn()
@@ -70,11 +69,11 @@ class WriterLink:
         """Watch no more; the store is about to be closed."""
         self._is_ended.set()
 
-    def tell_errors(self, *, between_saves: bool = False) -> None:
-        """Log what has happened to the checkpoint writer since; one that has died is replaced.
+    def check(self, *, between_saves: bool = False) -> None:
+        """Log what the checkpoint writer has failed at since the last check, and replace one that has died.
 
         Args:
-            between_saves: those that die one after the other are replaced less and less often.
+            between_saves: no save waits for it, so one that dies again and again is replaced less and less often.
         """
         pause_s = min(_RESTART_LIMIT_S, 2.0**self._num_started) if between_saves else 0.0
         self._former = [process for process in self._former if process.poll() is None]
@@ -114,8 +113,7 @@ class WriterLink:
             is_late = deadline_s is not None and time.monotonic() > deadline_s
             status = self._store.status()
             is_lost = status is not None and status.is_lost
-            # A job's checkpoint writer that is not there yet comes, or one of our own in its place, until the store is
-            # closed.
+            # Until the store is closed, a job's checkpoint writer that is not there may still come, or one of our own.
             may_come = self.process.poll() is None if self.process else not self._is_ended.is_set()
             is_gone = not may_come and not self._store.is_writer_alive()
             if is_late or is_lost or is_gone:
@@ -124,8 +122,7 @@ class WriterLink:
         return True
 
     def await_job_writer(self, newest: Generation, timeout_s: float | None) -> None:
-        """Wait for a job's checkpoint writer, if there is one: a job whose script ends now leaves it what KillWait
-        gives.
+        """Wait for a job's checkpoint writer, if there is one: once the job's script ends, it has only KillWait left.
 
         Args:
             newest: what it is to bring to disk.
@@ -140,8 +137,7 @@ class WriterLink:
             )
 
     def await_end(self, timeout_s: float | None) -> None:
-        """Wait for the checkpoint writer of our own once the store is closed: at the end of a job step, all that runs
-        is killed.
+        """Wait for our own checkpoint writer once the store is closed: Slurm kills what runs when a job step ends.
 
         Args:
             timeout_s: for how long; None: until it ends.

@@ -24,12 +24,12 @@ WaitUntil = Callable[..., None]
 
 STOP_REQUEST = """
 import os, signal
-from hetstream.checkpoint.flash.stop import StopRequest
+from hetstream.checkpoint.flash.stop_request import StopRequest
 now_s = 100.0
 died = []
 request = StopRequest([signal.SIGTERM, signal.SIGUSR1], lambda: print("dies", flush=True), lambda: now_s)
 request.install()
-request.promise()
+request.note_watched()
 def ask(number, time_s):
     global now_s
     now_s = time_s
@@ -64,7 +64,7 @@ def test_a_request_that_comes_again_behind_the_last_save_ends_no_program_that_en
         *lines[:2],
         "second = StopRequest([signal.SIGTERM], lambda: None, lambda: now_s)",
         "second.install()",
-        "second.promise()",
+        "second.note_watched()",
         "ask(signal.SIGTERM, 500)",
         "print(second.reason)",
     ]

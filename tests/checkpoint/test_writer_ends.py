@@ -137,7 +137,7 @@ def test_writers_that_die_one_after_the_other_are_started_less_and_less_often(mo
     link.start(job_has_writer=False)
     while clock[0] < 1200.0:
         clock[0] += 1.0
-        link.tell_errors(between_saves=True)
+        link.check(between_saves=True)
     assert started == [0, 2, 6, 14, 30, 62, 122, 182]
-    link.tell_errors()
+    link.check()
     assert started[-1] == 200, "a save has a checkpoint writer at once"

@@ -81,7 +81,7 @@ class Capture:
 
         Args:
             state: top-level key to objects and trees.
-            metrics: for `keep_best`.
+            metrics: for `Retention.keep_best`.
             finds_stepped: find out which tensors an optimizer changes.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Being asked to stop: a signal is noted, the program's own handler still runs, and the program ends in its own time.
+"""Signals that ask the program to stop: one is noted, the program's own handler still runs, and the program goes on.
 
-Called by the checkpointer. A program that never looks whether it is asked to stop dies of SIGTERM as it would without
-us.
+Called by `stopping.py`. A program that looks whether it is asked to stop ends in its own time. One that never looks
+dies of SIGTERM, as it would without a checkpointer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ REPEAT_S = 10.0
 
 
 class StopRequest:
-    """Whether the process was asked to stop, by one of some signals. `install` begins, `remove` ends it.
+    """Whether a signal has asked the process to stop. Listens from `install` to `remove`.
+
+    Args:
+        signals: those that ask; for example SIGTERM, and what `sbatch --signal` sends.
+        before_death: called when SIGTERM is about to end the process.
+        clock: seconds, as `time.monotonic` counts them.
 
     Attributes:
         pid: of the process that is asked; its children have the handler too.
         previous: the handlers that were there before, by signal.
         is_removed: `remove` has been called.
-
-    Args:
-        signals: which; for example SIGTERM, and what `sbatch --signal` sends.
-        before_death: called when SIGTERM is about to end the process.
-        clock: seconds, as `time.monotonic` counts them.
     """
 
     def __init__(
@@ -65,9 +65,12 @@ class StopRequest:
             self._asked_s = self._clock()
 
     def remove(self) -> None:
-        """Give the signals back. Where the program has set handlers of its own meanwhile, or this is another thread
-        than the main one, ours stays and hands on what comes. It stays too in a program that was just asked to end:
-        the same request may come once more, and the program is about to end in order."""
+        """Give the signals back.
+
+        Our handler stays, and hands on what comes, where the program has set handlers of its own meanwhile, and in
+        another thread than the main one. It also stays in a program that was just asked to end: the same request may
+        come once more, and must not end what is ending in order.
+        """
         self.is_removed = True
         if self._is_asked_just_now():
             return
@@ -83,7 +86,7 @@ class StopRequest:
         """Which signal came first; "" if none has."""
         return f"{signal.Signals(self._received[0]).name} came" if self._received else ""
 
-    def promise(self) -> None:
+    def note_watched(self) -> None:
         """The program looks, and will end in its own time: SIGTERM does not end it, unless it comes again later."""
         self._is_watched = True
 
@@ -98,7 +101,7 @@ class StopRequest:
         elif previous == signal.SIG_IGN:
             return
         elif number == signal.SIGTERM and not (is_own and self._is_asked_just_now()):
-            # Nobody looks, or somebody has lost patience, or this is a child of the program.
+            # The program never looks, or the signal came again after REPEAT_S, or this is a child of the program.
             if is_own:
                 self._before_death()
             signal.signal(number, signal.SIG_DFL)
@@ -109,7 +112,7 @@ class StopRequest:
 
 
 def _in_use(number: int, handler: Any) -> Any:
-    """A handler of a signal; in place of one that has stayed when its program was ending, what it would hand on to."""
+    """The handler that is in use: in place of one that `remove` has left installed, the one that it hands on to."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, StopRequest) and owner.is_removed:
         handler = owner.previous.get(number)

@@ -23,6 +23,8 @@ from hetstream.hetjob.gpu.throttle import Throttle
 # A coordinator that has gone is looked for again after this.
 _CONNECT_AGAIN_NS = 500_000_000
 _NEVER_NS = -_CONNECT_AGAIN_NS
+# A guaranteed process that has waited for an answer in vain asks again only when this times as long has passed.
+_WAITED_FACTOR = 50
 # While it waits, a process says so often that it is there.
 _REPORT_NS = 100_000_000
 
@@ -218,6 +220,8 @@ class Agent:
         try:
             self._channel = self._connect()
         except GpuCoordinatorError as error:
+            if self._job_class is JobClass.GUARANTEED:  # one that is stopped takes connections, and never answers
+                self._connected_ns += _WAITED_FACTOR * (self._clock() - self._connected_ns)
             self._miss(str(error))
             return
         except GpuJobRefused as error:

@@ -8,6 +8,7 @@ is missing or cannot be read is no order, and without an order an opportunistic 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,8 +107,11 @@ class FileChannel:
         if now_ns - self._looked_ns >= _LOOK_NS:
             self._looked_ns = now_ns
             try:
-                with self._config.open("rb") as file:
-                    self._order = order_of(file.read(_MOST_BYTES), self._pci_bus)
+                # A pipe in its place must not hold up a training loop.
+                descriptor = os.open(self._config, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                with open(descriptor, "rb") as file:
+                    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+                    self._order = order_of(file.read(_MOST_BYTES), self._pci_bus) if is_file else None
             except (OSError, GpuCoordinatorError):
                 self._order = None
         return self._order
@@ -120,7 +124,9 @@ class FileChannel:
         self._written_ns = now_ns
         temporary = self._status.with_name(f".{self._status.name}.{os.getpid()}")
         try:
-            temporary.write_bytes(status_of(statistics, self._pci_bus))
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # nothing that somebody has put there is written through
+                file.write(status_of(statistics, self._pci_bus))
             temporary.replace(self._status)
         except OSError:
             self._status = None  # a full or missing directory must not hold up a training loop

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
 from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.hetjob.jobs_dir import site_value
 
 # Where the coordinator of a node listens.
 DEFAULT_SOCKET = "/run/hetstream/gpu.sock"
@@ -24,6 +25,7 @@ class SharingSettings:
         job: id of the Slurm job, or a name.
         socket: of the coordinator.
         host_bytes: memory of the host that may stand in for memory of the GPU.
+        coordinator_uid: user that the coordinator runs as, if that is neither root nor this user.
         config_file, status_file: AntMan's files, in the place of a coordinator (`antman.py`); empty: none.
     """
 
@@ -32,6 +34,7 @@ class SharingSettings:
     job: str
     socket: str
     host_bytes: int
+    coordinator_uid: int | None = None
     config_file: str = ""
     status_file: str = ""
 
@@ -53,6 +56,9 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
     host_bytes = environ.get("HETSTREAM_GPU_HOST_BYTES", str(_DEFAULT_HOST_BYTES))
     if not host_bytes.isdecimal():
         problems.append(f"HETSTREAM_GPU_HOST_BYTES={host_bytes}: use a whole number of bytes")
+    coordinator_uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", environ)
+    if coordinator_uid and not coordinator_uid.isdecimal():
+        problems.append(f"HETSTREAM_GPU_COORDINATOR_UID={coordinator_uid}: use the number of a user")
     if problems:
         raise OptionsError("; ".join(problems))
     return SharingSettings(
@@ -61,6 +67,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         job=environ.get("SLURM_JOB_ID") or f"process {os.getpid()}",
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
+        coordinator_uid=int(coordinator_uid) if coordinator_uid else None,
         config_file="" if "HETSTREAM_GPU_SOCKET" in environ else environ.get("GPU_CONFIG_FILE", ""),
         status_file=environ.get("GPU_STATUS_FILE", ""),
     )

@@ -82,7 +82,7 @@ def _agent(settings: SharingSettings, gpu: Device) -> Agent:
         if settings.config_file:
             status = Path(settings.status_file) if settings.status_file else None
             return FileChannel(Path(settings.config_file), status, settings.gpu)
-        return Connection(settings.socket, introduction)
+        return Connection(settings.socket, introduction, settings.coordinator_uid)
 
     return Agent(gpu, settings.job_class, connect)
 

@@ -33,19 +33,21 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process says of itself. The coordinator believes the version alone.
+    """What a process says of itself. The coordinator believes the version alone, and compares the clock with its own.
 
     Attributes:
         version: of the pages.
         job: id of the Slurm job; a name, where there is no Slurm.
         job_class: what the process takes itself for.
         gpu: which GPU it uses.
+        now_ns: its clock, when the connection is made.
     """
 
     version: int
     job: _Name
     job_class: JobClass
     gpu: _Name
+    now_ns: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,20 +94,22 @@ class Connection:
     Args:
         path: of the coordinator's socket.
         introduction: who asks.
+        coordinator_uid: user that the coordinator may run as, beside root and this user; None: nobody else.
 
     Raises:
-        GpuCoordinatorError: nobody answers there.
+        GpuCoordinatorError: nobody answers there, or a user who is not the coordinator's listens.
         GpuJobRefused: the coordinator does not want this process.
     """
 
-    def __init__(self, path: str, introduction: Introduction) -> None:
+    def __init__(self, path: str, introduction: Introduction, coordinator_uid: int | None = None) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors: list[int] = []
         try:
             connection.settimeout(_ANSWER_S)
             connection.connect(path)
-            connection.send(encode(introduction))
-            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2)
+            _check_user(path, peer_of(connection)[1], coordinator_uid)
+            connection.send(encode(msgspec.structs.replace(introduction, now_ns=time.monotonic_ns())))
+            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
             self.job_class = _check(path, message, descriptors)
             self._orders = Page(descriptors[0], Order, writable=False)
             self._statistics = Page(descriptors[1], Statistics, writable=True)
@@ -113,6 +117,9 @@ class Connection:
         except OSError as error:
             connection.close()
             raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+        except ValueError as error:  # a file that is shorter than a page
+            connection.close()
+            raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -162,6 +169,15 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end of a Unix socket, by the kernel's word."""
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(pid), int(uid)
+
+
+def _check_user(path: str, uid: int, coordinator_uid: int | None) -> None:
+    """Whoever makes the pages can end their readers, and say when they run: not anybody may."""
+    if uid not in {0, os.geteuid(), coordinator_uid}:
+        raise GpuCoordinatorError(
+            f"user {uid} listens at {path}, and the coordinator of GPUs would be root's, or of the user that "
+            "HETSTREAM_GPU_COORDINATOR_UID names: it is not asked"
+        )
 
 
 def _check(path: str, message: bytes, descriptors: list[int]) -> JobClass:

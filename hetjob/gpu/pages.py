@@ -20,8 +20,9 @@ from hetstream.hetjob.gpu.orders import Order, Statistics
 
 T = TypeVar("T", Order, Statistics)
 
-# Grows with each change of a record's fields; a job and a coordinator of two versions refuse each other.
-VERSION = 1
+# Grows with each change of a record's fields, or of the introduction's; a job and a coordinator of two versions refuse
+# each other.
+VERSION = 2
 SIZE_BYTES = 4096
 _PLACE_BYTES = SIZE_BYTES // 2
 _HEAD = struct.Struct("<4sIQ")  # magic, version, number of the record

@@ -39,6 +39,8 @@ def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
         value: T = decoder.decode(data)
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(f"it is no text: {error}") from error
+    except RecursionError as error:  # whoever sends a kilobyte of brackets must not end the process that reads it
+        raise msgspec.DecodeError("it is nested too deeply") from error
     return value
 
 

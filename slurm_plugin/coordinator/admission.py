@@ -7,9 +7,9 @@ then on, also before its program has begun, and if it never has an agent.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,14 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from hetstream.base.files import Directory, UntrustedFile, others_can_write
+from hetstream.base.text import printable
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
+
+_log = logging.getLogger(__name__)
 
 _MOST_BYTES = 65536
 _JOB = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
@@ -49,10 +53,23 @@ class Peer:
     uid: int
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """What a process was admitted as.
+
+    Attributes:
+        job: that it belongs to. Reports name this one, whatever the process calls itself.
+        job_class: of the job.
+    """
+
+    job: str
+    job_class: JobClass
+
+
 class Admission(Protocol):
     """Says who may share a GPU."""
 
-    def admit(self, peer: Peer, introduction: Introduction) -> JobClass:
+    def admit(self, peer: Peer, introduction: Introduction) -> Admitted:
         """What the process is.
 
         Raises:
@@ -66,11 +83,11 @@ class Admission(Protocol):
 class OwnJobs:
     """All processes of the coordinator's own user, as what they say they are: one user's jobs in one allocation."""
 
-    def admit(self, peer: Peer, introduction: Introduction) -> JobClass:
+    def admit(self, peer: Peer, introduction: Introduction) -> Admitted:
         """As `Admission.admit`."""
         if peer.uid != os.geteuid():
             raise GpuJobRefused(f"it runs as user {peer.uid}, and this coordinator is for jobs of user {os.geteuid()}")
-        return introduction.job_class
+        return Admitted(printable(introduction.job), introduction.job_class)
 
     def is_reserved(self, gpu: str) -> bool:  # noqa: ARG002
         """Nobody knows before a process says so."""
@@ -88,8 +105,9 @@ class GrantedJobs:
     def __init__(self, directory: Path, job_of: Callable[[int], str | None] | None = None) -> None:
         self._directory = directory
         self._job_of = job_of or slurm_job_of
+        self._complained: set[str] = set()
 
-    def admit(self, peer: Peer, introduction: Introduction) -> JobClass:
+    def admit(self, peer: Peer, introduction: Introduction) -> Admitted:
         """As `Admission.admit`. Where control groups tell the process's job, what it says itself does not count."""
         job = self._job_of(peer.pid) or introduction.job
         grant = self._grant(job) if _JOB.fullmatch(job) else None
@@ -99,30 +117,39 @@ class GrantedJobs:
             raise GpuJobRefused(f"job {job} is of user {grant.uid}, and the process of user {peer.uid}")
         if introduction.gpu not in grant.gpus:
             raise GpuJobRefused(f"job {job} may use {', '.join(grant.gpus) or 'no GPU'}, not {introduction.gpu!r}")
-        return grant.job_class
+        return Admitted(job, grant.job_class)
 
     def is_reserved(self, gpu: str) -> bool:
-        """As `Admission.is_reserved`."""
-        jobs = [path.stem for path in self._directory.glob("*.json")]
+        """As `Admission.is_reserved`. Where the directory cannot be read, any GPU may be a guaranteed job's."""
+        try:
+            with Directory.open(self._directory) as directory:
+                names = directory.names()
+        except OSError as error:
+            self._complain(self._directory.name, error)
+            return True
+        jobs = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         grants = [self._grant(job) for job in jobs if _JOB.fullmatch(job)]
         return any(grant and grant.job_class is JobClass.GUARANTEED and gpu in grant.gpus for grant in grants)
 
     def _grant(self, job: str) -> Grant | None:
-        """A grant; what others could have written, or cannot be read, is none."""
+        """A grant; what others could have written, or cannot be read, is none, and that is said once."""
+        name = f"{job}.json"
         try:
-            descriptor = os.open(self._directory / f"{job}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+            with Directory.open(self._directory) as directory:
+                status = os.fstat(directory.descriptor)
+                if status.st_uid not in (0, os.geteuid()) or others_can_write(status):
+                    raise UntrustedFile(f"{self._directory} is not root's, or others can write to it")
+                return decode(directory.read(name, _MOST_BYTES), Grant)
+        except FileNotFoundError:
             return None
-        try:
-            status = os.fstat(descriptor)
-            trusted = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not trusted or not stat.S_ISREG(status.st_mode):
-                return None
-            return decode(os.read(descriptor, _MOST_BYTES), Grant)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError) as error:
+            self._complain(name, error)
             return None
-        finally:
-            os.close(descriptor)
+
+    def _complain(self, name: str, error: Exception) -> None:
+        if name not in self._complained:
+            self._complained.add(name)
+            _log.warning("GPU grant not used file=%s: %s", name, error)
 
 
 def slurm_job_of(pid: int) -> str | None:

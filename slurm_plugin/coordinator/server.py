@@ -11,16 +11,18 @@ import logging
 import os
 import selectors
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.files import writable_above
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuJobRefused
-from hetstream.hetjob.gpu.introduction import MOST_BYTES, NEWS, Answer, peer_of, read_introduction
+from hetstream.hetjob.gpu.introduction import MOST_BYTES, NEWS, Answer, Introduction, peer_of, read_introduction
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
 from hetstream.hetjob.gpu.throttle import is_good_news
@@ -37,6 +39,11 @@ RENEW_S = 0.02
 _GRANTS_S = 0.5
 _MOST_PROCESSES = 256
 _MOST_OF_USER = 64
+# A job with mini-batches of a millisecond has 40 news in the time between two renewals.
+_MOST_NEWS = 200
+_BACKLOG = 64
+# An introduction may wait so long. Who has sent one gives up sooner.
+_MOST_BEHIND_NS = 10_000_000_000
 _MODE = 0o666  # who may do what is decided by the kernel's word on each connection
 
 
@@ -54,6 +61,8 @@ class _Member:
     orders: Page[Order] | None = None
     statistics: Page[Statistics] | None = None
     decision: Decision | None = None
+    introduction: Introduction | None = None
+    num_news: int = 0
 
 
 @dataclass
@@ -106,6 +115,9 @@ class Coordinator:
         self._grants_read_s = -_GRANTS_S
         self._listener = _listen(path)
         self._path = path
+        self._socket_inode = path.lstat().st_ino
+        self._resting: list[_Member] = []
+        self._news_counted_s = time.monotonic()
         self._wake, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -144,6 +156,7 @@ class Coordinator:
 
     def _step(self) -> None:
         ready = self._selector.select(RENEW_S if self._members else _GRANTS_S)
+        self._listen_to_all_again()
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
@@ -153,11 +166,28 @@ class Coordinator:
         for shared in self._gpus.values():
             self._decide(shared)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
+    def _listen_to_all_again(self) -> None:
+        """Each renewal begins with nobody having said too much."""
+        now_s = time.monotonic()
+        if now_s - self._news_counted_s < RENEW_S:
             return
+        self._news_counted_s = now_s
+        for member in self._members:
+            member.num_news = 0
+        for member in self._resting:
+            self._selector.register(member.connection, selectors.EVENT_READ, member)
+        self._resting.clear()
+
+    def _accept(self) -> None:
+        """All that wait, so that a crowd does not fill the queue; a crowd that goes on comes again after the orders."""
+        for _ in range(_BACKLOG):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._enter(connection)
+
+    def _enter(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         pid, uid = peer_of(connection)
         self._num_admitted += 1
@@ -170,12 +200,20 @@ class Coordinator:
             self._drop(crowded_out, f"user {crowded_out.peer.uid} has too many connections")
 
     def _hear(self, member: _Member) -> None:
-        """An introduction, or news. All that has come is taken: what counts is in the page."""
+        """An introduction, or news. News say nothing: what counts is in the page.
+
+        Who sends them without end is not listened to until the next renewal: else nobody's orders would be renewed.
+        """
         if member not in self._members:
             return
         try:
             message = member.connection.recv(MOST_BYTES)
             while message and member.gpu:
+                member.num_news += 1
+                if member.num_news > _MOST_NEWS:
+                    self._selector.unregister(member.connection)
+                    self._resting.append(member)
+                    return
                 message = member.connection.recv(MOST_BYTES)
         except BlockingIOError:
             return
@@ -195,8 +233,15 @@ class Coordinator:
         introduction = read_introduction(message)
         if introduction.gpu not in self._gpus:
             raise GpuJobRefused(f"GPU {introduction.gpu!r} is not shared here; shared are: {', '.join(self._gpus)}")
-        member.job_class = self._admission.admit(member.peer, introduction)
-        member.job, member.gpu = introduction.job, introduction.gpu
+        behind_ns = time.monotonic_ns() - introduction.now_ns
+        if not 0 <= behind_ns <= _MOST_BEHIND_NS:
+            raise GpuJobRefused(
+                "its clock (CLOCK_MONOTONIC) is not this node's, so it could not tell when an order lapses. Run it "
+                "without a time namespace of its own"
+            )
+        admitted = self._admission.admit(member.peer, introduction)
+        member.job, member.job_class, member.gpu = admitted.job, admitted.job_class, introduction.gpu
+        member.introduction = introduction
         member.orders, order_descriptor = make_orders()
         try:
             member.statistics, statistics_descriptor = make_statistics()
@@ -250,11 +295,28 @@ class Coordinator:
             self._grants_read_s = now_s
             for name, shared in self._gpus.items():
                 shared.is_reserved = self._admission.is_reserved(name)
+            for member in list(self._members):
+                self._check_grant(member)
+
+    def _check_grant(self, member: _Member) -> None:
+        """A process that outlives its job, or whose job has become another, has lost its place."""
+        if member.introduction is None:
+            return
+        try:
+            admitted = self._admission.admit(member.peer, member.introduction)
+        except GpuJobRefused as error:
+            self._drop(member, f"no longer admitted: {error}")
+            return
+        if (admitted.job, admitted.job_class) != (member.job, member.job_class):
+            self._drop(member, f"it has become {admitted.job_class.value} and of job {admitted.job}")
 
     def _drop(self, member: _Member, why: str) -> None:
         self._members.remove(member)
         self._places.leave(member)
-        self._selector.unregister(member.connection)
+        if member in self._resting:
+            self._resting.remove(member)
+        else:
+            self._selector.unregister(member.connection)
         member.connection.close()
         for page in (member.orders, member.statistics):
             if page is not None:
@@ -271,26 +333,38 @@ class Coordinator:
         for shared in self._gpus.values():
             shared.gpu.close()
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            if self._path.lstat().st_ino == self._socket_inode:  # else another coordinator listens there by now
+                self._path.unlink()
 
 
 def _listen(path: Path) -> socket.socket:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            pass
-        else:
-            raise HetstreamError(f"another coordinator of GPUs listens at {path}. Stop it, or give another --socket")
+    swapped = writable_above(path)
+    if swapped is not None:
+        raise HetstreamError(f"everybody can put another socket in the place of {path}: chmod o-w {swapped}")
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise HetstreamError(f"{path} is there, and is no socket: it is not replaced. Give another --socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)  # one that is stopped, with a full queue, listens as well
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            except BlockingIOError:
+                raise _taken(path) from None
+            else:
+                raise _taken(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(str(path))
         os.chmod(path, _MODE)
-        listener.listen(64)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def _taken(path: Path) -> HetstreamError:
+    return HetstreamError(f"another coordinator of GPUs listens at {path}. Stop it, or give another --socket")

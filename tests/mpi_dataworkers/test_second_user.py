@@ -85,7 +85,28 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "he floods the site daemon": (
         "slurm_plugin/test_daemon.py::test_a_flood_of_one_user_leaves_the_others_their_answers",
     ),
+    "he fills the socket of the coordinator of GPUs, or has a job of his talk without end": (
+        "slurm_plugin/coordinator/test_coordinator.py::test_one_user_with_many_connections_shuts_out_himself_alone",
+        "slurm_plugin/coordinator/test_strangers.py::test_who_sends_news_without_end_holds_up_nobodys_orders",
+    ),
+    "he sends the coordinator of GPUs brackets without end, too much, or descriptors": (
+        "slurm_plugin/coordinator/test_strangers.py::test_no_message_ends_the_coordinator",
+        "slurm_plugin/coordinator/test_strangers.py::test_descriptors_that_are_sent_to_the_coordinator_do_not_stay",
+    ),
     # In the place of somebody else.
+    "he listens at the socket of the coordinator of GPUs": (
+        "slurm_plugin/coordinator/test_strangers.py::test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator",
+    ),
+    "he writes the orders of a job on a shared GPU": ("hetjob/gpu/test_pages.py::test_a_job_can_only_read_its_orders",),
+    "he makes a job's page shorter, or writes into it what is no record": (
+        "hetjob/gpu/test_pages.py::test_nobody_can_make_a_page_shorter_below_its_reader",
+        "hetjob/gpu/test_pages.py::test_whatever_stands_in_a_page_reading_it_does_no_harm",
+    ),
+    "he puts a pipe, a link or brackets without end where a job looks for AntMan's files": (
+        "hetjob/gpu/test_antman.py::test_a_pipe_in_the_place_of_the_file_holds_up_nobody",
+        "hetjob/gpu/test_antman.py::test_a_planted_link_is_not_written_through",
+        "hetjob/gpu/test_antman.py::test_brackets_without_end_are_no_order",
+    ),
     "he takes the port of a dispatcher that died, and answers there": (
         "mpi_dataworkers/test_taken_port.py::test_a_peer_that_a_stranger_has_turned_away_comes_back_to_the_same_port",
     ),

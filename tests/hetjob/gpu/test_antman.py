@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,38 @@ def test_a_status_that_cannot_be_written_holds_up_nobody(tmp_path: Path) -> None
     channel = FileChannel(tmp_path / "config.json", tmp_path / "missing" / "status.json", BUS)
     channel.report(Statistics(), news=True)
     assert channel.order() is None
+
+
+def test_a_pipe_in_the_place_of_the_file_holds_up_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert FileChannel(tmp_path / "config.json", None, BUS).order() is None
+
+
+def test_brackets_without_end_are_no_order(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 500_000)
+    assert FileChannel(tmp_path / "config.json", None, BUS).order() is None
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("results of a year")
+    (tmp_path / f".status.json.{os.getpid()}").symlink_to("mine")
+    FileChannel(tmp_path / "config.json", tmp_path / "status.json", BUS).report(Statistics(), news=True)
+    assert (tmp_path / "mine").read_text() == "results of a year"
+    assert not (tmp_path / "status.json").is_symlink()
+
+
+def test_a_coordinator_that_never_answers_costs_a_guaranteed_job_little() -> None:
+    """It takes connections, as one does that is stopped; each attempt costs the two seconds until it is given up."""
+    now_ns, attempts = [0], [0]
+
+    def connect() -> FileChannel:
+        attempts[0] += 1
+        now_ns[0] += 2 * S
+        raise GpuCoordinatorError("no answer")
+
+    agent = Agent(FakeGpu(), JobClass.GUARANTEED, connect, lambda: now_ns[0])
+    for _ in range(1000):
+        agent.before_launch()
+        now_ns[0] += S
+        agent.at_boundary()
+    assert attempts[0] * 2 <= 0.03 * 1000

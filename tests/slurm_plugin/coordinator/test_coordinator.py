@@ -212,7 +212,7 @@ class TestGrants:
 
     def admit(self, grants: Path, job: str, uid: int, of: str | None = None) -> JobClass:
         admission = GrantedJobs(grants, lambda _: of)
-        return admission.admit(Peer(1, uid), Introduction(VERSION, job, JobClass.GUARANTEED, GPU))
+        return admission.admit(Peer(1, uid), Introduction(VERSION, job, JobClass.GUARANTEED, GPU)).job_class
 
     def test_a_job_is_what_it_was_given_and_not_what_it_says(self, grants: Path) -> None:
         self.grant(grants, "7", JobClass.OPPORTUNISTIC, 1000)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import closing
+from pathlib import Path
 
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 from tests.slurm_plugin.coordinator.conftest import TRAIN, Node, Program
 
 
@@ -65,3 +68,32 @@ def test_a_guaranteed_job_that_comes_gets_memory_and_its_losses_are_as_alone(nod
     expected = alone(12, 1400)
     assert guaranteed.losses == expected
     assert opportunistic.losses[:5] == expected[:5]
+
+
+def test_an_opportunistic_job_that_is_killed_leaves_nothing_and_the_guaranteed_one_computes_as_alone(
+    node: Node,
+) -> None:
+    coordinator = node.coordinate()
+    guaranteed = node.train("guaranteed", wait_ms=15)
+    node.goes_on(guaranteed, 5)
+
+    def opened() -> list[str]:
+        """What the coordinator has open: sockets, and pages that are mapped."""
+        process = Path(f"/proc/{coordinator.pid}")
+        pages = [line for line in (process / "maps").read_text().splitlines() if "hetstream-gpu" in line]
+        return [*map(str, range(len([*(process / "fd").iterdir()]))), *(["page"] * len(pages))]
+
+    before = opened()
+    for _ in range(2):
+        opportunistic = node.train("opportunistic")
+        node.goes_on(opportunistic, 10)
+        assert opened() > before
+        opportunistic.process.kill()
+        opportunistic.process.wait()
+        node.wait_until(lambda: opened() == before, 10, "the coordinator's descriptors")
+        with closing(EmulatedGpuFile(node.directory / "gpu0")) as gpu:
+            assert gpu.held_by(opportunistic.process.pid) == 0
+        node.goes_on(guaranteed, 10)
+    assert coordinator.poll() is None
+    losses = guaranteed.losses
+    assert losses == alone(len(losses))

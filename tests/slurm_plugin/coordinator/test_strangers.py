@@ -1,0 +1,285 @@
+"""What other users of the node, and jobs that mean no good, may try at the coordinator and at its agents."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hetstream.base.errors import HetstreamError
+from hetstream.base.typed_json import encode
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction
+from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
+from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
+from hetstream.slurm_plugin.coordinator.server import Coordinator
+from tests.base.users import STRANGER, VICTIM, needs_root, run_as
+from tests.conftest import WaitUntil
+from tests.slurm_plugin.coordinator.test_coordinator import GPU, connect, has, running, statistics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gpu.sock"
+
+
+@pytest.fixture
+def member(path: Path) -> Iterator[Connection]:
+    """A job of a coordinator for this user's jobs."""
+    with running(path, OwnJobs()), closing(connect(path, JobClass.OPPORTUNISTIC)) as connection:
+        connection.report(statistics(), news=True)
+        yield connection
+
+
+@pytest.fixture
+def grants(tmp_path: Path) -> Path:
+    directory = tmp_path / "grants"
+    directory.mkdir(mode=0o755)
+    return directory
+
+
+def grant(grants: Path, job: str, job_class: JobClass) -> Path:
+    path = grants / f"{job}.json"
+    path.write_text(json.dumps({"uid": os.geteuid(), "job_class": job_class.value, "gpus": [GPU]}))
+    return path
+
+
+def is_renewed(connection: Connection, wait_until: WaitUntil) -> None:
+    before = connection.order()
+    wait_until(lambda: connection.order() != before, 5)
+    assert connection.look()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b'{"a":' + b"[" * 4000, b'{"a":' * 700, b'{"version":' + b"9" * 4000 + b"}", b"x" * 100_000],
+    ids=["brackets", "objects", "digits", "overlong"],
+)
+def test_no_message_ends_the_coordinator(path: Path, member: Connection, wait_until: WaitUntil, message: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(path))
+        stranger.send(message)
+        assert b"refusal" in stranger.recv(4096)
+    is_renewed(member, wait_until)
+
+
+def test_descriptors_that_are_sent_to_the_coordinator_do_not_stay(
+    path: Path, member: Connection, wait_until: WaitUntil
+) -> None:
+    kept, given = os.pipe()
+    with open(kept, "rb"), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(path))
+        socket.send_fds(stranger, [b"{}"], [given] * 100)
+        os.close(given)
+        assert b"refusal" in stranger.recv(4096)
+        assert os.read(kept, 1) == b""  # nobody has the other end
+
+
+def test_who_sends_news_without_end_holds_up_nobodys_orders(
+    path: Path, member: Connection, wait_until: WaitUntil
+) -> None:
+    is_over = threading.Event()
+
+    def send(flooding: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not is_over.is_set():
+                flooding.send(NEWS)
+
+    with closing(connect(path, JobClass.OPPORTUNISTIC)) as flooding:
+        flooding._connection.settimeout(0.1)
+        threads = [threading.Thread(target=send, args=(flooding._connection,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                is_renewed(member, wait_until)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+
+
+@needs_root
+def test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator(wait_until: WaitUntil) -> None:
+    with tempfile.TemporaryDirectory(prefix="hetstream-test-gpu-") as place:
+        Path(place).chmod(0o777)
+        path = f"{place}/gpu.sock"
+        heard, tell = os.pipe()
+
+        def listen() -> None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen()
+                os.write(tell, b"!")
+                connection, _ = listener.accept()
+                with connection:
+                    assert connection.recv(4096) == b""
+                connection, _ = listener.accept()
+                with connection:
+                    assert connection.recv(4096)
+                    connection.send(encode(Answer(VERSION)))
+
+        impostor = threading.Thread(target=run_as, args=(STRANGER, listen))
+        impostor.start()
+        os.read(heard, 1)
+        introduction = Introduction(VERSION, "7", JobClass.GUARANTEED, GPU)
+        with pytest.raises(GpuCoordinatorError, match=f"user {STRANGER} listens at .*: it is not asked"):
+            Connection(path, introduction, VICTIM)
+        with pytest.raises(GpuCoordinatorError, match="sent 0 descriptors instead of 2"):
+            Connection(path, introduction, STRANGER)
+        impostor.join()
+        os.close(heard)
+        os.close(tell)
+
+
+def test_what_is_no_page_is_no_coordinators(path: Path) -> None:
+    """Files of no length in the place of pages."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                empty = os.memfd_create("empty")
+                socket.send_fds(connection, [encode(Answer(VERSION))], [empty, empty])
+                os.close(empty)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(GpuCoordinatorError, match="are no pages"):
+            connect(path, JobClass.GUARANTEED)
+        thread.join()
+
+
+def test_a_process_with_another_clock_is_refused(
+    path: Path, member: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a time namespace."""
+    for off_ns in (10**12, -(10**12)):
+        said = Introduction(VERSION, "7", JobClass.GUARANTEED, GPU, time.monotonic_ns() + off_ns)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.connect(str(path))
+            other.send(encode(said))
+            assert b"is not this node's" in other.recv(4096)
+
+
+class TestSocket:
+    """What stands where the coordinator is to listen."""
+
+    def test_a_file_is_not_replaced(self, path: Path) -> None:
+        path.write_text("results of a year")
+        with pytest.raises(HetstreamError, match="is no socket: it is not replaced"):
+            Coordinator(path, [], OwnJobs())
+        assert path.read_text() == "results of a year"
+
+    def test_a_link_is_not_followed(self, path: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("results of a year")
+        path.symlink_to("file")
+        with pytest.raises(HetstreamError, match="is no socket"):
+            Coordinator(path, [], OwnJobs())
+
+    def test_where_everybody_can_swap_it_nobody_listens(self, tmp_path: Path) -> None:
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        with pytest.raises(HetstreamError, match="everybody can put another socket in the place"):
+            Coordinator(tmp_path / "open" / "gpu.sock", [], OwnJobs())
+
+    def test_a_stopped_coordinator_with_a_full_queue_is_not_replaced(self, path: Path) -> None:
+        with contextlib.ExitStack() as stack:
+            stopped = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            stopped.bind(str(path))
+            stopped.listen(0)
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            waiting.connect(str(path))
+            with pytest.raises(HetstreamError, match="another coordinator of GPUs listens"):
+                Coordinator(path, [], OwnJobs())
+
+    def test_who_ends_leaves_the_socket_of_another_alone(self, path: Path, tmp_path: Path) -> None:
+        with running(path, OwnJobs()):
+            path.rename(tmp_path / "old.sock")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+                other.bind(str(path))
+        assert path.is_socket()
+
+
+class TestGrants:
+    """Files and directories of grants that are not as root's should be."""
+
+    def test_reports_name_the_job_that_the_kernel_knows(self, grants: Path) -> None:
+        grant(grants, "8", JobClass.OPPORTUNISTIC)
+        named = Introduction(VERSION, "7 class=guaranteed\nGPU left", JobClass.GUARANTEED, GPU)
+        admitted = GrantedJobs(grants, lambda _: "8").admit(Peer(1, os.geteuid()), named)
+        assert (admitted.job, admitted.job_class) == ("8", JobClass.OPPORTUNISTIC)
+        own = OwnJobs().admit(Peer(1, os.geteuid()), named)
+        assert "\n" not in own.job
+
+    @pytest.mark.parametrize("what", ["pipe", "link", "directory", "large", "brackets"])
+    def test_what_is_no_grant_holds_up_nobody(
+        self, grants: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bad = grants / "7.json"
+        if what == "pipe":
+            os.mkfifo(bad)
+        elif what == "link":
+            bad.symlink_to(grant(tmp_path, "real", JobClass.GUARANTEED))
+        elif what == "directory":
+            bad.mkdir()
+        else:
+            bad.write_text('{"gpus": [' + "[" * (70_000 if what == "large" else 10_000))
+        admission = GrantedJobs(grants, lambda _: None)
+        for _ in range(2):
+            with pytest.raises(GpuJobRefused, match="was given no GPU"):
+                admission.admit(Peer(1, os.geteuid()), Introduction(VERSION, "7", JobClass.GUARANTEED, GPU))
+            assert not admission.is_reserved(GPU)
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+            "GPU grant not used file=7.json"
+        ]
+
+    @needs_root
+    @pytest.mark.parametrize("what", ["file", "directory", "mode"])
+    def test_what_a_stranger_owns_or_could_write_is_no_grant(self, grants: Path, what: str) -> None:
+        file = grant(grants, "7", JobClass.GUARANTEED)
+        if what == "mode":
+            grants.chmod(0o777)
+        else:
+            os.chown(file if what == "file" else grants, STRANGER, STRANGER)
+        admission = GrantedJobs(grants, lambda _: None)
+        with pytest.raises(GpuJobRefused, match="was given no GPU"):
+            admission.admit(Peer(1, os.geteuid()), Introduction(VERSION, "7", JobClass.GUARANTEED, GPU))
+
+    def test_where_nobody_can_say_what_was_granted_the_gpu_is_reserved(self, grants: Path) -> None:
+        admission = GrantedJobs(grants)
+        assert not admission.is_reserved(GPU)
+        grants.rmdir()
+        assert admission.is_reserved(GPU)
+
+    def test_a_process_that_outlives_its_job_loses_its_place(
+        self, grants: Path, path: Path, wait_until: WaitUntil
+    ) -> None:
+        file = grant(grants, "7", JobClass.GUARANTEED)
+        grant(grants, "8", JobClass.OPPORTUNISTIC)
+        with (
+            running(path, GrantedJobs(grants, lambda _: None)),
+            closing(connect(path, JobClass.GUARANTEED, "7")) as guaranteed,
+            closing(connect(path, JobClass.OPPORTUNISTIC, "8")) as other,
+        ):
+            other.report(statistics(), news=True)
+            guaranteed.report(Statistics(updated_ns=time.monotonic_ns()), news=True)
+            wait_until(has(other, Verdict.PAUSE))
+            file.unlink()
+            wait_until(has(other, Verdict.RUN))
+            wait_until(lambda: not guaranteed.look())
+            grant(grants, "8", JobClass.GUARANTEED)
+            wait_until(lambda: not other.look())

@@ -38,6 +38,9 @@ DAEMON_ENVIRONMENT = f"""\
 #HETSTREAM_JOBS_DIR=/scratch/%u/hetstream
 #HETSTREAM_JOURNAL_DIR=/tmp
 
+# Number of the user that "hetstream gpu coordinator" runs as. Without it jobs trust one of root's, or their own user's.
+#HETSTREAM_GPU_COORDINATOR_UID=990
+
 {_COMMANDS}"""
 
 

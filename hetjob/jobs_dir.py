@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError
-from hetstream.hetjob.site.address import SITE_FILE, assignments
+from hetstream.hetjob.site.address import SITE_FILE, in_site_file
 
 JOBS_DIR, JOURNAL_DIR = "HETSTREAM_JOBS_DIR", "HETSTREAM_JOURNAL_DIR"
 IN_SUBMIT_DIR = ".hetstream"
@@ -38,23 +38,10 @@ def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) 
     """
     text, origin = environ.get(name), "environment variable "
     if text is None:
-        text, origin = _in_site_file(name, site_file), f"{site_file}: "
+        text, origin = in_site_file(name, site_file), f"{site_file}: "
     if text and not is_directory_pattern(text):
         raise ConfigError(f"{origin}{name}={text!r}: must be {RULE}")
     return text or None
-
-
-def site_value(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
-    """What the environment or the site's file says of a setting that is one word; None if neither does."""
-    text = environ.get(name)
-    return _in_site_file(name, site_file) if text is None else text
-
-
-def _in_site_file(name: str, site_file: Path) -> str | None:
-    try:
-        return assignments(site_file.read_text(errors="replace")).get(name)
-    except OSError:
-        return None
 
 
 def for_user(pattern: str, user: str = "") -> Path:

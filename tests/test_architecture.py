@@ -39,7 +39,7 @@ MAY_IMPORT_WITHIN = {
     "hetjob": {
         "": {"", "site"},
         "site": {"errors", "ports"},
-        "gpu": {"errors"},
+        "gpu": {"errors", "site"},
         "elastic": {"errors", "site"},
         "master": {"", "site", "elastic"},
         "local": {"", "master"},

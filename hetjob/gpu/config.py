@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.jobs_dir import site_value
+from hetstream.hetjob.site.address import site_value
 
 # Where the coordinator of a node listens.
 DEFAULT_SOCKET = "/run/hetstream/gpu.sock"

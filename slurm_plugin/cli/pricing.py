@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetstream.base.errors import OptionsError, UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.jobs_dir import site_value
+from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.prices import Prices, parse_prices
 
 PRICES = "HETSTREAM_PRICES"

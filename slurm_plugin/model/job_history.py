@@ -25,7 +25,8 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
-from hetstream.hetjob.jobs_dir import for_user, setting, site_value
+from hetstream.hetjob.jobs_dir import for_user, setting
+from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.database import HistoryFile, create_private, transaction
 from hetstream.slurm_plugin.model.past_job import PastJob
 

@@ -32,7 +32,7 @@ from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward, restored
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, Unsent, plain
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, Unsent, compiled_functions, plain
 from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
 from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, watch
 from hetstream.mpi_dataworkers.partitioner.split import sending_all, spared_leaves, unpack
@@ -172,7 +172,8 @@ class Partition:
             if self._pace is not None:
                 self._pace.begin_again()
             self._judge(*trial.step_s)
-        if self._again() is not None and not self._spares and self.is_active:
+        may_spare = self._again() is not None and not compiled_functions.reads
+        if may_spare and not self._spares and self.is_active:
             self._spares = self._knows_read = True
             self.decide(self._rates)
             split = forward.split
@@ -379,7 +380,7 @@ def check_module(module: torch.nn.Module) -> None:
     Raises:
         NotCaptured: with the reason.
     """
-    if hasattr(module, "_orig_mod"):
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         raise NotCaptured("the model is compiled by torch.compile as a whole: give its inner part to torch.compile")
     if isinstance(module, torch.jit.ScriptModule):
         raise NotCaptured("the model is a TorchScript module, whose forward is no Python")
@@ -421,6 +422,8 @@ def _watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Eff
         return twin.forward(*copied)
 
     with restored(module, _pytree.tree_leaves(args)), generators_kept():
+        if any(hasattr(part, "_orig_mod") for part in twin.modules()):
+            call()  # so that the compiler, which reads files and the time, is not taken for the forward
         _, effects = watch(call)
         if change := state.change():
             raise NotCaptured(f"the forward changes the model beside its tensors: {change}")

@@ -7,6 +7,7 @@ forward as a leaf that nothing has changed in place is what the loader gave, in 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from hetstream.mpi_dataworkers.partitioner.unsent import GIVES_MEMORY, METADATA,
 
 _pytree: Any = pytree
 _without_subclass: Any = torch._C.DisableTorchFunctionSubclass
+_GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[attr-defined]
 
 
 # The size of a leaf that was not sent, and what makes it.
@@ -100,6 +102,11 @@ class BatchLeaf(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # torch.compile looks at the leaf, or (the second) traces what stands here
+            if func == _GET_BASE and not torch.compiler.is_dynamo_compiling():
+                compiled_functions.read(args[0])
+            with _without_subclass():
+                return func(*args, **kwargs)
         with _without_subclass():
             if func in MOVES and args and type(args[0]) is BatchLeaf:
                 return _moved(func, args[0], args[1:], kwargs)
@@ -130,6 +137,30 @@ class BatchLeaf(torch.Tensor):
         with _without_subclass():
             tensor: Any = plain(self)
             return tensor.__deepcopy__(memo)
+
+
+class _CompiledFunctions:
+    """Functions of the program that torch.compile has compiled, and that get leaves themselves.
+
+    Attributes:
+        reads: whether one of them reads a leaf. Its later calls are not seen, so nothing is left unsent then.
+    """
+
+    def __init__(self) -> None:
+        self.reads = False
+
+    def read(self, leaf: BatchLeaf) -> None:
+        """torch.compile makes a graph that takes this leaf."""
+        self.reads = True
+        leaf._delivery.read.add(leaf._number)
+        wrappers: Any = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+        handled = getattr(wrappers, "HANDLED_TYPES", None)
+        if handled is not None and BatchLeaf not in handled:
+            # Its check of custom operators, in a graph's first call, else refuses all operators that get a leaf.
+            wrappers.HANDLED_TYPES = (*handled, BatchLeaf)
+
+
+compiled_functions = _CompiledFunctions()
 
 
 def _as_leaf(

@@ -18,7 +18,8 @@ from hetstream.mpi_dataworkers.partitioner.unsent import GIVES_MEMORY, METADATA,
 
 _pytree: Any = pytree
 _without_subclass: Any = torch._C.DisableTorchFunctionSubclass
-_GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[attr-defined]
+_OfTensor: Any = torch.Tensor
+_GET_BASE: Any = _OfTensor._base.__get__
 
 
 # The size of a leaf that was not sent, and what makes it.

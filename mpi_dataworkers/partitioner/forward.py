@@ -7,7 +7,6 @@ the loader's leaves, that data workers have computed the cut for them, and that 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import types
@@ -20,6 +19,7 @@ import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
+from hetstream.mpi_dataworkers.partitioner.copied_buffer import CopiedBuffer, same_bytes
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain, whole
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState
@@ -84,16 +84,6 @@ class Guards:
         found: torch.Tensor = table[name]
         return found
 
-    @functools.cached_property
-    def buffers(self) -> dict[str, tuple[dict[str, Any], str, torch.Tensor, int]]:
-        """What data workers may have copies of, by qualified name: the table, the name, the tensor, its changes."""
-        found = {}
-        for graph_input in self.captured.inputs:
-            if graph_input.kind is Kind.BUFFER and graph_input.target in self.tables:
-                table, name = self.tables[graph_input.target]
-                found[graph_input.target] = table, name, table[name], table[name]._version
-        return found
-
 
 class PartitionedForward:
     """Stands in a module's `forward`.
@@ -126,8 +116,7 @@ class PartitionedForward:
         self._known_shapes: dict[tuple[torch.Size, ...], bool] = {}
         self._misses = 0
         self._inputs = {graph_input.name: graph_input for graph_input in guards.captured.inputs}
-        self._copied_buffers: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
-        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copied_buffers: list[CopiedBuffer] = []
 
     @property
     def _original(self) -> Any:
@@ -160,11 +149,19 @@ class PartitionedForward:
         """
         self._before, self.split = self.split, split
         self._to_check, self._misses = 0 if is_checked else self._num_checked, 0
-        copied = {target for cut in (split, self._before) if split and cut for target in cut.copied}
-        self._copied_buffers = [buffer for target, buffer in self._guards.buffers.items() if target in copied]
-        small = [buffer for _, _, buffer, _ in self._copied_buffers if not buffer.is_cuda]
-        is_quick = sum(buffer.nbytes for buffer in small) <= _MOST_BYTES_TO_COMPARE
-        self._contents = [(buffer, buffer.detach().clone()) for buffer in small if is_quick]
+        self._copied_buffers = self._watched_buffers()
+
+    def _watched_buffers(self) -> list[CopiedBuffer]:
+        cuts = [cut for cut in (self.split, self._before) if self.split and cut]
+        copies = [copied for cut in cuts for copied in cut.stage.program.constants.items()]
+        found = [(self._inputs[name].target, copy) for name, copy in copies if name in self._inputs]
+        places = [(*self._guards.tables[target], copy) for target, copy in found if target in self._guards.tables]
+        in_host = [copy for table, name, copy in places if not table[name].is_cuda]
+        is_quick = sum(copy.nbytes for copy in in_host) <= _MOST_BYTES_TO_COMPARE
+        return [
+            CopiedBuffer(table, name, copy, is_small=is_quick and not table[name].is_cuda)
+            for table, name, copy in places
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward would return."""
@@ -233,11 +230,8 @@ class PartitionedForward:
             return None, "its arguments have another type or size"
         if change := guards.state.change():
             return None, change
-        for table, name, buffer, version in self._copied_buffers:
-            if table.get(name) is not buffer or buffer._version != version:
-                return None, f"the buffer {name}, of which data workers have a copy, has changed"
-        if any(not _alike(buffer, then) for buffer, then in self._contents):
-            return None, "a buffer of which data workers have a copy has changed uncounted, as through .data"
+        if change := next(filter(None, (buffer.change() for buffer in self._copied_buffers)), ""):
+            return None, change
         return (delivery, split), ""
 
     def _fits(self, values: list[Any], spec: Any) -> bool:
@@ -376,7 +370,4 @@ def _alike(actual: torch.Tensor, other: torch.Tensor) -> bool:
     if actual.is_cuda and actual.dtype.is_floating_point:
         relative, absolute = _TOLERANCE[actual.element_size()]
         return torch.allclose(actual, other, relative, absolute, equal_nan=True)
-    if actual.numel() == 0:
-        return True
-    first, second = (value.contiguous().reshape(-1).view(torch.uint8) for value in (actual, other))
-    return torch.equal(first, second)
+    return same_bytes(actual, other)

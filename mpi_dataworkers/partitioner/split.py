@@ -150,7 +150,6 @@ class Split:
         given: the graph's inputs that the training side takes, by name.
         sent: names of the values that come from the data workers.
         numbers: those of them that are no tensors.
-        copied: qualified names of the buffers that data workers have a copy of.
     """
 
     stage: DataStage
@@ -158,7 +157,6 @@ class Split:
     given: tuple[str, ...]
     sent: tuple[str, ...]
     numbers: frozenset[str]
-    copied: frozenset[str]
 
 
 def split(
@@ -197,8 +195,7 @@ def split(
     taken = {*references([(call.args, call.kwargs) for call in staying]), *references(captured.outputs)}
     given = tuple(graph_input.name for graph_input in captured.inputs if graph_input.name in taken)
     training = OperatorProgram((*given, *sent), staying, captured.outputs)
-    copied = frozenset(graph_input.target for graph_input in captured.inputs if graph_input.name in constants)
-    return Split(stage, training, given, sent, numbers & set(sent), copied)
+    return Split(stage, training, given, sent, numbers & set(sent))
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "global function": (lambda _: setattr(models, "doubled", torch.neg), "the global doubled was"),
     "global object": (lambda _: setattr(models.GAIN, "gain", 3.0), "the global gain was 1.0 and is 3.0"),
-    "uncounted": (lambda model: model.mean.data.add_(1), "a copy has changed uncounted, as through .data"),
+    "uncounted": (lambda model: model.mean.data.add_(1), "a copy, has changed uncounted, as through .data"),
     "buffer": (lambda model: model.mean.add_(1), "the buffer mean, of which data workers have a copy, has changed"),
 }
 
@@ -343,6 +343,33 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_model_that_changes_runs_as_it_is_written(change: str, loaders: Callable[..., Any]) -> None:
     done = change_in_mid_run(loaders, CHANGES[change][0])
     assert any(CHANGES[change][1] in reason for reason in done.counts.reasons), done.counts.reasons
+
+
+def test_a_checkpoint_with_the_same_buffers_keeps_the_cut(loaders: Callable[..., Any]) -> None:
+    dataset = models.Rows(80)
+
+    def losses(partitioned: bool) -> tuple[list[str], Partition | None]:
+        torch.manual_seed(0)
+        model, loader = models.Clean(), loaders(dataset, batch_size=8)
+        done = partition(model, example(dataset, 8), loader=loader, offload="all") if partitioned else None
+        saved = copy.deepcopy(model.state_dict())
+        other = saved | {"mean": saved["mean"] + 1}
+
+        def between(number: int, batch: Any) -> Any:
+            if number in (5, 7):
+                model.load_state_dict(saved)
+            elif number == 6:
+                model.load_state_dict(other)
+            return batch
+
+        return train(loader, model, between=between), done
+
+    expected, _ = losses(partitioned=False)
+    found, done = losses(partitioned=True)
+    assert found == expected
+    assert done is not None
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 6, 1)
+    assert [*done.counts.reasons] == ["the buffer mean, of which data workers have a copy, has changed"]
 
 
 def test_hooks_inside_the_model_are_named(loaders: Callable[..., Any]) -> None:

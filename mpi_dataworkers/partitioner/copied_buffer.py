@@ -46,5 +46,7 @@ def same_bytes(value: Any, other: torch.Tensor) -> bool:
         return False
     if value.numel() == 0:
         return True
-    first, second = (one.detach().to(other.device).contiguous().reshape(-1).view(torch.uint8) for one in (value, other))
+    first, second = (
+        tensor.detach().to(other.device).contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other)
+    )
     return torch.equal(first, second)

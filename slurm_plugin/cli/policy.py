@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import time
 from collections.abc import Sequence
 
 import msgspec
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import printable, shortened
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import SiteSettings
 from hetstream.hetjob.site.messages import (
@@ -54,6 +57,10 @@ exit codes:
   1  the daemon did not answer, or refused; set is for root and the daemon's own user
   2  the command line is wrong
 """
+# No job id of Slurm, and no number of CPUs, has more digits.
+_NUMBER = re.compile(r"[0-9]{1,10}")
+# Of users and accounts; Slurm's own are shorter.
+_LONGEST_NAME = 256
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -108,10 +115,9 @@ def show(args: argparse.Namespace) -> int:
 
 def explain_job(args: argparse.Namespace) -> int:
     """Print what is known of one job, and what was decided about it."""
-    if not args.job.isdigit():
-        raise UsageError(
-            f"{args.job!r} is no job id: write the number alone, of a heterogeneous job without +COMPONENT"
-        )
+    if not _NUMBER.fullmatch(args.job):
+        shown = printable(shortened(args.job, _LONGEST_NAME))
+        raise UsageError(f"'{shown}' is no job id: write the number alone, of a heterogeneous job without +COMPONENT")
     answer = _ask(settings_of(args), AskPolicy(args.job, _last(args)))
     if not answer.jobs and not answer.decisions:
         raise SiteError(
@@ -140,6 +146,9 @@ def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySetting
     """
     numbers = ("floor", "cpus_per_gpu", "network_gbps", "network_share")
     given = {name: value for name in numbers if (value := getattr(args, name)) is not None}
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number")
     caps = {
         f"{who}_caps": _caps(getattr(settings, f"{who}_caps"), getattr(args, f"{who}_cap"), who)
         for who in ("user", "tenant")
@@ -154,15 +163,20 @@ def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySetting
 def _caps(before: dict[str, int], arguments: Sequence[str], who: str) -> dict[str, int]:
     caps = dict(before)
     for word in arguments:
+        shown = printable(shortened(word, _LONGEST_NAME))
         name, _, number = word.rpartition("=")
         if number == "none" and not name:
             caps.clear()
         elif number == "none":
             caps.pop(name, None)
-        elif number.isdigit():
+        elif not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise UsageError(
+                f"--{who}-cap={shown}: the name must have at most {_LONGEST_NAME} characters, all of them printable"
+            )
+        elif _NUMBER.fullmatch(number):
             caps[name or EVERYBODY] = int(number)
         else:
-            raise UsageError(f"--{who}-cap={word}: must be CPUS, NAME=CPUS, NAME=none or none, where CPUS is a number")
+            raise UsageError(f"--{who}-cap={shown}: must be CPUS, NAME=CPUS, NAME=none or none, where CPUS is a number")
     return caps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 from recorded import Recorded
 from running_daemon import RunningDaemon, answer_to_stranger
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import (
     AskPolicy,
@@ -27,6 +29,8 @@ from hetstream.hetjob.site.messages import (
     SetPolicy,
     ShowPolicy,
 )
+from hetstream.slurm_plugin.cli import build_parser, main
+from hetstream.slurm_plugin.cli.policy import changed
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, STATE_FILE, Store, remembered_jobs, remembered_settings
@@ -101,7 +105,7 @@ def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
     for words, code, said in (
         ("set srtf --floor 7", 2, "floor"),
         ("set srtf --network-share 7", 2, "network_share"),
-        ("set srtf --network-gbps nan", 2, "network_gbps"),
+        ("set srtf --network-gbps nan", 2, "--network-gbps=nan: must be a finite number"),
         ("set srtf --user-cap all", 2, "--user-cap=all: must be CPUS, NAME=CPUS, NAME=none or none"),
         ("explain 9", 1, "knows nothing of job 9"),
         ("explain 9+1", 2, "is no job id"),
@@ -189,6 +193,29 @@ def test_decisions_are_bounded_and_told_by_job_and_user(tmp_path: Path) -> None:
         assert store.decisions(None, "", 1) == rows[:1]
         assert {one.job for one in store.decisions(("alice", "1000"), "3", 100)} == {"3"}
         assert store.decisions(("bob",), "", 100) == ()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--user-cap=²", "--user-cap=²: must be CPUS"),
+        (f"--user-cap={'9' * 5000}", "4,744 more characters): must be CPUS"),
+        (f"--user-cap={'9' * 10}", "Expected `int` <= 1073741824"),
+        ("--tenant-cap=x\udcff=5", "all of them printable"),
+        ("--tenant-cap=a\nb=5", "all of them printable"),
+        (f"--tenant-cap={'x' * 257}=5", "the name must have at most 256 characters"),
+        ("--floor=inf", "--floor=inf: must be a finite number"),
+    ],
+)
+def test_settings_that_no_daemon_could_read_are_refused(word: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        changed(PolicySettings(), build_parser("policy").parse_args(["policy", "set", "srtf", word]))
+
+
+@pytest.mark.parametrize("job", ["²", "9" * 20, "-", "1+0", ""])
+def test_what_is_no_job_id_is_not_asked_for(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "explain", "--address", "unix:/nowhere/daemon.sock", "--", job]) == 2
+    assert "is no job id: write the number alone" in capsys.readouterr().err
 
 
 def test_settings_of_no_policy_are_refused(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ _MOST_PROCESSES = 256
 _MOST_OF_USER = 64
 # A job with mini-batches of a millisecond has 40 news in the time between two renewals.
 _MOST_NEWS = 200
-_BACKLOG = 64
+_BACKLOG = 256
 # An introduction may wait so long. Who has sent one gives up sooner.
 _MOST_BEHIND_NS = 10_000_000_000
 _MODE = 0o666  # who may do what is decided by the kernel's word on each connection

@@ -88,6 +88,8 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "he fills the socket of the coordinator of GPUs, or has a job of his talk without end": (
         "slurm_plugin/coordinator/test_coordinator.py::test_one_user_with_many_connections_shuts_out_himself_alone",
         "slurm_plugin/coordinator/test_strangers.py::test_who_sends_news_without_end_holds_up_nobodys_orders",
+        "slurm_plugin/coordinator/test_strangers.py::"
+        "test_who_is_faster_than_the_coordinator_rests_until_the_next_renewal",
     ),
     "he sends the coordinator of GPUs brackets without end, too much, or descriptors": (
         "slurm_plugin/coordinator/test_strangers.py::test_no_message_ends_the_coordinator",

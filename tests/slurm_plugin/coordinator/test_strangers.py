@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import socket
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduc
 from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
 from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
-from hetstream.slurm_plugin.coordinator.server import Coordinator
+from hetstream.slurm_plugin.coordinator.server import Coordinator, _Member
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.test_coordinator import GPU, connect, has, running, statistics
@@ -107,6 +108,33 @@ def test_who_sends_news_without_end_holds_up_nobodys_orders(
             is_over.set()
             for thread in threads:
                 thread.join()
+
+
+class Endless(socket.socket):
+    """A connection whose other end is faster than the coordinator."""
+
+    heard = 0
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        self.heard += 1
+        assert self.heard < 100_000, "the coordinator hears nobody else any more"
+        return NEWS
+
+
+def test_who_is_faster_than_the_coordinator_rests_until_the_next_renewal(path: Path) -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    coordinator = Coordinator(path, [], OwnJobs())
+    with closing(near), closing(Endless(fileno=far.detach())) as endless:
+        member = _Member(endless, Peer(1, os.geteuid()), "1", 0, gpu=GPU)
+        coordinator._members.append(member)
+        coordinator._selector.register(endless, selectors.EVENT_READ, member)
+        coordinator._hear(member)
+        assert endless not in coordinator._selector.get_map()
+        coordinator._news_counted_s -= 1
+        coordinator._listen_to_all_again()
+        assert endless in coordinator._selector.get_map()
+        coordinator._hear(member)
+        coordinator._close()  # also while it rests
 
 
 @needs_root

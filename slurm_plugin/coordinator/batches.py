@@ -34,6 +34,11 @@ class Pace:
     error_ns: float
 
 
+def merged(before: Pace, now: Pace) -> Pace:
+    """One pace of two measurements that are worth the same: neither is taken only because it is the later one."""
+    return Pace((before.mean_ns + now.mean_ns) / 2, math.hypot(before.error_ns, now.error_ns) / 2)
+
+
 @dataclass(frozen=True)
 class BatchHistory:
     """Mini-batches as they were seen, the last ones at the end.
@@ -69,6 +74,11 @@ class BatchHistory:
         if len(durations) < _FEWEST or (len(durations) < _JUDGED and sum(durations) < _LONG_NS):
             return None
         return Pace(statistics.fmean(durations), statistics.stdev(durations) / math.sqrt(len(durations)))
+
+    @property
+    def lasted(self) -> int:
+        """How many mini-batches conditions have been as they are."""
+        return self.fresh + _IN_BETWEEN
 
     @property
     def peak_bytes(self) -> int:

@@ -8,10 +8,11 @@ small steps, until mini-batches take longer than they do alone, and halved then.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, Statistics
-from hetstream.slurm_plugin.coordinator.batches import BatchHistory, Pace
+from hetstream.slurm_plugin.coordinator.batches import BatchHistory, Pace, merged
 
 # A guaranteed job may lose so much of its speed, at most. The goal for users is 3 %; the rest is for what is not seen.
 TOLERANCE = 0.02
@@ -19,6 +20,8 @@ _FIRST_GAP_USE = 500
 _GAP_USE_STEP = 100
 _LEAST_GAP_USE = 200
 _SHARE_STEP = 10
+# Gaps below this part of a mini-batch are none. What is tried beside a job without gaps may cost it so much, at most.
+_LEAST_GAP = _TRIAL_COST = 0.01
 _MOST_SHARE = 950
 # Gaps are opened for so long at a time. A coordinator that is stopped closes them by saying nothing.
 OPEN_NS = 30_000_000
@@ -49,6 +52,7 @@ class Pacing:
         alone: its pace without others; None: not known.
         gap_use: how much of a likely gap is used, in thousandths; all of them: each gap to its end.
         share: of the time outside of gaps, in thousandths.
+        trial_at: of a job without gaps, the mini-batch at which a share of its busy time is tried again.
         reason: why this is so.
     """
 
@@ -58,7 +62,13 @@ class Pacing:
     alone: Pace | None = None
     gap_use: int = _FIRST_GAP_USE
     share: int = 0
+    trial_at: int = 0
     reason: str = "no guaranteed job is there"
+
+    @property
+    def has_no_gaps(self) -> bool:
+        """Whether the guaranteed job keeps the GPU busy all the time, as far as its last mini-batches show."""
+        return self.alone is not None and self.history.longest_gap_ns < _LEAST_GAP * self.alone.mean_ns
 
 
 def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Pacing:
@@ -90,10 +100,16 @@ def _judge(pacing: Pacing, pace: Pace) -> Pacing:
     slowdown = pace.mean_ns / pacing.alone.mean_ns - 1
     by_chance = (pace.error_ns + pacing.alone.error_ns) / pacing.alone.mean_ns
     seen = f"mini-batches take {_ms(pace.mean_ns)}, {slowdown:+.1%} of alone"
+    if pacing.has_no_gaps and pacing.share == 0:
+        return _try_share(replace(pacing, history=history, alone=merged(pacing.alone, pace)), seen)
     if slowdown > TOLERANCE + by_chance:
         if pacing.share > 0:
             share = pacing.share // 2 if pacing.share >= 2 * _SHARE_STEP else 0
-            return replace(pacing, history=history, share=share, reason=f"{seen}: less of its busy time")
+            # What this trial has cost is spread over so many mini-batches that it comes to the cost that is allowed.
+            trial_at = history.seen + math.ceil(pacing.history.lasted * slowdown / _TRIAL_COST)
+            return replace(
+                pacing, history=history, share=share, trial_at=trial_at, reason=f"{seen}: less of its busy time"
+            )
         if pacing.gap_use > _LEAST_GAP_USE:
             gap_use = max(_LEAST_GAP_USE, pacing.gap_use - 2 * _GAP_USE_STEP)
             return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: less of its gaps")
@@ -102,11 +118,21 @@ def _judge(pacing: Pacing, pace: Pace) -> Pacing:
         return replace(pacing, history=history, alone=pace, reason=f"{seen}: it has become faster")
     if slowdown > TOLERANCE / 2:
         return replace(pacing, history=history, reason=f"{seen}: left as it is")
-    if pacing.gap_use < FULL_SHARE:
+    if pacing.gap_use < FULL_SHARE and not pacing.has_no_gaps:
         gap_use = min(FULL_SHARE, pacing.gap_use + _GAP_USE_STEP)
         return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: more of its gaps")
-    share = min(_MOST_SHARE, pacing.share + _SHARE_STEP)
+    # Beside a job without gaps, a share costs as much as it is, also where chance hides that.
+    hidden = pacing.has_no_gaps and by_chance > TOLERANCE
+    most = int(TOLERANCE * FULL_SHARE) if hidden else _MOST_SHARE
+    share = min(most, pacing.share + _SHARE_STEP)
     return replace(pacing, history=history, share=share, reason=f"{seen}: more of its busy time")
+
+
+def _try_share(pacing: Pacing, seen: str) -> Pacing:
+    """Nobody else was on the GPU: what was seen is the pace alone, however unlucky an earlier judgement was."""
+    if pacing.history.seen < pacing.trial_at:
+        return replace(pacing, reason=f"{seen}: nothing is left until mini-batch {pacing.trial_at}")
+    return replace(pacing, share=_SHARE_STEP, reason=f"{seen}: a little of its busy time is tried")
 
 
 def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
@@ -116,7 +142,7 @@ def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
     idle_ns = now_ns - record.boundary_ns
     if idle_ns > max(_LONG_IDLE_NS, _LONG_IDLE_FACTOR * pacing.history.longest_gap_ns):
         return now_ns + OPEN_NS
-    if pacing.phase is not Phase.SHARING:
+    if pacing.phase is not Phase.SHARING or pacing.has_no_gaps:
         return 0
     if pacing.gap_use >= FULL_SHARE:
         return now_ns + OPEN_NS

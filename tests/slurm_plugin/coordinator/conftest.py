@@ -44,6 +44,7 @@ class Node:
     directory: Path
     wait_until: WaitUntil
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    log: Path = Path()  # of the newest coordinator
 
     @property
     def gpu(self) -> str:
@@ -59,11 +60,12 @@ class Node:
 
     def coordinate(self, *who: str) -> subprocess.Popen[bytes]:
         """Start a coordinator, and wait until it listens."""
+        self.log = self.directory / f"coordinator-{len(self.processes)}.err"
         argv = [*HETSTREAM, "gpu", "coordinator", "--gpu", self.gpu, "--socket", str(self.socket)]
-        process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=subprocess.PIPE)
+        with self.log.open("wb") as log:
+            process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=log)
         self.processes.append(process)
-        assert process.stderr is not None
-        assert b"coordinating" in process.stderr.readline()
+        self.wait_until(lambda: "coordinating" in self.log.read_text(), 60, "the coordinator's line")
         return process
 
     def train(self, job_class: str, *, steps: int = 100_000, width: int = 256, wait_ms: float = 0) -> Program:
@@ -92,8 +94,6 @@ class Node:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
             process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
 
 
 @pytest.fixture

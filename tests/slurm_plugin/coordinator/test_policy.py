@@ -18,6 +18,7 @@ from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.throttle import Throttle, is_good_news
 from hetstream.slurm_plugin.coordinator.decide import GpuState, decide
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.pacing import Pacing, advance
 
 MS = 1_000_000
 # From a process's news to the coordinator's new order, and between two renewals.
@@ -178,3 +179,42 @@ def test_the_guaranteed_job_feels_little_and_the_other_gets_most_of_the_rest(
 def test_a_guaranteed_job_without_gaps_loses_no_more_than_it_may() -> None:
     mean, _, _ = share(steady(0.01, 200), 0.5)
     assert mean <= 1.03
+
+
+def without_gaps(slowdown: Callable[[int, int], float], batches: int) -> tuple[list[int], list[float]]:
+    """The share and the slowdown at each mini-batch of 100 ms of a guaranteed job without gaps.
+
+    Args:
+        slowdown: of a mini-batch, by its number and the share that others have.
+        batches: how many.
+    """
+    pacing, shares, slowdowns = advance(Pacing(), "g", Statistics(), True), [], []
+    for number in range(1, batches):
+        slowdowns.append(slowdown(number, pacing.share))
+        shares.append(pacing.share)
+        duration_ns = int(100 * MS * slowdowns[-1])
+        pacing = advance(pacing, "g", Statistics(boundaries=number, mini_batch_ns=duration_ns), True)
+    return shares, slowdowns
+
+
+def test_an_unlucky_first_measurement_starves_nobody() -> None:
+    """The first mini-batches were 3 % faster than all that came later, by chance or with a colder machine."""
+    shares, _ = without_gaps(lambda number, share: (0.97 if number <= 10 else 1.0) + share / 1000, 400)
+    assert max(shares[:40]) > 0, "a share of its busy time is tried soon"
+    assert statistics.fmean(share > 0 for share in shares[100:]) >= 0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_starves_nobody_and_costs_no_more_than_it_may(seed: int) -> None:
+    source = random.Random(seed)
+    shares, _ = without_gaps(lambda _, share: source.gauss(1.0, 0.08) + share / 1000, 3000)
+    longest = max(len(list(run)) for has_none, run in itertools.groupby(shares, lambda share: share == 0) if has_none)
+    assert longest <= 300, "batches without any share"
+    assert statistics.fmean(shares) / 1000 <= 0.02
+
+
+@pytest.mark.parametrize("hurt", [0.05, 0.2, 1.0])
+def test_trials_beside_a_job_that_each_of_them_hurts_cost_it_one_percent(hurt: float) -> None:
+    shares, slowdowns = without_gaps(lambda _, share: 1.0 + (hurt if share else 0.0), 5000)
+    assert sum(before == 0 < after for before, after in itertools.pairwise(shares)) >= 2, "it is tried more than once"
+    assert statistics.fmean(slowdowns) <= 1.01 + hurt * 10 / 5000, "but for the trial that is not paid yet"

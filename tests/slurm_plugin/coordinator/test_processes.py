@@ -96,3 +96,15 @@ def test_an_opportunistic_job_that_is_killed_leaves_nothing_and_the_guaranteed_o
     assert coordinator.poll() is None
     losses = guaranteed.losses
     assert losses == alone(len(losses))
+
+
+def test_an_opportunistic_job_lives_from_idle_gaps_alone(node: Node) -> None:
+    """Nothing of the busy time is given before all of each gap is: that takes five judgements of three mini-batches."""
+    node.coordinate()
+    guaranteed = node.train("guaranteed", wait_ms=400)
+    node.goes_on(guaranteed, 12)  # the coordinator knows how fast it is alone
+    opportunistic = node.train("opportunistic")
+    node.wait_until(lambda: "class=opportunistic" in node.log.read_text(), 60, "the opportunistic job to connect")
+    made_before = len(guaranteed.losses)
+    node.goes_on(opportunistic, 50)  # far more than a first share of the busy time would have room for
+    assert len(guaranteed.losses) - made_before <= 12

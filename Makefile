@@ -95,9 +95,9 @@ packages: venv
 record-release: venv
 	$(BIN)/python -c 'import sys; from tests.upgrade.record import main; sys.exit(main())'
 
-# One benchmark by name, as in `make bench-transport`; all of the data plane one after the other, which takes an hour.
+# One benchmark by name, as in `make bench-transport` or `make bench-gpu_sharing ARGS=--cpu`; all of the data plane one after the other, which takes an hour.
 bench-%: venv
-	$(BIN)/python -m benchmarks.$*
+	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
 

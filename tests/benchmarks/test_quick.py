@@ -17,9 +17,9 @@ from hetstream.mpi_dataworkers.sources.images import ImageFolder
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(name: str, out: Path, systems: str) -> dict[str, dict[str, object]]:
+def run(name: str, out: Path, systems: str, *more: str) -> dict[str, dict[str, object]]:
     """Run a benchmark; return its rows by system (the last case wins)."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out), "--systems", systems]
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out), "--systems", systems, *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((out / f"{name}.json").read_text())
@@ -206,6 +206,28 @@ def test_site_load(tmp_path: Path) -> None:
     assert rows["requests to slurmctld, with hetstream"]["target"] == "<= 5"
     assert rows["looks at companions that were due, in all"]["value"] is not None
     assert rows["median"]["value"], "hetstream why"
+
+
+@pytest.mark.slow
+def test_gpu_sharing_on_an_emulated_gpu(tmp_path: Path) -> None:
+    rows = run("gpu_sharing", tmp_path, "", "--cpu")
+    assert all(row["value"] is not None for row in rows.values()), rows
+    assert rows["guaranteed, hetstream / alone"]["target"] == "<= 1.03"
+    assert rows["opportunistic, hetstream / what is left"]["target"] == ">= 0.85"
+    document = json.loads((tmp_path / "gpu_sharing.json").read_text())
+    assert document["notes"][0].startswith("EMULATION")
+    assert {row["case"].partition(":")[0] for row in document["rows"]} == {
+        "table 2",
+        "figure 10",
+        "figure 11",
+        "figure 12",
+    }
+
+
+def test_gpu_sharing_says_why_it_measures_nothing_on_a_real_gpu(tmp_path: Path) -> None:
+    rows = run("gpu_sharing", tmp_path, "figure 12")
+    assert rows["hetstream"]["value"] is None
+    assert "--cpu" in str(rows["hetstream"]["note"])
 
 
 @pytest.mark.slow

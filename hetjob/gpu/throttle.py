@@ -7,7 +7,7 @@ from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Verdict
 # Whoever has to wait looks at the order again after this, if the coordinator has not woken him before.
 LOOK_AGAIN_NS = 10_000_000
 # Debts are forgiven beyond this: a kernel that took a second must not cost a minute.
-_MOST_DEBT_NS = 200_000_000
+_MOST_DEBT_NS = 1_000_000_000
 
 
 def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:

@@ -1,10 +1,14 @@
 """What it gains to move the stateless part of a forward to the data workers, and whether the losses stay the same.
 
-    python -m benchmarks.partition [--programs dlrm,deepfm] [--steps 300] [--data-workers 2]
+    python -m benchmarks.partition [--programs dlrm,deepfm] [--accelerator-ms 3] [--budget-s 300] [--quick]
+    python -m benchmarks.partition --equality [--programs dlrm,deepfm]
 
 Each program (`benchmarks/partition_programs/`) is trained as it is written with torch's DataLoader, with data workers
-for its dataset alone (`--offload off`), and with `--offload auto`; once more with `auto`, while data worker processes
-are killed. A step's time is the median of the second half of the steps: before, the forward is captured and checked.
+for its dataset alone (`--offload off`), and with `--offload auto`: in turn, in rounds of which every second one has the
+opposite order. A step's time is the median of the second half of a run's steps, since before the forward is captured,
+checked and tried; of the rounds' times, it is the median. Each program has its share of `--budget-s`, and begins no
+round that would take more. `--equality` compares the losses of 300 steps instead, with and without data worker
+processes being killed.
 
 EMULATED: this machine has no accelerator. A program's dense layers run on the trainer's CPU with one thread, and each
 step sleeps for `--accelerator-ms` in addition, as if an accelerator worked.
@@ -28,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import say
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
@@ -42,6 +47,10 @@ KILL_EVERY_S = 1.5
 TARGETS = {"deepfm": 1.6, "wide_and_deep": 1.4}
 LEAST_OF_ORIGINAL = 0.97
 NUM_OPERATORS, MOST_SECONDS = 1000, 10.0
+SYSTEMS = ("original", "dataset only", "auto")
+# A cut is captured, checked and tried in the first 46 steps.
+STEPS, QUICK_STEPS, EQUALITY_STEPS = 160, 100, 300
+ROUNDS, RUN_TIMEOUT_S = 3, 200.0
 
 
 @dataclass(frozen=True)
@@ -59,26 +68,53 @@ class Run:
     num_killed: int = 0
 
 
-def train(name: str, args: argparse.Namespace, before: list[str], kills: bool = False) -> Run:
-    """Train a program in a process of its own; `before` stands before its command."""
+def train(name: str, system: str, args: argparse.Namespace, kills: bool = False) -> Run:
+    """Train a program in a process of its own."""
+    offload = {"dataset only": "off", "auto": "auto"}.get(system)
     with tempfile.TemporaryDirectory() as directory:
-        times = Path(directory) / "times"
-        command = [*before, sys.executable, "-m", "benchmarks.partition_programs", name, "--steps", str(args.steps)]
+        times, errors = Path(directory) / "times", Path(directory) / "errors"
+        command = [sys.executable, "-m", "benchmarks.partition_programs", name, "--steps", str(args.steps)]
         command += ["--accelerator-ms", str(args.accelerator_ms), "--times", str(times)]
-        command += [] if before else ["--num-workers", str(args.data_workers)]
-        errors = Path(directory) / "errors"
+        if offload is None:
+            command += ["--num-workers", str(args.data_workers)]
+        else:
+            command = [HETSTREAM, "run", "--data-workers", str(args.data_workers), "--offload", offload, *command]
         with errors.open("w") as stream:
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stream, text=True)
             killer = Killer(process.pid)
             if kills:
                 killer.start()
-            output, _ = process.communicate(timeout=280)
-            killer.stop()
+            try:
+                output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+            finally:
+                killer.stop()
+                process.kill()
         if process.returncode != 0:
             raise SystemExit(f"{name}: exit code {process.returncode}\n{errors.read_text()[-2000:]}")
         ends = [float(line) for line in times.read_text().split()]
         steps = [after - at for at, after in itertools.pairwise(ends)]
         return Run(1e3 * statistics.median(steps[len(steps) // 2 :]), tuple(output.split()), killer.num_killed)
+
+
+def in_turn(name: str, args: argparse.Namespace) -> dict[str, list[Run]]:
+    """The runs of a program, in rounds, as many as its share of the time allows and at least one."""
+    runs: dict[str, list[Run]] = {system: [] for system in SYSTEMS}
+    began, longest_s = time.monotonic(), 0.0
+    share_s = args.budget_s / len(args.programs.split(","))
+    for number in range(args.rounds):
+        at = time.monotonic()
+        if number and at - began + longest_s > share_s:
+            break
+        for system in SYSTEMS if number % 2 == 0 else SYSTEMS[::-1]:
+            runs[system].append(train(name, system, args))
+            say(f"{name}, round {number + 1}: {system} {runs[system][-1].step_ms:.2f} ms a step")
+        longest_s = max(longest_s, time.monotonic() - at)
+    return runs
+
+
+def differences(one: Run, other: Run) -> int:
+    """Steps whose losses differ in any bit, or that only one run has."""
+    return sum(loss != expected for loss, expected in itertools.zip_longest(one.losses, other.losses))
 
 
 class Killer:
@@ -156,39 +192,64 @@ def verdict(is_met: bool) -> str:
     return "met" if is_met else "NOT MET"
 
 
-def main() -> int:
-    """Measure, print, and say with the exit code whether all targets are met."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--data-workers", type=int, default=2)
-    parser.add_argument("--accelerator-ms", type=float, default=2.0)
-    args = parser.parse_args()
+def times(args: argparse.Namespace) -> list[bool]:
+    """Print each program's times; which targets are met."""
     met: list[bool] = []
-    print(
-        f"EMULATED accelerator: {args.accelerator_ms:g} ms a step; {args.data_workers} data workers; {args.steps} steps"
-    )
-    print("program          original  dataset only      auto   auto/only  auto/original  differences  (killed)")
+    print("program          original  dataset only      auto   auto/only  auto/original  differences  rounds")
     for name in args.programs.split(","):
-        run = [HETSTREAM, "run", "--data-workers", str(args.data_workers), "--offload"]
-        original, only = train(name, args, []), train(name, args, [*run, "off"])
-        auto, hurt = train(name, args, [*run, "auto"]), train(name, args, [*run, "auto"], kills=True)
-        gain, share = only.step_ms / auto.step_ms, original.step_ms / auto.step_ms
-        differing = [sum(map(str.__ne__, original.losses, other.losses)) for other in (auto, hurt)]
+        runs = in_turn(name, args)
+        original, only, auto = (statistics.median(run.step_ms for run in runs[system]) for system in SYSTEMS)
+        gain, share = only / auto, original / auto
+        differing = sum(differences(runs["original"][0], run) for run in runs["auto"])
         print(
-            f"{name:15} {original.step_ms:7.2f} ms {only.step_ms:10.2f} ms {auto.step_ms:7.2f} ms {gain:9.2f} x "
-            f"{share:11.2f} x {differing[0]:8d}, {differing[1]:d}  ({hurt.num_killed} killed)",
+            f"{name:15} {original:7.2f} ms {only:10.2f} ms {auto:7.2f} ms {gain:9.2f} x "
+            f"{share:11.2f} x {differing:12d} {len(runs['auto']):7d}",
             flush=True,
         )
-        met += [differing == [0, 0], share >= LEAST_OF_ORIGINAL, gain >= TARGETS.get(name, 0.0)]
-        for what, is_met in zip(("equal losses", "0.97 of the original", "the paper's gain"), met[-3:], strict=True):
+        found = [differing == 0, share >= LEAST_OF_ORIGINAL, gain >= TARGETS.get(name, 0.0)]
+        for what, is_met in zip(("equal losses", "0.97 of the original", "the paper's gain"), found, strict=True):
             if not is_met:
                 print(f"    {what}: {verdict(is_met)}")
+        met += found
     seconds = long_forward_s()
     met.append(seconds <= MOST_SECONDS)
     limit = f"at most {MOST_SECONDS:g}: {verdict(met[-1])}"
     print(f"capture and decision for {NUM_OPERATORS} operators: {seconds:.1f} s, {limit}")
-    return 0 if all(met) else 1
+    return met
+
+
+def equality(args: argparse.Namespace) -> list[bool]:
+    """Print for each program how many losses differ; whether none do."""
+    met: list[bool] = []
+    print("program         differences  with kills  (killed)")
+    for name in args.programs.split(","):
+        original, auto = train(name, "original", args), train(name, "auto", args)
+        hurt = train(name, "auto", args, kills=True)
+        differing = differences(original, auto), differences(original, hurt)
+        print(f"{name:15} {differing[0]:11d} {differing[1]:11d} {hurt.num_killed:9d}", flush=True)
+        met.append(differing == (0, 0))
+    return met
+
+
+def main() -> int:
+    """Measure, print, and say with the exit code whether all targets are met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--steps", type=int, help=f"{STEPS}, or {EQUALITY_STEPS} with --equality")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--budget-s", type=float, default=300.0, help="time for all programs, about")
+    parser.add_argument("--data-workers", type=int, default=2)
+    parser.add_argument("--accelerator-ms", type=float, default=2.0)
+    parser.add_argument("--quick", action="store_true", help=f"one round of {QUICK_STEPS} steps")
+    parser.add_argument("--equality", action="store_true", help="compare losses instead of times, also under kills")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    if args.steps is None:
+        args.steps = QUICK_STEPS if args.quick else EQUALITY_STEPS if args.equality else STEPS
+    text = "EMULATED accelerator: {0.accelerator_ms:g} ms a step; {0.data_workers} data workers; {0.steps} steps"
+    print(text.format(args), flush=True)
+    return 0 if all(equality(args) if args.equality else times(args)) else 1
 
 
 if __name__ == "__main__":

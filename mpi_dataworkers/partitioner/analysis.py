@@ -85,7 +85,12 @@ class Analysis:
 
 
 def analyse(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], effects: Effects, offload: Offload
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    effects: Effects,
+    offload: Offload,
+    delivery: Delivery | None = None,
 ) -> Analysis:
     """Capture a forward and find what of it may move.
 
@@ -94,6 +99,7 @@ def analyse(
         args, kwargs: of its forward, with the tensors of the batch as `BatchLeaf`s.
         effects: what was seen when the forward ran.
         offload: what may move.
+        delivery: the batch whose leaves may move; None: all leaves are of one.
 
     Raises:
         NotCaptured: nothing can be said of it; the message is the reason.
@@ -102,7 +108,7 @@ def analyse(
     state = ModelState(module, effects.read_globals)
     _check_forward(effects, state)
     flat, spec = _pytree.tree_flatten((args, dict(kwargs)))
-    origins = _origins(flat)
+    origins = _origins(flat, delivery)
     values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
     captured = capture(module, *_pytree.tree_unflatten(values, spec))
     captured = replace(captured, inputs=tuple(_of_the_batch(graph_input, origins) for graph_input in captured.inputs))
@@ -153,9 +159,15 @@ def _check_forward(effects: Effects, state: ModelState) -> None:
         raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
 
 
-def _origins(flat: Sequence[Any]) -> dict[int, tuple[Delivery, int]]:
-    """The arguments that are leaves of the batch."""
-    origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
+def _origins(flat: Sequence[Any], delivery: Delivery | None) -> dict[int, tuple[Delivery, int]]:
+    """The arguments that are leaves of the batch; those of other batches are arguments like any other."""
+    origins: dict[int, tuple[Delivery, int]] = {}
+    for place, value in enumerate(flat):
+        found = origin(value)
+        if found is not None and (delivery is None or found[0] is delivery):
+            origins[place] = found
+        elif found is not None:
+            found[0].read.add(found[1])
     if not origins:
         raise NotCaptured(
             "no argument of the forward is a tensor of the loader: what stands between them does more than to move it"

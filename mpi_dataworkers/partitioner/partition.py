@@ -240,9 +240,9 @@ class Partition:
             self._go_on(self._forward)
         if self._pace is not None and self.analysis is not None and self._trial is None:
             self._reconsider(self._pace)
-        if not extra:
+        if not extra and (self.analysis is None or not self.is_active):
             return batch
-        generation, values, shapes = unpack(extra)
+        generation, values, shapes = unpack(extra) if extra else (0, None, {})
         spared = self._unsent(shapes)
         if self.analysis is None:
             return Delivery(read=set()).tag(batch, frozenset(), spared)

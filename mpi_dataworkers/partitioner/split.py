@@ -57,7 +57,7 @@ class DataStage:
         num_leaves: of a batch.
         generation: which cut this is; the trainer does not use the values of another one.
         first: the program's own batch stage, which runs before.
-        spared: numbers of the leaves that are not sent: nothing takes them but the operators.
+        spared: numbers of the leaves that are not sent, if they are contiguous: nothing takes them but the operators.
     """
 
     program: OperatorProgram
@@ -78,7 +78,8 @@ class DataStage:
             values = self.program(*(leaves[form.number] for form in self.forms))
         except _OPERATOR_ERRORS:
             return StagedBatch(batch, ())
-        spared = () if _sends_all.get() else self.spared
+        # What stands in a leaf's place says that it fills its memory in the order of its dimensions.
+        spared = () if _sends_all.get() else [number for number in self.spared if leaves[number].is_contiguous()]
         shapes = {number: tuple(leaves[number].shape) for number in spared}
         for number in spared:
             leaves[number] = leaves[number].new_empty(0)

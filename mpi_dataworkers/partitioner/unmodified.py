@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
-from hetstream.mpi_dataworkers.partitioner.forward import saving_nothing
+from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward, saving_nothing
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, watch
@@ -134,6 +134,9 @@ class Follower:
         if any(other is not module for other, _, _ in self._seen):
             self._end("its batches go to several models")
             return call()
+        if self._has_others(args, kwargs) and isinstance(vars(module).get("forward"), PartitionedForward):
+            self._end(f"what moves of {type(module).__name__} is of another loader, whose batches it takes as well")
+            return call()
         self._seen.append((module, time.monotonic(), self._connection.statistics.counters.wait_s))
         if len(self._seen) < _STEP_OF_CAPTURE:
             return call()
@@ -146,7 +149,7 @@ class Follower:
                 raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
             check_module(module)
             with saving_nothing():
-                analysis = analyse(module, args, kwargs, effects, self._offload)
+                analysis = analyse(module, args, kwargs, effects, self._offload, self.delivery)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result
@@ -159,6 +162,10 @@ class Follower:
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
         self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)
         return result
+
+    def _has_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        origins = map(origin, _pytree.tree_leaves((args, kwargs)))
+        return any(found is not None and found[0] is not self.delivery for found in origins)
 
     def _rates(self) -> Rates:
         client = self._connection.client

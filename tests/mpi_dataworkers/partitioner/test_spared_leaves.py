@@ -105,6 +105,24 @@ def test_a_leaf_that_was_not_sent_may_be_changed_in_place(loaders: Callable[...,
     assert (done.counts.original, done.counts.remade) == (2, 2)
 
 
+def transposed(rows: Any) -> Any:
+    values, labels = default_collate(rows)
+    return values.t().contiguous().t(), labels
+
+
+def test_a_leaf_that_lies_otherwise_in_memory_is_sent(loaders: Callable[..., Any], three: Any) -> None:
+    strides: list[tuple[int, ...]] = []
+
+    def between(_: int, values: Any) -> float:
+        strides.append(values.stride())
+        values.contiguous().view(-1)
+        return 0.0
+
+    done = both(loaders, three.name, between, collate_fn=transposed)
+    assert {*strides} == {(1, 8)}
+    assert (done.counts.partitioned, done.counts.original, done.counts.remade) == (17, 0, 0)
+
+
 def test_in_process_everything_is_there(loaders: Callable[..., Any]) -> None:
     done = both(loaders, None)
     assert done.counts.partitioned == 17

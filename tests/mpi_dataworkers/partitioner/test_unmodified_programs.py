@@ -87,6 +87,50 @@ def test_evaluation_between_two_epochs_and_a_second_loader_change_nothing(
         _end_followers()
 
 
+class TwoTowers(torch.nn.Module):
+    """Two models whose outputs are added, each with a batch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = models.Clean(), models.Clean()
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.left(left) + self.right(right)
+        return added
+
+
+@pytest.mark.parametrize("takes_from", ["two loaders", "one loader"])
+def test_of_a_forward_that_takes_two_batches_the_part_of_one_moves(
+    takes_from: str, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def losses() -> tuple[list[str], Any]:
+        model = model_of(TwoTowers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        left = iter(DataLoader(models.Rows(160), 8))
+        right = iter(DataLoader(models.Rows(160), 8)) if takes_from == "two loaders" else left
+        found = []
+        for (values, labels), (others, _) in zip(left, right, strict=True):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(values, others), labels)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()).hex())
+        return found, vars(model).get("forward")
+
+    expected, _ = losses()
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "all")
+    with hooked(three.name, monkeypatch):
+        found, forward = losses()
+    assert found == expected
+    assert forward.counts.checked == 3
+    # The first call in which the other loader finds the model partitioned is the program's own.
+    assert forward.counts.original == (takes_from == "two loaders")
+    assert forward.counts.partitioned == len(expected) - 6 - forward.counts.original
+    said = "what moves of TwoTowers is of another loader, whose batches it takes as well"
+    assert (said in caplog.text) == (takes_from == "two loaders")
+    assert not _calls.followers
+
+
 def _end_followers() -> None:
     for follower in list(_calls.followers):
         follower._end("the test ends")

@@ -127,8 +127,7 @@ def analyse(
     with one_thread():
         on_host = {name: value.cpu() for name, value in known.items()}
         by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
-    failed |= failed_there
-    graph = describe(captured, seen, failed)
+    graph = describe(captured, seen, failed | failed_there)
     return Analysis(
         captured=captured,
         graph=graph,

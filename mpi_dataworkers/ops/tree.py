@@ -1,9 +1,10 @@
 """A batch as structure and buffers: flatten it in the data worker, rebuild it in the trainer, bit for bit.
 
 Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. The
-order of their dimensions in memory stays (channels_last, say) where they lie there without gaps. Lists,
-tuples, named tuples, dicts, numbers, text and None are written as they are. Anything else (a dataclass, a PIL image, a
-sparse tensor) is pickled as a leaf; both sides have proved that they hold the job's key before a byte of it is read.
+order of their dimensions in memory stays (channels_last, say) where they lie there without gaps. Tensors that overlap
+in memory do so in the trainer, too. Lists, tuples, named tuples, dicts, numbers, text and None are written as they are.
+Anything else (a dataclass, a PIL image, a sparse tensor) is pickled as a leaf; both sides have proved that they hold
+the job's key before a byte of it is read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch._utils
 
 from hetstream.base.text import is_unicode
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
+from hetstream.mpi_dataworkers.ops.common_memory import Place, gather, have_common_memory, take_apart
 from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
 from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
@@ -63,13 +65,21 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
             known = _plan_of_tensors(names, tuple(map(_look, tensors)))
         except RuntimeError:
             known = None  # of nested tensors, which have no shape
-    if known is not None and all(tensors[index].is_contiguous() for index in known[0].may_turn):
+    if (
+        known is not None
+        and all(tensors[index].is_contiguous() for index in known[0].may_turn)
+        and not have_common_memory(tensors, known[0].sizes)
+    ):
         plan, spec = known
     else:
         tensors = []
         tree = _describe(batch, tensors, arrays)
-        plan = _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
-        spec = _encoder.encode((plan.table, plan.numbers, tree))
+        places: list[Place] = []
+        plan = _plan_of(tensors)
+        if have_common_memory(tensors, plan.sizes):
+            tensors, places = gather(tensors)
+            plan = _plan_of(tensors)
+        spec = _encoder.encode((plan.table, plan.numbers, tree, places))
     if len(plan.packs) == 1 and not plan.alone:
         return spec, [plan.packs[0].of(tensors), *arrays]
     if not plan.packs:
@@ -86,12 +96,14 @@ class _Plan:
     Attributes:
         packs: those that share a buffer.
         alone: numbers of those with a buffer of their own.
+        sizes: bytes of each.
         may_turn: numbers of those whose dimensions may lie in memory in more than one order.
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
     packs: list[Pack]
     alone: list[int]
+    sizes: list[int]
     may_turn: list[int]
     table: msgspec.Raw
     numbers: msgspec.Raw
@@ -117,7 +129,11 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
     may_turn = [index for index, shape in enumerate(shapes) if sum(size > 1 for size in shape) > 1]
-    return _Plan(packs, alone, may_turn, *raw)
+    return _Plan(packs, alone, sizes, may_turn, *raw)
+
+
+def _plan_of(tensors: Sequence[torch.Tensor]) -> _Plan:
+    return _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
 
 
 def _names_of_tensors(batch: object, tensors: list[torch.Tensor]) -> type | tuple[str, ...] | None:
@@ -165,7 +181,7 @@ def _plan_of_tensors(names: type | tuple[str, ...], looks: tuple[tuple[Any, ...]
         tree = ["d", [["v", name] for name in names], leaves]
     else:
         tree = "t" if names is _TENSOR else ["l" if names is list else "u", leaves]
-    return plan, _encoder.encode((plan.table, plan.numbers, tree))
+    return plan, _encoder.encode((plan.table, plan.numbers, tree, ()))
 
 
 def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
@@ -181,6 +197,8 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
         layout = _read_cached(spec) if len(spec) <= _CACHED_SPEC_BYTES else _read(spec)
         next_buffer = map(owned, buffers).__next__
         tensors = layout.tensors(next_buffer)
+        if layout.places:
+            tensors = take_apart(layout.places, tensors)
         if layout.names is not None:
             return dict(zip(layout.names, tensors, strict=True))
         return _build(layout.tree, iter(tensors).__next__, next_buffer)
@@ -209,6 +227,7 @@ class _Layout:
         packs: the tensors that share a buffer.
         alone: the tensors with a buffer of their own.
         tree: the structure.
+        places: where its tensors are found among those that were sent, if some have memory in common.
         names: of the tensors, if that is a dict of them and of nothing else.
         in_order: all of them share one buffer, in order.
         holds_objects: it has parts that are pickled.
@@ -218,6 +237,7 @@ class _Layout:
     packs: list[PackLayout]
     alone: list[TensorLayout]
     tree: Any
+    places: list[Place]
     names: list[str] | None
     in_order: bool
     holds_objects: bool
@@ -238,14 +258,14 @@ class _Layout:
 
 
 def _read(spec: bytes) -> _Layout:
-    table, packs, tree = _decoder.decode(spec)
+    table, packs, tree, places = _decoder.decode(spec)
     dtypes = [getattr(torch, name) for name, _ in table]
     shapes = [shape for _, shape in table]
     packed = {index for pack in packs for index in pack}
     layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[index] for index in pack]) for pack in packs]
     alone = [TensorLayout(index, dtypes[index], shapes[index]) for index in range(len(table)) if index not in packed]
     in_order = packs == [list(range(len(table)))]
-    return _Layout(len(table), layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
+    return _Layout(len(table), layouts, alone, tree, places, _names_in(tree), in_order, _has_objects(tree))
 
 
 def _has_objects(node: Any) -> bool:

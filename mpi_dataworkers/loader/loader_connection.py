@@ -49,10 +49,6 @@ OnExtra = Callable[[int, Any, Sequence[torch.Tensor]], Any]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
 
-def _never() -> None:
-    """No step can be made once more."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
     """What a loader asks of its service.
@@ -94,7 +90,6 @@ class LoaderConnection:
         local_workers: with persistent_workers, torch's worker processes, which are kept from pass to pass.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
-        last_again: asked before the next step is taken, gives what makes the last one once more, if that can be.
         closed: it has left the service, or the interpreter ends.
     """
 
@@ -115,7 +110,8 @@ class LoaderConnection:
         self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
         self.on_extra: OnExtra | None = None
-        self.last_again: Callable[[], MakesAgain | None] = _never
+        # Of the pass that delivered last. Weakly: a pass that ends early must end its processes then.
+        self._again: weakref.WeakMethod[Callable[[], MakesAgain | None]] | None = None
         self.closed = False
         if self._service is not None:
             announce(self._service)
@@ -180,19 +176,24 @@ class LoaderConnection:
         self.pipeline, self.on_extra = pipeline, on_extra
         self.local_workers = None  # the processes that it kept have the stage before
 
-    def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] = _never) -> Any:
+    def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] | None = None) -> Any:
         """What the program gets of a batch: without the `extra` of a `StagedBatch`, and changed by `on_extra`.
 
         Args:
             step: its number in the pass.
             batch: as it was made.
-            again: becomes `last_again`.
+            again: a bound method; what `last_again` calls.
         """
-        self.last_again = again
+        self._again = None if again is None else weakref.WeakMethod(again)
         extra: Sequence[torch.Tensor] = ()
         if type(batch) is StagedBatch:
             batch, extra = batch.batch, batch.extra
         return batch if self.on_extra is None else self.on_extra(step, batch, extra)
+
+    def last_again(self) -> MakesAgain | None:
+        """What makes the last step once more, if that can be; to be asked before the next step is taken."""
+        again = self._again() if self._again is not None else None
+        return None if again is None else again()
 
     def sent_pipeline(self) -> SentPipeline:
         """The pipeline as it is now, for data workers; see `SentPipelines.now`.

@@ -68,7 +68,7 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     if (
         known is not None
         and all(tensors[index].is_contiguous() for index in known[0].may_turn)
-        and not have_common_memory(tensors, known[0].sizes)
+        and (len(tensors) == 1 or not have_common_memory(tensors, known[0].sizes))
     ):
         plan, spec = known
     else:

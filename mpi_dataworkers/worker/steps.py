@@ -194,12 +194,14 @@ class StepMaker:
                 return self._on_gpu(earlier, indices, seeds, pipeline, lease)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
-        batch = None
-        if len(kept) > 0:
+        if len(kept) == 0:
+            batch = None
+        elif self._earlier is None or pipeline.gpu_stage is None:
+            batch = pipeline.make_batch(kept, their_seeds, self._page, team, form)
+        else:
             began = time.monotonic()
             batch = pipeline.before_gpu.make_batch(kept, their_seeds, self._page, team, form)
-            if self._earlier is not None and pipeline.gpu_stage is not None:
-                self._earlier.missed(time.monotonic() - began)
+            self._earlier.missed(time.monotonic() - began)
             batch = pipeline.on_gpu(batch, their_seeds[0])
         self._pipelines.check_writes(session.pipeline_id)
         return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import harness, machine
-from benchmarks.clients.startup import BATCH_SIZE, EARLY_STEPS
+from benchmarks.clients.startup import BATCH_SIZE, EARLY_STEPS, STEPS_LEFT
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, SECOND = "hetstream", "hetstream, second loader"
@@ -18,7 +18,7 @@ METRICS = (
     Metric("first_batch_s", "s to the first batch", tuple(CASES)),
     Metric("first_served_s", "s to the first batch of another process", tuple(CASES)),
     Metric("early_pss_mb", f"MB PSS after {EARLY_STEPS} batches", tuple(CASES)),
-    Metric("late_pss_mb", "MB PSS at the end of the epoch", tuple(CASES)),
+    Metric("late_pss_mb", f"MB PSS {STEPS_LEFT} batches before the end of the epoch", tuple(CASES)),
 )
 TARGETS = tuple(
     Target(case, HETSTREAM, against, metric, at_most=1.0)

@@ -20,8 +20,9 @@ import torch.utils.data
 from benchmarks.clients.service import running, wait_for_data_workers
 from benchmarks.clients.window import Meter
 
-BATCH_SIZE = 64
-EARLY_STEPS = 200  # after which memory is read for the first time
+BATCH_SIZE = 256
+EARLY_STEPS = 50  # after which memory is read for the first time
+STEPS_LEFT = 20  # when memory is read again: torch's processes end with the last batch
 SECOND = "hetstream, second loader"
 
 
@@ -54,30 +55,29 @@ def makers_pss_bytes() -> int:
     return sum(pss_bytes(int(child)) for child in makers)
 
 
-def measure(start: Callable[[], Any], is_served: Callable[[], bool]) -> dict[str, float]:
+def measure(num_steps: int, start: Callable[[], Any], is_served: Callable[[], bool]) -> dict[str, float]:
     """The figures of one loader.
 
     Args:
+        num_steps: of the epoch.
         start: makes the loader and begins to iterate; the time counts from its call.
         is_served: whether the batch received last came from another process.
     """
     meter, started = Meter(os.sched_getaffinity(0)), time.perf_counter()
     batches = start()
     next(batches)
-    first_s = time.perf_counter() - started
+    taken, first_s = 1, time.perf_counter() - started
     while not is_served():
         next(batches)
+        taken += 1
     figures = {"first_batch_s": first_s, "first_served_s": time.perf_counter() - started}
     figures["other_load"] = meter.read().other_load
     for _ in range(EARLY_STEPS):
         next(batches)
+    taken += EARLY_STEPS
     figures["early_pss_mb"] = makers_pss_bytes() / 1e6
-    # The processes of torch's DataLoader end with the last batch: memory is read while there is one to come.
-    following = next(batches)
-    for batch in batches:
-        if len(following) < BATCH_SIZE or len(batch) < BATCH_SIZE:
-            break
-        following = batch
+    for _ in range(num_steps - STEPS_LEFT - taken):
+        next(batches)
     figures["late_pss_mb"] = makers_pss_bytes() / 1e6
     return figures
 
@@ -92,7 +92,7 @@ def of_torch(dataset: Paths, processes: int, context: str) -> dict[str, float]:
             )
         )
 
-    return measure(start, lambda: True)
+    return measure(len(dataset) // BATCH_SIZE, start, lambda: True)
 
 
 def of_hetstream(dataset: Paths, service: str) -> dict[str, float]:
@@ -112,7 +112,7 @@ def of_hetstream(dataset: Paths, service: str) -> dict[str, float]:
         return num_local == before
 
     try:
-        return measure(start, is_served)
+        return measure(len(dataset) // BATCH_SIZE, start, is_served)
     finally:
         for loader in loaders:
             loader.close()

@@ -1,0 +1,35 @@
+"""The numbers by which the packer decides, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """When a GPU takes an opportunistic job, and when one is taken away.
+
+    Attributes:
+        most_used: a GPU that is in use for this share of ten seconds, or more, takes nobody (AntMan's 80 %).
+        oldest_s: an older reading counts as none. Nodes report every 5 s.
+        most_jobs: opportunistic jobs of one GPU: what is left of it, divided by more, is hardly worth the memory.
+        settle_s: a GPU that has just got a job gets no other before its use can be seen.
+        most_paused_s: a job that was paused for so long would do better elsewhere.
+        most_placements: in one call, so that commands to Slurm stay few; who is left comes next time.
+        first_delay_s, longest_delay_s: how long an evicted job, and the GPU that it was on, wait: twice as long each
+            time.
+    """
+
+    most_used: float = 0.8
+    oldest_s: float = 30.0
+    most_jobs: int = 2
+    settle_s: float = 20.0
+    most_paused_s: float = 300.0
+    most_placements: int = 50
+    first_delay_s: float = 60.0
+    longest_delay_s: float = 3600.0
+
+    def delay_s(self, num_evictions: int) -> float:
+        """How long to wait after so many evictions."""
+        doublings = min(num_evictions - 1, 20)  # no longer than the longest, and no overflow
+        return min(self.longest_delay_s, self.first_delay_s * 2**doublings) if num_evictions > 0 else 0.0

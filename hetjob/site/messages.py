@@ -17,11 +17,13 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ReportGpus, ShowGpus, TakeGpus
 from hetstream.hetjob.site.measured import MAX_NODES, Measured
 
-# Version 2 has what a job has measured, grants with preferred nodes, and questions about policies. A question says the
-# lowest version that has all of it, so that a daemon of before answers what it knows.
-VERSION = 2
+# Version 2 has what a job has measured, grants with preferred nodes, and questions about policies; version 3 has nodes'
+# GPUs. A question says the lowest version that has all of it, so that a daemon of before answers what it knows.
+VERSION = 3
+_POLICY_VERSION = 2
 _FIRST_VERSION = 1
 # A question has less than 1 kB of JSON; a credential is a third longer.
 MAX_QUESTION_BYTES = 16 << 10
@@ -92,7 +94,7 @@ class SetPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     dry_run: bool = False
 
 
-Question = ReportDemand | AskStatus | AskReading | AskPolicy | SetPolicy
+Question = ReportDemand | AskStatus | AskReading | AskPolicy | SetPolicy | ReportGpus | AskGpus
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -300,7 +302,10 @@ class RefusePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     reason: str
 
 
-Answer = GrantLimit | RefuseReport | ShowStatus | ShowReading | RefuseReading | ShowPolicy | RefusePolicy
+Answer = (
+    GrantLimit | RefuseReport | ShowStatus | ShowReading | RefuseReading | ShowPolicy | RefusePolicy
+    | TakeGpus | ShowGpus | RefuseGpus
+)  # fmt: skip
 
 
 def new_request(question: Question, sent_ns: int) -> Request:
@@ -310,10 +315,12 @@ def new_request(question: Question, sent_ns: int) -> Request:
 
 def version_of(question: Question) -> int:
     """The lowest version of the protocol that has all of a question."""
+    if isinstance(question, ReportGpus | AskGpus):
+        return VERSION
     is_new = isinstance(question, AskPolicy | SetPolicy) or (
         isinstance(question, ReportDemand) and question.measured is not None
     )
-    return VERSION if is_new else _FIRST_VERSION
+    return _POLICY_VERSION if is_new else _FIRST_VERSION
 
 
 def encode_request(request: Request) -> bytes:
@@ -336,7 +343,7 @@ def decode_request(data: bytes) -> Request:
         )
     request: Request = _decode(data, Request)
     if request.version < version_of(request.question):
-        raise SiteError(f"a question of version {request.version} has what only version {VERSION} has")
+        raise SiteError(f"a question of version {request.version} has what only a later version has")
     return request
 
 

@@ -27,6 +27,7 @@ from hetstream.hetjob.site.messages import Answer, AskStatus, JobStatus, Questio
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.users import uid_of
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
 from hetstream.slurm_plugin.render.report import Column, Report, Section
 from hetstream.slurm_plugin.render.table import duration_words
@@ -76,6 +77,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--interval", metavar="SECONDS", type=float, default=60.0, help="between readings (default %(default)g)"
     )
+    parser.add_argument(
+        "--gpu-reporters",
+        metavar="USERS",
+        default="",
+        help="who tells of the nodes' shared GPUs, and sees all of that, beside root: the users of coordinators and "
+        "packer, with commas",
+    )
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would do now, and end")
     add_output_arguments(parser)
     parser.set_defaults(run=run)
@@ -114,7 +122,10 @@ def run(args: argparse.Namespace) -> int:
     from hetstream.slurm_plugin.daemon.store import Store
 
     partitions = tuple(args.pool.split(",")) if args.pool else None
-    options = DaemonOptions(settings_of(args), args.state_dir, args.allocate, partitions, interval_of(args))
+    options = DaemonOptions(
+        settings_of(args), args.state_dir, args.allocate, partitions, interval_of(args),
+        gpu_reporters=_users(args.gpu_reporters),
+    )  # fmt: skip
     if args.dry_run:
         emit(args, planned(options))
         return 0
@@ -127,6 +138,20 @@ def run(args: argparse.Namespace) -> int:
     with Store(options.state_dir) as store:
         asyncio.run(serve(store))
     return 0
+
+
+def _users(text: str) -> frozenset[int]:
+    """The user ids of names or numbers with commas.
+
+    Raises:
+        UsageError: this host does not know one.
+    """
+    names = [name for name in text.split(",") if name]
+    found = {name: uid_of(name) for name in names}
+    unknown = sorted(name for name, uid in found.items() if uid is None)
+    if unknown:
+        raise UsageError(f"--gpu-reporters: no user {', '.join(unknown)} on this host. Check: getent passwd")
+    return frozenset(uid for uid in found.values() if uid is not None)
 
 
 def show(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ class DaemonOptions:
         partitions: whose CPUs are divided; None for those without GPUs.
         interval_s: between two readings of the cluster.
         pace: its other times.
+        gpu_reporters: users who tell of the nodes' GPUs and may see all of that, beside root and the daemon's own.
     """
 
     settings: SiteSettings
@@ -28,3 +29,4 @@ class DaemonOptions:
     partitions: tuple[str, ...] | None
     interval_s: float
     pace: Pace = field(default_factory=Pace)
+    gpu_reporters: frozenset[int] = frozenset()

@@ -25,6 +25,7 @@ from hetstream.base.places import Places
 from hetstream.base.turns import Turns
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import TcpAddress, UnixAddress
+from hetstream.hetjob.site.gpus import AskGpus, ReportGpus
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
@@ -48,6 +49,7 @@ from hetstream.hetjob.site.munge import Munge
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.client.users import names_of
+from hetstream.slurm_plugin.daemon.gpu_readings import GpuReadings
 from hetstream.slurm_plugin.daemon.offer import Offer, offer
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
 from hetstream.slurm_plugin.daemon.pace import Pace
@@ -56,6 +58,7 @@ from hetstream.slurm_plugin.daemon.registry import Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import PolicyError, ServeError
 from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.policy.choices import POLICIES
 
@@ -112,6 +115,7 @@ class Daemon:
         self._num_readings = 0
         self._num_errors = 0
         self._wait_shares = self._registry.wait_shares()
+        self._gpus = GpuReadings(options.gpu_reporters)
         self._connections: Places[asyncio.Task[None]] = Places(_MAX_CONNECTIONS, _MAX_OF_ONE)
         self._turns = Turns(_MAX_QUESTIONS_PER_S, int(_MAX_QUESTIONS_PER_S), _LONGEST_TURN_S)
         self._num_closed = 0
@@ -252,7 +256,17 @@ class Daemon:
             return answer_text(self._policy(None if sees_all else names, question, now_s))
         if isinstance(question, SetPolicy):
             return answer_text(self._set_policy(sees_all, question, now_s))
+        if isinstance(question, ReportGpus | AskGpus):
+            hidden = self._hidden()
+            return answer_text(self._gpus.answer(uid, question, hidden, self._wait_shares, time.monotonic()))
         return answer_text(self._report(names, question, request.sent_ns, now_s))
+
+    def _hidden(self) -> str:
+        """Why users do not see all of the cluster; empty if they do."""
+        if self._reading.observation is None:
+            return self._reading.error or "the first reading is not there yet"
+        hidden = hidden_by(self._reading.observation.snapshot.config)
+        return f"{hidden} shows each user another part of the cluster" if hidden else ""
 
     def _report(self, names: set[str], report: ReportDemand, sent_ns: int, now_s: float) -> Answer:
         answer, changes = self._registry.report(names, report, sent_ns, now_s)

@@ -30,6 +30,11 @@ POINTS = {
     "daemon.before_commit": "a job's report and the new limits are written and not committed",
     "daemon.after_commit": "they are committed, the job has no answer",
     "daemon.read": "the cluster was read, nothing of it is noted",
+    "packer.cleared": "a job has lost its place of before, and has no new one",
+    "packer.updated": "a held job has its place, and is not released",
+    "packer.released": "a job is released, nothing has looked whether it starts",
+    "packer.held": "a job that did not start is held again, nothing is noted",
+    "packer.requeued": "a job is taken off its GPU, nothing is noted",
 }
 FAULTS = InjectionPoints("HETSTREAM_FAULT", POINTS, faults_from_environment())
 reach = FAULTS.reach

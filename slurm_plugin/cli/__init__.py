@@ -47,6 +47,8 @@ VERBS = {
     "report": "draw fragmentation, queueing delay and utilisation as one HTML page",
     "serve": "show that page live",
     "ckpt": "list, check and clean up checkpoints; run their checkpoint writer",
+    "packer": "place opportunistic jobs onto GPUs in use",
+    "opp": "show opportunistic jobs, and why they wait",
     "gpu": "share GPUs among a guaranteed job and opportunistic ones",
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",

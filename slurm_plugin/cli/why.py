@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.master.controller_state_file import Told
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
@@ -21,7 +23,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
-from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.insight.why import Blocker, Explainer, Explanation, Verdict, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\
@@ -56,7 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
     jobs, snapshot = read_jobs(args, [args.job])
-    emit(args, report_of(args.job, jobs, snapshot, {job.label: told_by_job(job) for job in jobs}))
+    told = {job.label: told_by_job(job) for job in jobs}
+    emit(args, report_of(args.job, jobs, snapshot, told, packing_reasons(snapshot, jobs)))
     return 0
 
 
@@ -98,7 +101,13 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
     return jobs
 
 
-def report_of(name: str, jobs: list[Job], snapshot: Snapshot, notices: Mapping[str, Told] | None = None) -> Report:
+def report_of(
+    name: str,
+    jobs: list[Job],
+    snapshot: Snapshot,
+    notices: Mapping[str, Told] | None = None,
+    packing: Mapping[str, str] | None = None,
+) -> Report:
     """Put the explanations into words and a table.
 
     Args:
@@ -106,10 +115,11 @@ def report_of(name: str, jobs: list[Job], snapshot: Snapshot, notices: Mapping[s
         jobs: the records that it names.
         snapshot: the cluster.
         notices: of running jobs, by label.
+        packing: why opportunistic jobs wait for the packer, by label.
     """
     notices = notices or {}
     explainer = Explainer(snapshot)
-    found = [explainer.explain(job) for job in jobs]
+    found = [_with_packing(explainer.explain(job), packing or {}) for job in jobs]
     lines: list[str] = []
     for explanation in found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
@@ -136,6 +146,16 @@ def report_of(name: str, jobs: list[Job], snapshot: Snapshot, notices: Mapping[s
     summary = {"job": name, "jobs": facts}
     section = Section("blockers", _COLUMNS, blockers)
     return Report(meta_of("why", snapshot), summary, lines, (section,))
+
+
+def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Explanation:
+    """What an opportunistic job waits for: the site holds it until the packer has a GPU for it."""
+    job = explanation.job
+    reason = reasons.get(job.label)
+    if reason is None or not job.is_pending:
+        return explanation
+    blocker = Blocker("packer", reason, f"hetstream opp why {job.label}")
+    return replace(explanation, blockers=(blocker,), conversion=Verdict(False, "it shares a GPU that others have"))
 
 
 def _facts(explanation: Explanation, now_s: float) -> Row:

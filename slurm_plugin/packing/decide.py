@@ -94,6 +94,25 @@ def decide(state: PackingState, now_s: float, rules: PackingRules | None = None)
     return PackingPlan(tuple(placements), evictions, reasons)
 
 
+def verdicts(
+    state: PackingState, job: WaitingJob, now_s: float, rules: PackingRules | None = None
+) -> list[tuple[str, SharedGpu, str]]:
+    """What each GPU, with its node, says to a waiting job: why it does not take it; empty if it does.
+
+    Args:
+        state: the cluster.
+        job: any of its waiting jobs.
+        now_s: the time.
+        rules: other than the usual ones.
+    """
+    rooms = [_Room(node, state.placed, now_s, rules or PackingRules()) for node in state.nodes]
+    return [
+        (room.node.name, gpu, room.why_not(job) or room.why_not_gpu(gpu, job))
+        for room in rooms
+        for gpu in room.node.gpus
+    ]
+
+
 def _shape(job: WaitingJob) -> object:
     """What a job asks for; equal for jobs that ask alike."""
     only = frozenset(job.only_nodes)

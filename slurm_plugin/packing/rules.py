@@ -17,7 +17,8 @@ class PackingRules:
         most_paused_s: a job that was paused for so long would do better elsewhere.
         most_placements: in one call, so that commands to Slurm stay few; who is left comes next time.
         first_delay_s, longest_delay_s: how long an evicted job, and the GPU that it was on, wait: twice as long each
-            time.
+            time. Slurm itself starts no job within two minutes after it was requeued.
+        start_s: a job that has not started so long after it was placed is taken back.
     """
 
     most_used: float = 0.8
@@ -26,8 +27,9 @@ class PackingRules:
     settle_s: float = 20.0
     most_paused_s: float = 300.0
     most_placements: int = 50
-    first_delay_s: float = 60.0
+    first_delay_s: float = 120.0
     longest_delay_s: float = 3600.0
+    start_s: float = 90.0
 
     def delay_s(self, num_evictions: int) -> float:
         """How long to wait after so many evictions."""

@@ -156,7 +156,7 @@ def test_who_breaks_orders_or_is_paused_for_long_is_evicted() -> None:
 
 def test_delays_grow_to_a_limit() -> None:
     rules = PackingRules()
-    assert [rules.delay_s(count) for count in (0, 1, 2, 3, 7, 1000)] == [0, 60, 120, 240, 3600, 3600]
+    assert [rules.delay_s(count) for count in (0, 1, 2, 3, 7, 1000)] == [0, 120, 240, 480, 3600, 3600]
 
 
 # What holds in every state.

@@ -1,0 +1,129 @@
+"""`hetstream packer`: places opportunistic GPU jobs onto GPUs in use, through Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError, UsageError
+from hetstream.slurm_plugin.cli.daemon import settings_of
+from hetstream.slurm_plugin.cli.packing_arguments import add_packing_arguments, partitions_of, readings
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.words import where
+
+DEFAULT_LOCK = Path("/run/hetstream-packer/lock")
+EPILOG = """\
+Jobs of the opportunistic partitions are held by job_submit.lua when they are submitted. The packer gives each of them
+GPUs of which enough is left, releases it, and looks whether Slurm did as it was told. It takes jobs away that break
+their node's orders or are paused for long: they are requeued, and go on from their last checkpoint. It touches no other
+jobs. What it remembers stands in the jobs, so it can be killed and started at any time; run one of it, beside
+slurmctld. Its user needs an operator's rights in Slurm, and is named as a manager in policy.lua:
+docs/decisions/0014-the-packer-is-an-operator-and-keeps-nothing.md.
+
+Begin with --observe, which only says what it would do.
+
+examples:
+  hetstream packer --observe
+  hetstream packer --once --dry-run --json
+  hetstream packer --partition opp --interval 10
+
+exit codes:
+  0  it was stopped; --once: done
+  1  another packer runs, or, with --once, Slurm could not be read
+  2  the command line is wrong
+"""
+_log = logging.getLogger(__name__)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "packer",
+        help=summary,
+        description="Place opportunistic GPU jobs onto GPUs that other jobs use, again and again.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_packing_arguments(parser)
+    parser.add_argument("--observe", action="store_true", help="say what it would do, and change nothing")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="the same, once: --observe --once")
+    parser.add_argument("--once", action="store_true", help="look, decide and act once, and end")
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=10.0, help="between two looks (default %(default)g)"
+    )
+    parser.add_argument(
+        "--lock",
+        metavar="FILE",
+        type=Path,
+        default=DEFAULT_LOCK,
+        help="held by the one that acts (default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object for each event, on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pack until a signal comes."""
+    if not 1.0 <= args.interval <= 3600.0:
+        raise UsageError(f"--interval={args.interval:g}: must be from 1 to 3600 seconds")
+    acting = not (args.observe or args.dry_run)
+    say = say_json if args.json else say_log
+    packer = Packer(PackingSlurm(), readings(settings_of(args)), partitions_of(args), say, acting=acting)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: packer.stopping.set())
+    with alone(args.lock) if acting else contextlib.nullcontext():
+        if args.once or args.dry_run:
+            packer.step()
+        else:
+            _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
+            packer.run(args.interval)
+    return 0
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Be the only packer of this host; the lock goes with the process.
+
+    Args:
+        path: of a file that only the packer's user can write to.
+
+    Raises:
+        HetstreamError: another one holds it.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HetstreamError(
+                f"another packer holds {path}. Stop that one first: systemctl stop hetstream-packer"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def say_json(event: PackingEvent) -> None:
+    """An event as a line of JSON."""
+    nodes, gpus = (event.place.nodes, event.place.indices) if event.place else ((), ())
+    line = {
+        "time_s": round(time.time(), 3), "event": event.event, "job": event.job, "nodes": list(nodes),
+        "gpus": list(gpus), "reason": event.reason,
+    }  # fmt: skip
+    print(json.dumps(line), flush=True)
+
+
+def say_log(event: PackingEvent) -> None:
+    """An event as a line of the log."""
+    place = f" on {where(event.place)}" if event.place else ""
+    _log.info("job=%s %s%s: %s", event.job, event.event, place, event.reason)

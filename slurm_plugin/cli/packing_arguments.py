@@ -1,0 +1,129 @@
+"""What `hetstream packer`, `opp` and `why` have in common: whose jobs are packed, and what is known of them now."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import SITE_FILE, SiteSettings, in_site_file, read_settings
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ShowGpus
+from hetstream.slurm_plugin.cli.daemon import add_address
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
+from hetstream.slurm_plugin.packing.jobs import served_jobs
+from hetstream.slurm_plugin.packing.observe import PackingView, view
+from hetstream.slurm_plugin.packing.words import where
+
+PARTITIONS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS"
+# The nodes' scripts have it from there; one file with both is enough on the host of the packer.
+PACKING_FILE = SITE_FILE.with_name("packing.env")
+_ANSWER_S = 5.0
+
+
+def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--partition` and `--address`."""
+    parser.add_argument(
+        "-p",
+        "--partition",
+        metavar="NAMES",
+        help=f"of opportunistic jobs, with commas (default: {PARTITIONS_VARIABLE})",
+    )
+    add_address(parser, None)
+
+
+def named_partitions(files: Collection[Path] = (SITE_FILE, PACKING_FILE)) -> frozenset[str]:
+    """The partitions of opportunistic jobs by the environment, else by the site's files; none where nobody says."""
+    texts = [os.environ.get(PARTITIONS_VARIABLE), *(in_site_file(PARTITIONS_VARIABLE, path) for path in files)]
+    return _names(next((text for text in texts if text is not None), ""))
+
+
+def partitions_of(args: argparse.Namespace) -> frozenset[str]:
+    """The same, or those of `--partition`.
+
+    Raises:
+        UsageError: nobody names one.
+    """
+    found = named_partitions() if args.partition is None else _names(args.partition)
+    if not found:
+        raise UsageError(
+            f"whose jobs are opportunistic? Write --partition=NAME, or {PARTITIONS_VARIABLE}=NAME into {SITE_FILE}"
+        )
+    return found
+
+
+def readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
+    """What asks the site daemon for the nodes' readings.
+
+    Args:
+        settings: where it is.
+    """
+
+    def read() -> ShowGpus:
+        answer = ask(settings, AskGpus(), _ANSWER_S)
+        if isinstance(answer, ShowGpus):
+            return answer
+        if isinstance(answer, RefuseGpus):
+            raise SiteError(f"the site daemon shows no readings of GPUs: {answer.reason}")
+        raise SiteError(f"the daemon at {settings.address} answers {answer!r} to a question for readings of GPUs")
+
+    return read
+
+
+def seen_by(
+    snapshot: Snapshot, slurm: PackingSlurm, settings: SiteSettings, partitions: frozenset[str]
+) -> tuple[PackingView, PackingPlan, str]:
+    """What anybody sees of what the packer sees, what it would decide, and why the nodes' readings are missing."""
+    missing = ""
+    told: ShowGpus | None = None
+    try:
+        told = readings(settings)()
+    except SiteError as error:
+        missing = str(error)
+    now_s = time.time()
+    jobs = served_jobs(snapshot, slurm.notes(partitions), partitions)
+    seen = view(snapshot, jobs, told, partitions, now_s, slurm.switches())
+    return seen, decide(seen.state, now_s), missing
+
+
+def reasons(seen: PackingView, plan: PackingPlan, missing: str) -> dict[str, str]:
+    """Why each job waits, by its name, in words for its owner."""
+    found = {placement.job: f"it is to be placed on {where(placement.place)}" for placement in plan.placements}
+    found |= {amiss.job.name: f"it is to wait again: {amiss.reason}" for amiss in seen.settlements}
+    closed = {job.job for job in seen.state.waiting if job.closed}
+    for job, reason in plan.reasons.items():
+        unknown = missing and job not in closed
+        found[job] = f"it waits for the packer, and why cannot be told here: {missing}" if unknown else reason
+    for placed in seen.state.placed:
+        if seen.jobs[placed.job].job.is_pending:
+            found[placed.job] = f"it is placed on {where(placed.place)}, and Slurm is to start it"
+    return found
+
+
+def packing_reasons(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, str]:
+    """Why those of some jobs wait that are opportunistic, by their labels; nothing where none of them is.
+
+    Args:
+        snapshot: the cluster.
+        jobs: of it.
+
+    Raises:
+        HetstreamError: Slurm does not tell.
+    """
+    partitions = named_partitions()
+    if not any(partitions.issuperset(job.partitions) for job in jobs if job.is_pending):
+        return {}
+    seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions)
+    found = reasons(seen, plan, missing)
+    return {seen.jobs[name].job.label: reason for name, reason in reversed(found.items())}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(filter(None, re.split(r"[\s,]+", text)))

@@ -1,0 +1,86 @@
+"""What the packer needs of Slurm beside the rest: its notes in jobs, what a job really got, requeueing, switches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client import parse_text
+from hetstream.slurm_plugin.client.held import parse_held
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import Gres
+from hetstream.slurm_plugin.client.read import plain_environ
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.values import text_or_empty
+
+_FIELDS = ("JobID", "admin_comment", "requeue")
+# Neither slurmctld nor a command may hold up the others for longer.
+_COMMAND_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobNotes:
+    """What a job's record says that `Job` does not have.
+
+    Attributes:
+        admin_comment: which operators alone can change.
+        can_be_requeued: `--requeue`, or the site's JobRequeue.
+    """
+
+    admin_comment: str
+    can_be_requeued: bool
+
+
+class PackingSlurm(CommandSlurm):
+    """Slurm's commands, for the packer. Its user needs operator's rights (decision 14)."""
+
+    def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
+        """The notes in the jobs of these partitions, by the jobs' own numbers."""
+        ends = parse_text.new_separators()
+        argv = ["squeue", "--all", "--local", "--noheader", f"--partition={','.join(sorted(partitions))}"]
+        said = self._ask(*argv, "-O", parse_text.job_format(_FIELDS, *ends))
+        return {
+            int(row["JobID"]): JobNotes(text_or_empty(row["admin_comment"]), row["requeue"].strip() in ("1", "yes"))
+            for row in parse_text.parse_rows(said, _FIELDS, *ends)
+        }
+
+    def got(self, job_id: str) -> tuple[Gres, ...] | None:
+        """The GRES that a running job was given, on all nodes together; None where that is in doubt.
+
+        The request says nothing of it: 22.05 ignores some forms of it.
+        """
+        said = self._ask("scontrol", "--all", "--details", "--oneliner", "show", "job", job_id)
+        found = list(parse_held(said).values())
+        return found[0] if len(found) == 1 else None
+
+    def requeue_held(self, job_id: str) -> None:
+        """End a running job, and keep it as a held one."""
+        self._act(["scontrol", "requeuehold", job_id], job_id)
+
+    def switches(self) -> dict[str, tuple[str, ...]]:
+        """The switches above each node, the highest first; of no node where the cluster does not tell."""
+        try:
+            return parse_topology(self._ask("scontrol", "show", "topology"))
+        except SlurmCommandError:  # there is no topology plugin: 26.05 says so with 1
+            return {}
+
+    def _ask(self, *argv: str) -> str:
+        environ = plain_environ(self._environ)
+        return run_slurm(argv, env=environ, timeout_s=_COMMAND_S, hint="Check: scontrol ping").stdout
+
+
+def parse_topology(text: str) -> dict[str, tuple[str, ...]]:
+    """The switches above each node, from lines such as `SwitchName=s0 Level=0 LinkSpeed=1 Nodes=g[1-4]`."""
+    above: dict[str, list[tuple[int, str]]] = {}
+    for line in text.splitlines():
+        switch = re.match(r"SwitchName=(\S+) Level=(\d+) .*?Nodes=(\S+)", line)
+        if switch:
+            try:
+                for node in expand(switch[3]):
+                    above.setdefault(node, []).append((-int(switch[2]), switch[1]))
+            except ValueError:
+                continue
+    return {node: tuple(name for _, name in sorted(switches)) for node, switches in above.items()}

@@ -1,0 +1,215 @@
+"""The jobs that the packer serves, and what became of those that it has placed. Pure.
+
+All that the packer remembers stands in Slurm, so this is also how it finds its way after it died at any point:
+
+| it died                    | what it finds                               | what follows                            |
+|----------------------------|---------------------------------------------|-----------------------------------------|
+| before the update          | a held job                                  | it waits                                |
+| between update and release | a held job with a place                     | it waits; the next update replaces that |
+| between release and start  | a pending job with a place                  | it starts, or is held again in time     |
+| while it runs              | a running job with a place                  | it is compared with what Slurm gave it  |
+| between requeue and note   | a held job with a place of an earlier start | it is noted as evicted                  |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.state import WaitingJob
+from hetstream.slurm_plugin.packing.words import (
+    EvictedRecord,
+    GpuWish,
+    PackingRecord,
+    read_record,
+    says_place,
+    wish_of,
+)
+
+GRES = "opp"
+_TYPE = re.compile(r"p(\d{1,3})")
+_HELD = re.compile(r"JobHeld(User|Admin)|job_requeued_in_held_state")
+_FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
+# Of an array's pending tasks, so many are looked at.
+_MOST_TASKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpportunisticJob:
+    """One job of the partitions that the packer serves.
+
+    Attributes:
+        name: by which Slurm's commands and people call it; of an array's task `33_4`.
+        job: Slurm's record.
+        wish: what its owner asks for.
+        record: what the packer has written.
+        notes: whatever else Slurm has.
+    """
+
+    name: str
+    job: Job
+    wish: GpuWish
+    record: PackingRecord
+    notes: JobNotes
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for a release."""
+        reason = self.job.reason.replace(" ", "_")
+        return self.job.is_pending and (self.job.priority == 0 or bool(_HELD.match(reason)))
+
+    @property
+    def has_gres(self) -> bool:
+        """Whether it asks for a GPU that the packer chose before."""
+        wanted = (*self.job.gres_per_node, *self.job.gres_per_job, *self.job.gres_per_task)
+        return any(gres.name == GRES for gres in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """A job that is no longer where it was placed, and is to wait again.
+
+    Attributes:
+        record: what is to stand in its AdminComment.
+    """
+
+    job: OpportunisticJob
+    record: PackingRecord
+    reason: str
+
+
+def served_jobs(
+    snapshot: Snapshot, notes: Mapping[int, JobNotes], partitions: Collection[str]
+) -> list[OpportunisticJob]:
+    """The jobs of these partitions. Who came between two questions to Slurm is seen the next time."""
+    found = []
+    for job in snapshot.jobs:
+        if partitions and set(job.partitions) <= set(partitions) and job.job_id in notes:
+            of_job = notes[job.job_id]
+            record = read_record(of_job.admin_comment)
+            found += [OpportunisticJob(name, job, wish_of(job.comment), record, of_job) for name in _names(job)]
+    return found
+
+
+def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> PackingRecord:
+    """What is to be written of a job that is taken from its place."""
+    placed, before = job.record.placed, job.record.evicted
+    if placed is None:
+        return job.record
+    is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
+    count = 1 if is_old or before is None else before.count + 1
+    return PackingRecord(None, EvictedRecord(count, now_s, placed.place), job.record.nodelist)
+
+
+def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:
+    """What became of a job that waits although it was placed; None if nothing did."""
+    placed = job.record.placed
+    if placed is None or not job.job.is_pending:
+        return None
+    after = evicted(job, now_s, rules)
+    if job.job.num_restarts > placed.num_restarts:
+        return Settlement(job, after, "it was requeued, and waits for a place again")
+    since_s = max(placed.at_s, job.job.eligible_s or 0.0)
+    if not job.is_held and now_s > since_s + rules.start_s:
+        return Settlement(job, after, f"Slurm did not start it within {rules.start_s:.0f} s ({job.job.reason})")
+    return None
+
+
+def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: PackingRules) -> WaitingJob:
+    record, num_nodes = job.job, max(1, job.job.num_nodes)
+    gone = job.record.evicted
+    return WaitingJob(
+        job.name,
+        record.submit_s or 0.0,
+        num_nodes,
+        job.wish.gpus,
+        job.wish.gpu_bytes,
+        -(-record.num_cpus // num_nodes),
+        -(-record.memory_mb // num_nodes),
+        not_before_s=gone.at_s + rules.delay_s(gone.count) if gone else 0.0,
+        only_nodes=_only_nodes(job, snapshot),
+        closed=_closed_job(job, now_s),
+    )
+
+
+def _closed_job(job: OpportunisticJob, now_s: float) -> str:
+    """Why a job is not placed wherever there is room; empty if it is."""
+    record = job.job
+    if record.het:
+        return "it is a component of a heterogeneous job, whose start cannot be chosen. Submit it as a job of its own"
+    if not job.is_held:
+        return "nobody holds it, so Slurm starts it without a GPU: job_submit.lua is not in place, or without `hold`"
+    if job.wish.problem:
+        return job.wish.problem
+    if not job.notes.can_be_requeued:
+        return "nobody could take it off a GPU again, because it cannot be requeued. Submit it with --requeue"
+    if _FAILED.match(record.reason.replace(" ", "_")):
+        return f"Slurm could not start it ({record.reason}). An operator looks at slurmd's log, and releases it"
+    if record.dependency:
+        return f"it waits for {record.dependency}"
+    if record.eligible_s is not None and record.eligible_s > now_s:
+        return f"it may begin in {record.eligible_s - now_s:.0f} s: its --begin, or two minutes after it was requeued"
+    return ""
+
+
+def _only_nodes(job: OpportunisticJob, snapshot: Snapshot) -> frozenset[str]:
+    """The nodes that a job may have; empty for all."""
+    asked = job.record.nodelist if job.record.placed or job.record.evicted else job.job.required_nodes
+    found = {node.name for node in snapshot.nodes if not set(node.partitions).isdisjoint(job.job.partitions)}
+    if asked:
+        found &= {*asked}
+    if re.fullmatch(r"\w+", job.job.features):
+        found &= {node.name for node in snapshot.nodes if job.job.features in node.features}
+    return frozenset(found) or frozenset({"no node"})
+
+
+def wrong_place(job: OpportunisticJob, got: tuple[Gres, ...] | None) -> str:
+    """What of a running job is not as it was placed; empty if all is.
+
+    Args:
+        job: with a place.
+        got: the GRES that Slurm gave it; None where that is in doubt.
+    """
+    assert job.record.placed is not None
+    place = job.record.placed.place
+    if set(job.job.nodes) != {*place.nodes}:
+        return f"it runs on {compress(job.job.nodes)}, and was placed on {compress(place.nodes)}"
+    if got is None:
+        return "what Slurm gave it is in doubt: its record does not say it, or says it twice"
+    wanted, found = dict.fromkeys(place.indices, len(place.nodes)), slots_of(got)
+    if dict(found) != wanted or any(gres.name == "gpu" for gres in got):
+        names = ", ".join(f"{gres.name}:{gres.type}:{gres.count}" for gres in got) or "nothing"
+        return f"Slurm gave it {names}, and it was placed on GPU {','.join(map(str, place.indices))}"
+    if not says_place(job.job.comment, place):
+        return "its Comment, from which the node's Prolog reads the GPU, is not as it was written"
+    return ""
+
+
+def slots_of(gres: Iterable[Gres]) -> Counter[int]:
+    """Opportunistic jobs by number of the GPU: what a node has room for, or has."""
+    found = Counter[int]()
+    for resource in gres:
+        kind = _TYPE.fullmatch(resource.type) if resource.name == GRES else None
+        if kind:
+            found[int(kind[1])] += resource.count
+    return found
+
+
+def _names(job: Job) -> list[str]:
+    """How commands call a record, or the first tasks that it stands for."""
+    if job.array_job_id is None or job.het:
+        return [job.label]
+    tasks = []
+    for part in job.array_tasks.split("%")[0].split(","):
+        bounds, _, step = part.partition(":")
+        first, _, last = bounds.partition("-")
+        if first.isdigit() and (last or first).isdigit() and (step or "1").isdigit():
+            numbers = range(int(first), int(last or first) + 1, max(1, int(step or 1)))
+            tasks += [f"{job.array_job_id}_{number}" for number in numbers[:_MOST_TASKS]]
+    return tasks[:_MOST_TASKS]

@@ -1,0 +1,93 @@
+"""What the packer sees: Slurm's records, its own notes in them and the nodes' readings, as one state. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hetstream.hetjob.site.gpus import ShowGpus
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, settlement_of, waiting_job
+from hetstream.slurm_plugin.packing.nodes import SeenNodes
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.state import PackingState, PlacedJob
+
+
+@dataclass(frozen=True)
+class PackingView:
+    """What is seen at one moment.
+
+    Attributes:
+        state: for `decide`.
+        jobs: all that are served, by name.
+        settlements: what is amiss.
+        running: jobs to be compared with what Slurm gave them.
+    """
+
+    state: PackingState
+    jobs: Mapping[str, OpportunisticJob] = field(default_factory=dict)
+    settlements: tuple[Settlement, ...] = ()
+    running: tuple[OpportunisticJob, ...] = ()
+
+
+def view(
+    snapshot: Snapshot,
+    jobs: Iterable[OpportunisticJob],
+    told: ShowGpus | None,
+    partitions: Collection[str],
+    now_s: float,
+    switches: Mapping[str, tuple[str, ...]] | None = None,
+    rules: PackingRules | None = None,
+) -> PackingView:
+    """Put together what was read.
+
+    Args:
+        snapshot: of Slurm.
+        jobs: see `served_jobs`.
+        told: what nodes told; None: nobody knows.
+        partitions: whose nodes are used.
+        now_s: the time, in seconds since the epoch.
+        switches: above each node.
+        rules: other than the usual ones.
+    """
+    rules = rules or PackingRules()
+    jobs = list(jobs)
+    settlements, placed, starting, waiting = [], [], [], []
+    for job in jobs:
+        amiss = settlement_of(job, now_s, rules)
+        if amiss:
+            settlements.append(amiss)
+        elif job.record.placed and not job.is_held:
+            placed.append(job)
+            starting += [job] if job.job.is_pending else []
+        elif job.job.is_pending:
+            waiting.append(job)
+    sharing = _sharing(told, rules)
+    nodes = SeenNodes(snapshot, told, partitions, now_s).made(jobs, placed, starting, rules, switches or {})
+    state = PackingState(
+        nodes,
+        tuple(waiting_job(job, snapshot, now_s, rules) for job in waiting),
+        tuple(_placed(job, sharing) for job in placed),
+    )
+    running = tuple(job for job in placed if job.job.is_running and job.job.state != "COMPLETING")
+    return PackingView(state, {job.name: job for job in jobs}, tuple(settlements), running)
+
+
+def _placed(job: OpportunisticJob, sharing: Mapping[str, tuple[float, str]]) -> PlacedJob:
+    assert job.record.placed is not None
+    paused_s, complaint = sharing.get(str(job.job.job_id), (0.0, ""))
+    return PlacedJob(
+        job.name, job.record.placed.place, job.wish.gpu_bytes, paused_s=paused_s, complaint=complaint
+    )  # fmt: skip
+
+
+def _sharing(told: ShowGpus | None, rules: PackingRules) -> dict[str, tuple[float, str]]:
+    """What nodes have said lately of opportunistic jobs, by number: for how long they were paused, and a complaint."""
+    found: dict[str, tuple[float, str]] = {}
+    for node in told.nodes if told else ():
+        for gpu in node.gpus if node.age_s <= rules.oldest_s else ():
+            for job in gpu.sharing:
+                paused_s, complaint = found.get(job.job, (0.0, ""))
+                text = f"{node.node}: {job.complaint}" if job.complaint else ""
+                found[job.job] = max(paused_s, job.paused_s), complaint or text
+    return found

@@ -1,0 +1,267 @@
+"""The packer's hands: reads Slurm and the nodes' readings, has `decide` decide, and carries it out by Slurm's commands.
+
+It keeps nothing that matters: what it must remember stands in the jobs (`words.py`). A command that fails concerns its
+own job; the others go on. It starts no process but Slurm's commands, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.site.gpus import ShowGpus
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Gres, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, evicted, served_jobs, wrong_place
+from hetstream.slurm_plugin.packing.observe import PackingView, view
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.state import Place
+from hetstream.slurm_plugin.packing.words import PackingRecord, PlacedRecord, comment_with, gres_of, with_record
+
+_log = logging.getLogger(__name__)
+
+# A job that Slurm refused to place is not tried again before.
+_REFUSED_S = 300.0
+
+
+class PackerSlurm(Protocol):
+    """What the packer asks of Slurm; `PackingSlurm` does it."""
+
+    def snapshot(self) -> Snapshot:
+        """The cluster."""
+
+    def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
+        """What stands in the jobs of these partitions."""
+
+    def switches(self) -> dict[str, tuple[str, ...]]:
+        """Above each node, the highest first."""
+
+    def got(self, job_id: str) -> tuple[Gres, ...] | None:
+        """What a running job was given; None if that is in doubt."""
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        """Change a job."""
+
+    def hold(self, job_id: str) -> None:
+        """Keep it from starting."""
+
+    def release(self, job_id: str) -> None:
+        """Let it start."""
+
+    def requeue_held(self, job_id: str) -> None:
+        """End it, and keep it as a held one."""
+
+
+@dataclass(frozen=True)
+class PackingEvent:
+    """Something that the packer did, saw, or would have done.
+
+    Attributes:
+        event: `placed`, `started`, `evicted`, `taken back`, `refused`, `waits`; `would place` and `would evict` where
+            it only observes.
+        job: which.
+        reason: why.
+        place: where; None if that does not matter.
+    """
+
+    event: str
+    job: str
+    reason: str
+    place: Place | None = None
+
+
+class Packer:
+    """Packs until somebody stops it.
+
+    Args:
+        slurm: the cluster.
+        readings: what nodes told of their GPUs. It may raise HetstreamError; then nothing is known of any GPU.
+        partitions: whose jobs it places, and nobody else's.
+        say: told of each event.
+        acting: whether it changes anything.
+        rules: other than the usual ones.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        slurm: PackerSlurm,
+        readings: Callable[[], ShowGpus],
+        partitions: Collection[str],
+        say: Callable[[PackingEvent], object],
+        *,
+        acting: bool,
+        rules: PackingRules | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._slurm = slurm
+        self._readings = readings
+        self._partitions = frozenset(partitions)
+        self._say = say
+        self._acting = acting
+        self._rules = rules or PackingRules()
+        self._clock = clock
+        self._right: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run where they should
+        self._refused: dict[str, tuple[float, str]] = {}
+        self._said: dict[str, object] = {}
+        self._said_unread = ""
+        self.stopping = threading.Event()
+
+    def run(self, interval_s: float) -> None:
+        """Go on until `stopping` is set. What fails is said, and tried again the next time."""
+        while not self.stopping.is_set():
+            try:
+                self.step()
+            except HetstreamError as error:
+                _log.warning("nothing is placed this time: %s", error)
+            self.stopping.wait(interval_s)
+
+    def see(self) -> PackingView:
+        """What there is now.
+
+        Raises:
+            HetstreamError: Slurm does not tell.
+        """
+        told = self._told()
+        snapshot = self._slurm.snapshot()
+        jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions)
+        now_s, switches = self._clock(), self._slurm.switches()
+        seen = view(snapshot, jobs, told, self._partitions, now_s, switches, self._rules)
+        waiting = tuple(
+            replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
+            for job in seen.state.waiting
+        )
+        return replace(seen, state=replace(seen.state, waiting=waiting))
+
+    def step(self) -> tuple[PackingView, PackingPlan]:
+        """Look, decide and act once.
+
+        Raises:
+            HetstreamError: Slurm does not tell what there is.
+        """
+        seen = self.see()
+        plan = decide(seen.state, self._clock(), self._rules)
+        if self._acting:
+            self._act(seen, plan)
+        else:
+            self._say_once(PackingEvent("would place", one.job, one.reason, one.place) for one in plan.placements)
+            self._say_once(PackingEvent("would evict", one.job, one.reason) for one in plan.evictions)
+        self._say_once(PackingEvent("waits", job, reason) for job, reason in plan.reasons.items())
+        self._said = {job: said for job, said in self._said.items() if job in seen.jobs}
+        self._refused = {job: refused for job, refused in self._refused.items() if job in seen.jobs}
+        return seen, plan
+
+    def _told(self) -> ShowGpus | None:
+        try:
+            told = self._readings()
+        except HetstreamError as error:
+            if str(error) != self._said_unread:
+                self._said_unread = str(error)
+                _log.warning("nothing is known of any GPU, so nobody is placed: %s", error)
+            return None
+        self._said_unread = ""
+        return told
+
+    def _act(self, seen: PackingView, plan: PackingPlan) -> None:
+        """What is amiss first, then evictions, so that nobody is placed beside somebody who has to go."""
+        for amiss in seen.settlements:
+            with self._alone(amiss.job):
+                self._settle(amiss)
+        for job in seen.running:
+            with self._alone(job):
+                self._verify(job)
+        self._right &= {(job.job.job_id, job.job.num_restarts) for job in seen.running}
+        for eviction in plan.evictions:
+            job = seen.jobs[eviction.job]
+            with self._alone(job):
+                self._take_away(job, eviction.reason)
+        for placement in plan.placements:
+            if self.stopping.is_set():
+                return
+            job = seen.jobs[placement.job]
+            with self._alone(job):
+                self._place(job, placement)
+
+    @contextlib.contextmanager
+    def _alone(self, job: OpportunisticJob) -> Iterator[None]:
+        """What Slurm refuses concerns this job alone."""
+        try:
+            yield
+        except SlurmCommandError as error:
+            text = f"Slurm refused: {error}"
+            self._refused[job.name] = self._clock() + _REFUSED_S, text
+            self._say(PackingEvent("refused", job.name, text))
+
+    def _settle(self, amiss: Settlement) -> None:
+        """Have a job wait again that did not come to run, or was requeued by Slurm."""
+        if not amiss.job.is_held:
+            self._slurm.hold(amiss.job.name)
+            reach("packer.held")
+        self._note(amiss.job, amiss.record)
+        self._say(PackingEvent("taken back", amiss.job.name, amiss.reason))
+
+    def _verify(self, job: OpportunisticJob) -> None:
+        """Compare a job that has started with what was asked for: rc 0 of `scontrol update` is no proof."""
+        start = job.job.job_id, job.job.num_restarts
+        if start in self._right:
+            return
+        problem = wrong_place(job, self._slurm.got(job.name))
+        if problem:
+            self._take_away(job, problem)
+            return
+        self._right.add(start)
+        place = job.record.placed.place if job.record.placed else None
+        self._say(PackingEvent("started", job.name, "Slurm gave it what it was placed on", place))
+
+    def _take_away(self, job: OpportunisticJob, reason: str) -> None:
+        self._slurm.requeue_held(job.name)
+        reach("packer.requeued")
+        self._note(job, evicted(job, self._clock(), self._rules))
+        self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
+
+    def _place(self, job: OpportunisticJob, placement: Placement) -> None:
+        """Give a held job its place, and release it."""
+        if job.has_gres:  # 22.05 adds to what it asks for already
+            self._slurm.update(job.name, {"TresPerNode": ""})
+            reach("packer.cleared")
+        place, record = placement.place, job.record
+        first = record.placed is None and record.evicted is None
+        nodelist = job.job.required_nodes if first else record.nodelist
+        placed = PlacedRecord(place, self._clock(), job.job.num_restarts)
+        fields = {
+            "ReqNodeList": compress(place.nodes),
+            "Gres": gres_of(place),
+            "Comment": comment_with(job.job.comment, place),
+            "AdminComment": with_record(
+                job.notes.admin_comment, PackingRecord(placed, record.evicted, nodelist)
+            ),
+        }  # fmt: skip
+        self._slurm.update(job.name, fields)
+        reach("packer.updated")
+        self._slurm.release(job.name)
+        reach("packer.released")
+        self._say(PackingEvent("placed", job.name, placement.reason, place))
+
+    def _note(self, job: OpportunisticJob, record: PackingRecord) -> None:
+        """Write down that a job has no place; without one in its Comment no Prolog gives it a GPU."""
+        notes = {"AdminComment": with_record(job.notes.admin_comment, record)}
+        self._slurm.update(job.name, {"Comment": comment_with(job.job.comment, None), **notes})
+
+    def _say_once(self, events: Iterable[PackingEvent]) -> None:
+        """Say what is new; numbers in a reason change all the time."""
+        for event in events:
+            gist = event.event, event.place, re.sub(r"[\d.,]+", "", event.reason)
+            if self._said.get(event.job) != gist:
+                self._said[event.job] = gist
+                self._say(event)

@@ -1,0 +1,161 @@
+"""What is written into Slurm's records of an opportunistic job: by its owner, and by the packer. Pure.
+
+The owner's wishes are words of the job's Comment:
+
+    hetstream:gpus=2 hetstream:gpu-memory=16G      GPUs on each node, memory of each
+
+The packer writes before them which GPUs it has chosen, for the prolog, and what it must remember into AdminComment,
+which owners cannot change. So the packer keeps nothing of its own:
+
+    hetstream:gpu=0,1 hetstream:gpus=2 ...                                          Comment
+    hetstream:placed=g[1-2]:0,1@1795000000@0 hetstream:evicted=2@1794990000@g3:0    AdminComment
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hetstream.slurm_plugin.client.hostlist import compress, expand
+from hetstream.slurm_plugin.packing.state import Place
+
+# The prolog (`slurm_plugin/prolog/`) reads a Comment that begins so; the guard lets nobody but the packer write it.
+COMMENT_MARK = "hetstream:gpu="
+_GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
+_PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
+# Of a job that declares no memory: what small models and a driver's context need.
+DEFAULT_GPU_BYTES = 4 << 30
+_MOST_GPUS = 64
+_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# More digits are no memory of a GPU, number of GPUs or time.
+_MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE)
+_SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
+_PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
+_EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
+# Slurm cuts nothing, but a Comment is shown in tables.
+_MOST_OF_OWNER = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWish:
+    """What the owner asks for.
+
+    Attributes:
+        gpus: on each node.
+        gpu_bytes: of the memory of each.
+        problem: what is wrong with it; empty if nothing.
+    """
+
+    gpus: int = 1
+    gpu_bytes: int = DEFAULT_GPU_BYTES
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRecord:
+    """Where a job was placed, when, and how often it had been requeued by then."""
+
+    place: Place
+    at_s: float
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedRecord:
+    """How often a job was taken away in a row, when last, and from where."""
+
+    count: int
+    at_s: float
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRecord:
+    """What the packer has written into AdminComment.
+
+    Attributes:
+        placed: None if the job is not placed.
+        evicted: None if it never was.
+        nodelist: nodes that its owner asked for, before the packer named others.
+    """
+
+    placed: PlacedRecord | None = None
+    evicted: EvictedRecord | None = None
+    nodelist: tuple[str, ...] = ()
+
+
+def wish_of(comment: str) -> GpuWish:
+    """Read the owner's wishes."""
+    gpus, memory = _value(comment, _GPUS), _value(comment, _MEMORY)
+    if gpus and not (gpus.isdecimal() and 1 <= int(gpus[:4]) <= _MOST_GPUS):
+        return GpuWish(problem=f"its comment says {_GPUS}{gpus[:32]}: write a number from 1 to {_MOST_GPUS}")
+    found = _MEMORY_TEXT.fullmatch(memory)
+    if memory and not found:
+        return GpuWish(problem=f"its comment says {_MEMORY}{memory[:32]}: write a size such as 16G")
+    gpu_bytes = int(found[1]) * _UNITS[found[2].upper()] if found else DEFAULT_GPU_BYTES
+    return GpuWish(int(gpus or 1), gpu_bytes)
+
+
+def comment_with(comment: str, place: Place | None) -> str:
+    """The Comment of a job: the GPUs first, if it is placed, then the owner's words."""
+    kept = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
+    return " ".join([*([_mark(place)] if place else []), *kept])[:_MOST_OF_OWNER].rstrip()
+
+
+def says_place(comment: str, place: Place) -> bool:
+    """Whether a Comment tells the prolog this place."""
+    return comment.split(" ")[0] == _mark(place)
+
+
+def read_record(admin_comment: str) -> PackingRecord:
+    """Read what `record_words` wrote; what has another form counts as not there."""
+    placed = _PLACED_TEXT.fullmatch(_value(admin_comment, _PLACED))
+    evicted = _EVICTED_TEXT.fullmatch(_value(admin_comment, _EVICTED))
+    try:
+        return PackingRecord(
+            PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
+            EvictedRecord(int(evicted[1]), float(evicted[2]), _place(evicted[3], evicted[4])) if evicted else None,
+            expand(_value(admin_comment, _NODELIST)),
+        )
+    except ValueError:  # a hostlist that is none
+        return PackingRecord()
+
+
+def with_record(admin_comment: str, record: PackingRecord) -> str:
+    """An AdminComment with this record in the place of an earlier one; others' words stay."""
+    ours = (_PLACED, _EVICTED, _NODELIST)
+    found = [word for word in admin_comment.split() if not word.startswith(ours)]
+    if record.placed:
+        placed = record.placed
+        found.append(f"{_PLACED}{_spot(placed.place)}@{placed.at_s:.0f}@{placed.num_restarts}")
+    if record.evicted:
+        found.append(f"{_EVICTED}{record.evicted.count}@{record.evicted.at_s:.0f}@{_spot(record.evicted.place)}")
+    if record.nodelist:
+        found.append(f"{_NODELIST}{compress(record.nodelist)}")
+    return " ".join(found)
+
+
+def gres_of(place: Place) -> str:
+    """What Slurm is asked for on each node."""
+    return ",".join(f"opp:p{index}:1" for index in place.indices)
+
+
+def where(place: Place) -> str:
+    """A place, for people."""
+    return f"GPU {','.join(map(str, place.indices))} of {compress(place.nodes)}"
+
+
+def _mark(place: Place) -> str:
+    return COMMENT_MARK + ",".join(map(str, place.indices))
+
+
+def _spot(place: Place) -> str:
+    return f"{compress(place.nodes)}:{','.join(map(str, place.indices))}"
+
+
+def _place(hosts: str, indices: str) -> Place:
+    return Place(expand(hosts), tuple(int(index) for index in indices.split(",")))
+
+
+def _value(text: str, begin: str) -> str:
+    return next((word.removeprefix(begin) for word in text.split() if word.startswith(begin)), "")

@@ -1,0 +1,181 @@
+"""A Slurm in memory, as far as the packer sees it: held jobs are updated, released, started, preempted and requeued.
+
+It has 22.05's ways that hurt: a GRES is added to the one that a job asks for already, and an update that was accepted
+may have no effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, ShowGpus
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+
+GIB = 1 << 30
+NOW_S = 1_795_000_000.0
+
+
+@dataclass
+class PackedSlurm:
+    """One partition `opp` over nodes g1 to gN with some GPUs each.
+
+    Attributes:
+        num_nodes, num_gpus: of them.
+        now_s: its clock, and the packer's.
+        jobs: by number.
+        admin_comments: of these.
+        given: what running jobs were given.
+        no_requeue: numbers of jobs that cannot be requeued.
+        calls: commands that change something.
+        refuse: a command that fails -> what it says.
+        lie: what a job is given in the place of what was asked for.
+        guaranteed: GPUs that jobs of their own have.
+        used_share: of each GPU, if it is not 0.3.
+        age_s: of the nodes' readings.
+    """
+
+    num_nodes: int = 1
+    num_gpus: int = 2
+    now_s: float = NOW_S
+    jobs: dict[int, Job] = field(default_factory=dict)
+    admin_comments: dict[int, str] = field(default_factory=dict)
+    given: dict[int, tuple[Gres, ...]] = field(default_factory=dict)
+    no_requeue: set[int] = field(default_factory=set)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+    refuse: dict[str, str] = field(default_factory=dict)
+    lie: str = ""
+    guaranteed: set[tuple[str, int]] = field(default_factory=set)
+    used_share: dict[tuple[str, int], float] = field(default_factory=dict)
+    age_s: float = 2.0
+    sharing: dict[tuple[str, int], tuple[object, ...]] = field(default_factory=dict)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    @property
+    def names(self) -> list[str]:
+        return [f"g{number + 1}" for number in range(self.num_nodes)]
+
+    def submit(self, number: int, comment: str = "", **more: object) -> None:
+        """A job, held by the guard."""
+        job = Job(
+            number, "train", "alice", ("opp",), "PENDING", "JobHeldUser", 1, 4, 1, 4, 8000, comment=comment,
+            submit_s=NOW_S - 1000 + number,
+        )  # fmt: skip
+        self.jobs[number] = replace(job, **more)  # type: ignore[arg-type]
+        self.admin_comments[number] = ""
+
+    def start(self) -> None:
+        """What is released starts where it was told to."""
+        for number, job in self.jobs.items():
+            if job.is_pending and job.priority:
+                self.given[number] = parse_gres(self.lie) if self.lie else job.gres_per_node * job.num_nodes
+                self.jobs[number] = replace(job, state="RUNNING", reason="None", nodes=job.required_nodes)
+
+    def preempt(self, number: int) -> None:
+        """Slurm requeues a job, and would start it again by itself."""
+        job = self.jobs[number]
+        self.given.pop(number, None)
+        self.jobs[number] = replace(
+            job, state="PENDING", reason="BeginTime", nodes=(), num_restarts=job.num_restarts + 1,
+            eligible_s=self.now_s + 120,
+        )  # fmt: skip
+
+    # What the packer calls.
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            self.now_s, "22.05.8", "test", tuple(self.jobs.values()), tuple(self._node(name) for name in self.names),
+            (Partition("opp", tuple(self.names)),),
+        )  # fmt: skip
+
+    def _node(self, name: str) -> Node:
+        used = [
+            gres for number, job in self.jobs.items() if name in job.nodes for gres in set(self.given.get(number, ()))
+        ]
+        indices = tuple(sorted(index for node, index in self.guaranteed if node == name))
+        held = (Gres("gpu", "h200", len(indices), indices),) if indices else ()
+        running = [job for job in self.jobs.values() if name in job.nodes]
+        return Node(
+            name, frozenset({"MIXED"}), ("gpu", "opp"), 16,
+            sum(job.num_cpus // job.num_nodes for job in running), 64000,
+            sum(job.memory_mb // job.num_nodes for job in running),
+            (Gres("gpu", "h200", self.num_gpus), *(Gres("opp", f"p{index}", 1) for index in range(self.num_gpus))),
+            (*held, *used),
+        )  # fmt: skip
+
+    def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
+        return {
+            number: JobNotes(self.admin_comments[number], number not in self.no_requeue)
+            for number, job in self.jobs.items()
+            if set(job.partitions) <= set(partitions)
+        }
+
+    def switches(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def got(self, job_id: str) -> tuple[Gres, ...] | None:
+        counts: Counter[tuple[str, str]] = Counter()
+        for gres in self.given[int(job_id)]:
+            counts[gres.name, gres.type] += gres.count
+        return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        self._called("update", job_id, *(f"{name}={value}" for name, value in fields.items()))
+        number = int(job_id)
+        job = self.jobs[number]
+        if "TresPerNode" in fields:
+            job = replace(job, gres_per_node=parse_gres(fields["TresPerNode"]))
+        if "Gres" in fields:
+            job = replace(job, gres_per_node=(*job.gres_per_node, *parse_gres(fields["Gres"])))
+        if "ReqNodeList" in fields:
+            job = replace(job, required_nodes=expand(fields["ReqNodeList"]))
+        if "Comment" in fields:
+            job = replace(job, comment=fields["Comment"])
+        self.admin_comments[number] = fields.get("AdminComment", self.admin_comments[number])
+        self.jobs[number] = job
+
+    def hold(self, job_id: str) -> None:
+        self._called("hold", job_id)
+        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=0, reason="JobHeldAdmin")
+
+    def release(self, job_id: str) -> None:
+        self._called("release", job_id)
+        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=100, reason="Priority")
+
+    def requeue_held(self, job_id: str) -> None:
+        self._called("requeuehold", job_id)
+        self.preempt(int(job_id))
+        self.jobs[int(job_id)] = replace(
+            self.jobs[int(job_id)], priority=0, reason="job requeued in held state", eligible_s=None
+        )  # fmt: skip
+
+    def _called(self, *call: str) -> None:
+        self.calls.append(call)
+        if call[0] in self.refuse:
+            raise SlurmCommandError(["scontrol", *call], 1, "", self.refuse[call[0]])
+
+    # What nodes tell.
+
+    def readings(self) -> ShowGpus:
+        return ShowGpus(
+            tuple(
+                NodeGpus(name, self.age_s, tuple(self._gpu(name, index) for index in range(self.num_gpus)))
+                for name in self.names
+            ),
+            {},
+        )
+
+    def _gpu(self, name: str, index: int) -> GpuNow:
+        spot = name, index
+        has = spot in self.guaranteed
+        return GpuNow(
+            index, f"GPU-{index}", self.used_share.get(spot, 0.3), 40 * GIB, has, ("1",) if has else (),
+            sharing=self.sharing.get(spot, ()),  # type: ignore[arg-type]
+        )  # fmt: skip

@@ -1,0 +1,310 @@
+"""The packer's hands on a Slurm in memory: a job's whole life, what Slurm does by itself, and death at each point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace as changed
+from packed_slurm import NOW_S, PackedSlurm
+
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
+from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+
+
+class Site:
+    """A Slurm with a packer that can be replaced by another one at any time."""
+
+    def __init__(self, slurm: PackedSlurm) -> None:
+        self.slurm = slurm
+        self.events: list[PackingEvent] = []
+        self.readings: Callable[[], ShowGpus] = slurm.readings
+        self.restart()
+
+    def restart(self, *, acting: bool = True) -> None:
+        self.packer = Packer(
+            self.slurm, lambda: self.readings(), {"opp"}, self.events.append, acting=acting, clock=self.slurm.clock
+        )
+
+    def look(self, after_s: float = 10.0) -> list[str]:
+        """One look of the packer, some seconds later; what it says."""
+        self.slurm.now_s += after_s
+        self.events.clear()
+        self.packer.step()
+        return [event.event for event in self.events]
+
+    def looks(self, count: int) -> None:
+        for _ in range(count):
+            self.look()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    yield Site(PackedSlurm())
+    FAULTS.clear()
+
+
+def test_a_job_is_placed_started_taken_away_and_placed_elsewhere(site: Site) -> None:
+    slurm = site.slurm
+    slurm.guaranteed = {("g1", 0)}
+    slurm.used_share = {("g1", 1): 0.5}
+    slurm.submit(7, "mine hetstream:gpu-memory=8G")
+    assert site.look() == ["placed"]
+    assert slurm.calls == [
+        (
+            "update", "7", "ReqNodeList=g1", "Gres=opp:p0:1", "Comment=hetstream:gpu=0 mine hetstream:gpu-memory=8G",
+            f"AdminComment=hetstream:placed=g1:0@{NOW_S + 10:.0f}@0",
+        ),
+        ("release", "7"),
+    ]  # fmt: skip
+    assert site.look() == []  # it starts
+    slurm.start()
+    assert site.look() == ["started"]
+    assert site.look() == []
+    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    assert site.look() == ["evicted"]
+    assert slurm.calls[-2:] == [
+        ("requeuehold", "7"),
+        (
+            "update", "7", "Comment=mine hetstream:gpu-memory=8G",
+            f"AdminComment=hetstream:evicted=1@{slurm.now_s:.0f}@g1:0",
+        ),
+    ]  # fmt: skip
+    slurm.sharing = {}
+    assert site.look() == ["waits"]
+    assert "placed again in" in site.events[0].reason
+    slurm.submit(8)  # the GPU rests, too, and the other one is free
+    site.look()
+    assert slurm.jobs[8].comment == "hetstream:gpu=1"
+    slurm.start()
+    site.look()
+    site.look(120)
+    # What it asked for before is cleared first: 22.05 adds.
+    assert [call[2:] for call in slurm.calls if call[:2] == ("update", "7")][-2][0] == "TresPerNode="
+    slurm.start()
+    assert site.look() == ["started"]
+    assert slurm.given[7] == slurm.jobs[7].gres_per_node
+
+
+def test_observing_says_what_it_would_do_and_does_nothing(site: Site) -> None:
+    site.restart(acting=False)
+    site.slurm.submit(7)
+    assert site.look() == ["would place"]
+    assert site.look() == []  # once
+    assert site.slurm.calls == []
+
+
+def test_others_jobs_are_not_touched(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(6, partitions=("gpu",))
+    slurm.submit(7, partitions=("opp", "gpu"))
+    slurm.submit(8, priority=5, reason="Priority")
+    assert site.look() == ["waits"]
+    assert "job_submit.lua" in site.events[0].reason
+    assert slurm.calls == []
+
+
+@pytest.mark.parametrize("lie", ["opp:p1:1", "opp:p0:1,opp:p1:1", "gpu:h200:1", ""])
+def test_a_job_that_slurm_put_elsewhere_is_taken_away(site: Site, lie: str) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.lie = lie or "none"
+    slurm.start()
+    assert site.look() == ["evicted"]
+    assert "was placed on GPU 0" in site.events[0].reason
+    assert slurm.jobs[7].priority == 0
+
+
+def test_a_comment_that_was_changed_meanwhile_counts_as_wrong(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.jobs[7] = replace(slurm.jobs[7], comment="hetstream:gpu=1")
+    slurm.start()
+    assert site.look() == ["evicted"]
+    assert "Comment" in site.events[0].reason
+
+
+def test_a_job_that_slurm_preempts_waits_for_a_place_again(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.preempt(7)
+    assert site.look() == ["taken back"]
+    assert slurm.jobs[7].priority == 0
+    assert slurm.admin_comments[7].startswith("hetstream:evicted=1@")
+    # Slurm holds it for two minutes, and delays grow with each time.
+    for minutes in (2, 4, 8):
+        assert "placed" not in site.look(minutes * 60 - 30)
+        assert "placed" in site.look(60)
+        slurm.start()
+        site.look()
+        slurm.preempt(7)
+        assert "taken back" in site.look()
+
+
+def test_a_job_that_slurm_does_not_start_in_time_is_held_again(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    assert site.look(85) == []
+    assert site.look(10) == ["taken back"]
+    assert [call[0] for call in slurm.calls[-2:]] == ["hold", "update"]
+    assert "within 90 s (Priority)" in site.events[0].reason
+
+
+def test_what_slurm_refuses_concerns_one_job_and_is_not_tried_at_once(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    slurm.refuse = {"update": "Invalid GRES"}
+    assert site.look() == ["refused"]
+    slurm.refuse = {}
+    slurm.submit(8)
+    assert site.look() == ["placed", "waits"]
+    assert [(event.job, "Invalid GRES" in event.reason) for event in site.events] == [("8", False), ("7", True)]
+    assert "placed" in site.look(300)
+
+
+def test_without_readings_nobody_is_placed_and_nobody_taken_away(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    slurm.sharing = {("g1", 0): (SharingNow("7", 400.0, "it goes on although it should pause"),)}
+    slurm.age_s = 31
+    slurm.submit(8)
+    assert site.look() == ["started", "waits"]
+
+    def silent() -> ShowGpus:
+        raise SiteError("the daemon does not answer")
+
+    site.readings = silent
+    assert site.look() == []
+    slurm.preempt(7)  # what Slurm did is seen all the same
+    assert "taken back" in site.look()
+
+
+def test_a_job_without_readings_of_a_prolog_keeps_others_off(site: Site) -> None:
+    """Slurm gave the GPU to a job, and the node has no grant of it: its coordinator would let others run freely."""
+    slurm = site.slurm
+    slurm.num_gpus = 1
+    slurm.guaranteed = {("g1", 0)}
+    slurm.submit(7)
+    told = slurm.readings()
+    row = told.nodes[0]
+    site.readings = lambda: ShowGpus((changed(row, gpus=(changed(row.gpus[0], is_reserved=False),)),), {})
+    assert site.look() == ["waits"]
+    assert "of which the node knows nothing" in site.events[0].reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"comment": "hetstream:gpus=many"}, "write a number"),
+        ({"comment": "hetstream:gpu-memory=big"}, "write a size such as 16G"),
+        ({"dependency": "afterok:3"}, "it waits for afterok:3"),
+        ({"eligible_s": NOW_S + 100}, "it may begin in 90 s"),
+        ({"reason": "launch_failed_requeued_held"}, "Slurm could not start it"),
+        ({"required_nodes": ("g9",)}, "on nodes that it does not ask for"),
+        ({"features": "a100"}, "on nodes that it does not ask for"),
+        ({"num_nodes": 2}, "on each of 2 nodes"),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_be_placed_is_told_why(site: Site, change: dict[str, object], reason: str) -> None:
+    site.slurm.submit(7, **change)  # type: ignore[arg-type]
+    assert site.look() == ["waits"]
+    assert reason in site.events[0].reason
+
+
+def test_a_job_that_cannot_be_requeued_is_not_placed(site: Site) -> None:
+    site.slurm.submit(7)
+    site.slurm.no_requeue.add(7)
+    assert site.look() == ["waits"]
+    assert "--requeue" in site.events[0].reason
+
+
+def test_a_gang_over_nodes_starts_at_once_and_counts_its_room(site: Site) -> None:
+    slurm = site.slurm
+    slurm.num_nodes = 2
+    slurm.submit(7, "hetstream:gpus=2", num_nodes=2, num_cpus=24)
+    slurm.submit(8)
+    site.look()
+    assert slurm.calls[0][2:4] == ("ReqNodeList=g[1-2]", "Gres=opp:p0:1,opp:p1:1")
+    assert slurm.jobs[8].priority == 0
+    slurm.start()
+    assert "started" in site.look()
+
+
+POINTS = ("packer.updated", "packer.released")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_packer_that_dies_while_it_places_is_replaced(site: Site, tmp_path: Path, point: str) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+    with pytest.raises(OSError, match="No space"):
+        site.look()
+    site.restart()
+    slurm.start()
+    for _ in range(3):
+        site.look()
+        slurm.start()
+    assert slurm.jobs[7].is_running
+    # Not asked for twice, wherever it is now.
+    place = slurm.jobs[7].comment.removeprefix("hetstream:gpu=")
+    assert [gres.type for gres in slurm.given[7]] == [f"p{place}"]
+    assert slurm.jobs[7].num_restarts == 0
+
+
+@pytest.mark.parametrize("point", ["packer.requeued", "packer.held", "packer.cleared"])
+def test_a_packer_that_dies_while_it_takes_away_is_replaced(site: Site, tmp_path: Path, point: str) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    site.look()
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+    if point == "packer.requeued":
+        slurm.sharing = {("g1", 0): (SharingNow("7", 0.0, "it goes on although it should pause"),)}
+    else:
+        slurm.preempt(7)
+    with pytest.raises(OSError, match="No space"):
+        site.looks(30)
+    slurm.sharing = {}
+    site.restart()
+    for _ in range(30):
+        site.look()
+        slurm.start()
+    assert slurm.jobs[7].is_running
+    assert "hetstream:evicted=1@" in slurm.admin_comments[7]
+    assert len(slurm.given[7]) == 1
+
+
+def test_a_new_packer_adopts_what_runs(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    site.restart()
+    assert site.look() == ["started"]
+    slurm.submit(8)
+    slurm.submit(9)
+    site.look()
+    site.look(30)
+    assert slurm.jobs[8].comment == "hetstream:gpu=1"  # GPU 0 has one slot, which is taken
+    assert slurm.jobs[9].priority == 0
+
+
+def test_tasks_of_an_array_are_placed_one_by_one(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(33, array_job_id=33, array_tasks="3-5%2")
+    seen = site.packer.see()
+    assert [job.job for job in seen.state.waiting] == ["33_3", "33_4", "33_5"]

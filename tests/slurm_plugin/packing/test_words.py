@@ -1,0 +1,68 @@
+"""What the packer reads of owners' words, and its own notes in Slurm's records."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetstream.slurm_plugin.packing.state import Place
+from hetstream.slurm_plugin.packing.words import (
+    DEFAULT_GPU_BYTES,
+    EvictedRecord,
+    PackingRecord,
+    PlacedRecord,
+    comment_with,
+    gres_of,
+    read_record,
+    says_place,
+    wish_of,
+    with_record,
+)
+
+PLACE = Place(("g1", "g2"), (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("comment", "gpus", "gpu_bytes"),
+    [
+        ("", 1, DEFAULT_GPU_BYTES),
+        ("hetstream:gpus=2 hetstream:gpu-memory=16G", 2, 16 << 30),
+        ("x hetstream:gpu-memory=512 y", 1, 512 << 20),
+        ("hetstream:gpu-memory=2GiB", 1, 2 << 30),
+        ("hetstream:gpu=0,1 hetstream:gpus=2", 2, DEFAULT_GPU_BYTES),
+    ],
+)
+def test_wishes(comment: str, gpus: int, gpu_bytes: int) -> None:
+    wish = wish_of(comment)
+    assert (wish.gpus, wish.gpu_bytes, wish.problem) == (gpus, gpu_bytes, "")
+
+
+@pytest.mark.parametrize("word", ["gpus=0", "gpus=65", "gpus=-1", "gpus=²", "gpus=99999999999", "gpu-memory=1e9"])
+def test_wishes_that_are_none_are_told(word: str) -> None:
+    assert word[:20] in wish_of(f"hetstream:{word}").problem
+
+
+def test_the_place_comes_first_and_the_owners_words_stay() -> None:
+    comment = comment_with("mine hetstream:gpu=7 \x1b[31m hetstream:gpus=2", PLACE)
+    assert comment == "hetstream:gpu=0,3 mine hetstream:gpus=2"
+    assert says_place(comment, PLACE)
+    assert not says_place(f"mine {comment}", PLACE)
+    assert comment_with(comment, None) == "mine hetstream:gpus=2"
+    assert gres_of(PLACE) == "opp:p0:1,opp:p3:1"
+
+
+def test_a_record_comes_back_and_others_words_stay() -> None:
+    record = PackingRecord(PlacedRecord(PLACE, 1795000000.0, 2), EvictedRecord(3, 1794990000.0, PLACE), ("g1", "g7"))
+    text = with_record("ticket=5 hetstream:placed=old", record)
+    assert text == (
+        "ticket=5 hetstream:placed=g[1-2]:0,3@1795000000@2 hetstream:evicted=3@1794990000@g[1-2]:0,3 "
+        "hetstream:nodelist=g[1,7]"
+    )
+    assert read_record(text) == record
+    assert with_record(text, PackingRecord()) == "ticket=5"
+
+
+@given(st.text(max_size=60).map("hetstream:placed={} hetstream:evicted=1@2@g[".format))
+def test_notes_of_another_form_count_as_not_there(text: str) -> None:
+    assert read_record(text).evicted is None

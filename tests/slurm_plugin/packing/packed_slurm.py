@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, ShowGpus
+from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
@@ -38,6 +38,8 @@ class PackedSlurm:
         guaranteed: GPUs that jobs of their own have.
         used_share: of each GPU, if it is not 0.3.
         age_s: of the nodes' readings.
+        sharing: what nodes say of the opportunistic jobs on a GPU.
+        gpu_types: of the GPUs.
     """
 
     num_nodes: int = 1
@@ -53,7 +55,8 @@ class PackedSlurm:
     guaranteed: set[tuple[str, int]] = field(default_factory=set)
     used_share: dict[tuple[str, int], float] = field(default_factory=dict)
     age_s: float = 2.0
-    sharing: dict[tuple[str, int], tuple[object, ...]] = field(default_factory=dict)
+    sharing: dict[tuple[str, int], tuple[SharingNow, ...]] = field(default_factory=dict)
+    gpu_types: tuple[str, ...] = ("h200",)
 
     def clock(self) -> float:
         return self.now_s
@@ -102,11 +105,12 @@ class PackedSlurm:
         indices = tuple(sorted(index for node, index in self.guaranteed if node == name))
         held = (Gres("gpu", "h200", len(indices), indices),) if indices else ()
         running = [job for job in self.jobs.values() if name in job.nodes]
+        gpus = [Gres("gpu", kind, self.num_gpus) for kind in self.gpu_types]
         return Node(
             name, frozenset({"MIXED"}), ("gpu", "opp"), 16,
             sum(job.num_cpus // job.num_nodes for job in running), 64000,
             sum(job.memory_mb // job.num_nodes for job in running),
-            (Gres("gpu", "h200", self.num_gpus), *(Gres("opp", f"p{index}", 1) for index in range(self.num_gpus))),
+            (*gpus, *(Gres("opp", f"p{index}", 1) for index in range(self.num_gpus))),
             (*held, *used),
         )  # fmt: skip
 
@@ -177,5 +181,5 @@ class PackedSlurm:
         has = spot in self.guaranteed
         return GpuNow(
             index, f"GPU-{index}", self.used_share.get(spot, 0.3), 40 * GIB, has, ("1",) if has else (),
-            sharing=self.sharing.get(spot, ()),  # type: ignore[arg-type]
+            sharing=self.sharing.get(spot, ()),
         )  # fmt: skip

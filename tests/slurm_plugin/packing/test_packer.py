@@ -191,7 +191,7 @@ def test_without_readings_nobody_is_placed_and_nobody_taken_away(site: Site) -> 
     assert "taken back" in site.look()
 
 
-def test_a_job_without_readings_of_a_prolog_keeps_others_off(site: Site) -> None:
+def test_a_job_of_which_the_node_knows_nothing_keeps_others_off(site: Site) -> None:
     """Slurm gave the GPU to a job, and the node has no grant of it: its coordinator would let others run freely."""
     slurm = site.slurm
     slurm.num_gpus = 1
@@ -202,6 +202,14 @@ def test_a_job_without_readings_of_a_prolog_keeps_others_off(site: Site) -> None
     site.readings = lambda: ShowGpus((changed(row, gpus=(changed(row.gpus[0], is_reserved=False),)),), {})
     assert site.look() == ["waits"]
     assert "of which the node knows nothing" in site.events[0].reason
+
+
+def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
+    slurm = site.slurm
+    slurm.gpu_types = ("h200", "h200_1g.18gb")
+    slurm.submit(7)
+    assert site.look() == ["waits"]
+    assert "MIG" in site.events[0].reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""`hetstream packer`, `opp` and `why` on a recorded Slurm 22.05, with a real site daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from recorded import AS_ASKED, Recorded, job
+from running_daemon import RunningDaemon, WaitUntil
+
+from hetstream.hetjob.site.gpus import GpuNow, ReportGpus
+from hetstream.slurm_plugin.cli.packing_arguments import named_partitions
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm, parse_topology
+from hetstream.slurm_plugin.client.parse_text import FIELD_END, RECORD_END
+
+GIB = 1 << 30
+OPP = {"HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
+COMMENT = "hetstream:gpu-memory=8G"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Recorded:
+    """Job 41 waits in partition opp, held by the guard; g0's GPUs 0 and 1 are shared."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    slurm = Recorded(directory)
+    held = {"Partition": "opp", "Reason": "JobHeldUser", "PriorityLong": "0", "Comment": COMMENT}
+    slurm.write("queue", job("41", "PENDING", **held) + job("42", "RUNNING", NodeList="g1"))
+    slurm.write("notes", f"41{FIELD_END}ticket=5{FIELD_END}1{RECORD_END}\n")
+    words = f'case "$*" in *admin_comment*) f=notes;; *) f=queue;; esac; cat {directory}/$f | {AS_ASKED}'
+    slurm.tool("squeue", words)
+    shown = (directory / "scontrol").read_text().removeprefix("#!/bin/sh\n")
+    slurm.tool("scontrol", f'case $1 in update|release) echo "$@" >> {directory}/calls; exit;; esac\n{shown}')
+    return slurm
+
+
+def test_without_a_daemon_a_held_job_is_not_told_to_be_released(slurm: Recorded) -> None:
+    unknown = slurm.run("why 41 --fresh")
+    assert "scontrol release 41" in unknown.stdout  # nobody says that partition opp is the packer's
+    told = slurm.run("why 41 --fresh --json", **OPP)
+    assert told.returncode == 0, told.stderr
+    (blocker,) = json.loads(told.stdout)["blockers"]
+    assert blocker["kind"] == "packer"
+    assert blocker["next_step"] == "hetstream opp why 41"
+    assert "it waits for the packer" in blocker["text"]
+    assert "scontrol release" not in told.stdout
+
+
+def test_who_looks_sees_what_the_packer_decides(slurm: Recorded, local: RunningDaemon, wait_until: WaitUntil) -> None:
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    environ = {**OPP, "HETSTREAM_DAEMON": local.address}
+    busy = GpuNow(0, "GPU-a", 0.9, 60 * GIB)
+    local.ask(ReportGpus("g0", (busy,)))
+    (blocker,) = json.loads(slurm.run("why 41 --json --fresh", **environ).stdout)["blockers"]
+    assert "1 in use for 80% of the last 10 s or more" in blocker["text"]
+    (row,) = json.loads(slurm.run("opp ls --json", **environ).stdout)["jobs"]
+    assert (row["job"], row["gpus"], row["gpu_memory_gib"], row["reason"]) == ("41", 1, 8.0, blocker["text"])
+    why = slurm.run("opp why 41", **environ)
+    assert "job 41 of alice: PENDING" in why.stdout
+    assert "90%" in why.stdout
+    assert slurm.run("opp why 42", **environ).returncode == 1
+    # Nothing is to be done, and nothing is done.
+    assert "no GPU of 16 takes it now" in slurm.run("opp place --dry-run", **environ).stdout
+    assert not (slurm.directory / "calls").exists()
+
+    local.ask(ReportGpus("g0", (busy, GpuNow(2, "GPU-c", 0.2, 60 * GIB))))
+    dry = slurm.run("packer --dry-run --json", **environ)
+    (event,) = map(json.loads, dry.stdout.splitlines())
+    assert (event["event"], event["job"], event["nodes"], event["gpus"]) == ("would place", "41", ["g0"], [2])
+    assert "it is to be placed on GPU 2 of g0" in slurm.run("opp ls", **environ).stdout
+    assert not (slurm.directory / "calls").exists()
+    placed = slurm.run(f"packer --once --json --lock {local.directory}/run/lock", **environ)
+    assert [json.loads(line)["event"] for line in placed.stdout.splitlines()] == ["placed"], placed.stderr
+    update, release = (slurm.directory / "calls").read_text().splitlines()
+    assert update.startswith(
+        f"update JobId=41 ReqNodeList=g0 Gres=opp:p2:1 Comment=hetstream:gpu=2 {COMMENT} "
+        "AdminComment=ticket=5 hetstream:placed=g0:2@"
+    )
+    assert release == "release 41"
+
+
+def test_a_second_packer_is_refused(slurm: Recorded, tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = slurm.run(f"packer --once --lock {tmp_path}/lock", **OPP)
+        assert done.returncode == 1
+        assert "another packer holds" in done.stderr
+        assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0  # it changes nothing
+    finally:
+        os.close(lock)
+
+
+def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in ("packer --once", "opp ls"):
+        done = slurm.run(line, HETSTREAM_OPPORTUNISTIC_PARTITIONS="")
+        assert done.returncode == 2
+        assert "whose jobs are opportunistic?" in done.stderr
+    (tmp_path / "site").write_text('HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp opp2"\n')
+    monkeypatch.delenv("HETSTREAM_OPPORTUNISTIC_PARTITIONS", raising=False)
+    assert named_partitions((tmp_path / "no", tmp_path / "site")) == {"opp", "opp2"}
+
+
+def test_what_a_job_got_is_slurms_word(slurm: Recorded) -> None:
+    def got(text: str) -> object:
+        slurm.tool("scontrol", f"echo '{text}'")
+        return PackingSlurm({"PATH": f"{slurm.directory}:/usr/bin:/bin"}).got("41")
+
+    found = got("JobId=41 JobName=x NodeList=g0 JOB_GRES=opp:p2:1 Nodes=g0 GRES=opp:p2:1(IDX:2)")
+    assert [(gres.name, gres.type, gres.count) for gres in found] == [("opp", "p2", 1)]  # type: ignore[attr-defined]
+    assert got("JobId=41 JobName=x JOB_GRES=opp:p0:1 JOB_GRES=opp:p2:1") is None  # a name that looks like a record
+    assert got("nothing") is None
+
+
+def test_switches_above_nodes() -> None:
+    text = """SwitchName=s0 Level=0 LinkSpeed=1 Nodes=g[0-1]
+SwitchName=s1 Level=0 LinkSpeed=1 Nodes=g2
+SwitchName=core Level=1 LinkSpeed=1 Nodes=g[0-2] Switches=s[0-1]
+"""
+    assert parse_topology(text) == {"g0": ("core", "s0"), "g1": ("core", "s0"), "g2": ("core", "s1")}
+    assert parse_topology("No topology information") == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 from hetstream.slurm_plugin.cli.daemon import settings_of
@@ -139,7 +140,7 @@ def why_report(
     """One job, and what each GPU says to it."""
     row = _row(job, waits.get(job.name, ""))
     asked = next((waiting for waiting in seen.state.waiting if waiting.job == job.name), None)
-    found = verdicts(seen.state, asked, snapshot.taken_s) if asked else []
+    found = verdicts(seen.state, asked, time.time()) if asked else []
     rows = [
         {
             "node": node, "gpu": gpu.index, "used_share": gpu.use and gpu.use.used_share,

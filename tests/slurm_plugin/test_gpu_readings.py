@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -88,24 +89,25 @@ def test_questions_say_the_version_that_has_them() -> None:
     ],
 )  # fmt: skip
 def test_readings_that_cannot_be_are_no_messages(change: dict[str, object]) -> None:
-    request = msgspec.to_builtins(new_request(REPORT, 1))
+    request = msgspec.json.decode(encode_request(new_request(REPORT, 1)))
     request["question"]["gpus"][0] |= change
     with pytest.raises(SiteError):
         decode_request(msgspec.json.encode(request))
 
 
 def test_a_real_daemon_takes_and_shows_them(local: RunningDaemon, wait_until: WaitUntil) -> None:
-    local.start(wait_until)
-    local.wait_for_reading(wait_until)
-    assert isinstance(local.ask(REPORT), TakeGpus)
-    local.ask(ReportDemand(1, 0, 0, 4, 8, 0.4))
-    shown = local.ask(AskGpus())
-    assert isinstance(shown, ShowGpus)
-    assert shown.nodes[0].gpus == (GPU,)
-    assert 0 <= shown.nodes[0].age_s < 60
-    assert shown.wait_shares == {"1": 0.4}
-    if os.geteuid() == 0:
-        path = Path(local.address.removeprefix("unix:"))
-        path.parent.chmod(0o755)
-        assert b"refuse_gpus" in answer_to_stranger(path, REPORT)
-        assert b'"wait_shares":{}' in answer_to_stranger(path, AskGpus())
+    with tempfile.TemporaryDirectory(prefix="hetstream-gpus-") as place:
+        Path(place).chmod(0o755)
+        local.address = f"unix:{place}/socket"
+        local.start(wait_until)
+        local.wait_for_reading(wait_until)
+        assert isinstance(local.ask(REPORT), TakeGpus)
+        local.ask(ReportDemand(1, 0, 0, 4, 8, 0.4))
+        shown = local.ask(AskGpus())
+        assert isinstance(shown, ShowGpus)
+        assert shown.nodes[0].gpus == (GPU,)
+        assert 0 <= shown.nodes[0].age_s < 60
+        assert shown.wait_shares == {"1": 0.4}
+        if os.geteuid() == 0:
+            assert b"refuse_gpus" in answer_to_stranger(Path(place, "socket"), REPORT)
+            assert b'"wait_shares":{}' in answer_to_stranger(Path(place, "socket"), AskGpus())

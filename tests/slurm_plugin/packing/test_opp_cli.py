@@ -59,9 +59,11 @@ def test_who_looks_sees_what_the_packer_decides(slurm: Recorded, local: RunningD
     assert "1 in use for 80% of the last 10 s or more" in blocker["text"]
     (row,) = json.loads(slurm.run("opp ls --json", **environ).stdout)["jobs"]
     assert (row["job"], row["gpus"], row["gpu_memory_gib"], row["reason"]) == ("41", 1, 8.0, blocker["text"])
-    why = slurm.run("opp why 41", **environ)
-    assert "job 41 of alice: PENDING" in why.stdout
-    assert "90%" in why.stdout
+    why = slurm.run("opp why 41 --json", **environ)
+    gpus = json.loads(why.stdout)["gpus"]
+    assert (gpus[0]["node"], gpus[0]["gpu"], gpus[0]["used_share"], gpus[0]["free_gib"]) == ("g0", 0, 0.9, 60.0)
+    assert gpus[0]["verdict"] == "in use for 80% of the last 10 s or more"
+    assert len(gpus) == 16
     assert slurm.run("opp why 42", **environ).returncode == 1
     # Nothing is to be done, and nothing is done.
     assert "no GPU of 16 takes it now" in slurm.run("opp place --dry-run", **environ).stdout

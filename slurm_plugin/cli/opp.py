@@ -11,8 +11,8 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone
 from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
+    gpu_readings,
     partitions_of,
-    readings,
     reasons,
     seen_by,
 )
@@ -88,7 +88,7 @@ def explain(args: argparse.Namespace) -> int:
 def place_once(args: argparse.Namespace) -> int:
     """Act once, and print what was done."""
     slurm, events = PackingSlurm(), list[PackingEvent]()
-    packer = Packer(slurm, readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run)
+    packer = Packer(slurm, gpu_readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run)
     if args.dry_run:
         packer.step()
     else:

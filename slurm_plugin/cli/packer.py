@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.slurm_plugin.cli.daemon import settings_of
-from hetstream.slurm_plugin.cli.packing_arguments import add_packing_arguments, partitions_of, readings
+from hetstream.slurm_plugin.cli.packing_arguments import add_packing_arguments, gpu_readings, partitions_of
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
 from hetstream.slurm_plugin.packing.words import where
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--interval={args.interval:g}: must be from 1 to 3600 seconds")
     acting = not (args.observe or args.dry_run)
     say = say_json if args.json else say_log
-    packer = Packer(PackingSlurm(), readings(settings_of(args)), partitions_of(args), say, acting=acting)
+    packer = Packer(PackingSlurm(), gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: packer.stopping.set())
     with alone(args.lock) if acting else contextlib.nullcontext():

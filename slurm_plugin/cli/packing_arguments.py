@@ -59,14 +59,14 @@ def partitions_of(args: argparse.Namespace) -> frozenset[str]:
     return found
 
 
-def readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
+def gpu_readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
     """What asks the site daemon for the nodes' readings.
 
     Args:
         settings: where it is.
     """
 
-    def read() -> ShowGpus:
+    def ask_daemon() -> ShowGpus:
         answer = ask(settings, AskGpus(), _ANSWER_S)
         if isinstance(answer, ShowGpus):
             return answer
@@ -74,7 +74,7 @@ def readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
             raise SiteError(f"the site daemon shows no readings of GPUs: {answer.reason}")
         raise SiteError(f"the daemon at {settings.address} answers {answer!r} to a question for readings of GPUs")
 
-    return read
+    return ask_daemon
 
 
 def seen_by(
@@ -82,14 +82,14 @@ def seen_by(
 ) -> tuple[PackingView, PackingPlan, str]:
     """What anybody sees of what the packer sees, what it would decide, and why the nodes' readings are missing."""
     missing = ""
-    told: ShowGpus | None = None
+    read: ShowGpus | None = None
     try:
-        told = readings(settings)()
+        read = gpu_readings(settings)()
     except SiteError as error:
         missing = str(error)
     now_s = time.time()
     jobs = served_jobs(snapshot, slurm.notes(partitions), partitions)
-    seen = view(snapshot, jobs, told, partitions, now_s, slurm.switches())
+    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches())
     return seen, decide(seen.state, now_s), missing
 
 

@@ -58,8 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
     jobs, snapshot = read_jobs(args, [args.job])
-    told = {job.label: told_by_job(job) for job in jobs}
-    emit(args, report_of(args.job, jobs, snapshot, told, packing_reasons(snapshot, jobs)))
+    notices = {job.label: told_by_job(job) for job in jobs}
+    emit(args, report_of(args.job, jobs, snapshot, notices, packing_reasons(snapshot, jobs)))
     return 0
 
 

@@ -26,7 +26,7 @@ class GpuReadings:
 
     def __init__(self, trusted: Collection[int] = ()) -> None:
         self._trusted = frozenset({0, os.geteuid(), *trusted})
-        self._told: dict[str, tuple[float, ReportGpus]] = {}
+        self._reports: dict[str, tuple[float, ReportGpus]] = {}
 
     def trusts(self, uid: int) -> bool:
         """Whether a user may tell, and see all."""
@@ -44,8 +44,8 @@ class GpuReadings:
             return RefuseGpus(
                 f"user {uid} does not tell of GPUs here: start the daemon with --gpu-reporters={uid} if it should"
             )
-        self._told = {node: told for node, told in self._told.items() if now_s - told[0] < _FORGET_S}
-        self._told[report.node] = now_s, report
+        self._reports = {node: last for node, last in self._reports.items() if now_s - last[0] < _FORGET_S}
+        self._reports[report.node] = now_s, report
         return TakeGpus(REPORT_S)
 
     def show(self, uid: int, hidden: str, wait_shares: Mapping[str, float], now_s: float) -> ShowGpus | RefuseGpus:
@@ -59,7 +59,9 @@ class GpuReadings:
         """
         if hidden and not self.trusts(uid):
             return RefuseGpus(hidden)
-        nodes = tuple(NodeGpus(node, now_s - at_s, report.gpus) for node, (at_s, report) in sorted(self._told.items()))
+        nodes = tuple(
+            NodeGpus(node, now_s - at_s, report.gpus) for node, (at_s, report) in sorted(self._reports.items())
+        )
         return ShowGpus(nodes, dict(wait_shares) if self.trusts(uid) else {})
 
     def answer(

@@ -15,11 +15,15 @@ from hetstream.slurm_plugin.packing.state import GpuNode, GpuUse, Place, SharedG
 class SeenNodes:
     """Makes the state's nodes."""
 
-    def __init__(self, snapshot: Snapshot, told: ShowGpus | None, partitions: Collection[str], now_s: float) -> None:
-        self._up = {one.name for one in snapshot.partitions if one.is_up and one.name in partitions}
+    def __init__(
+        self, snapshot: Snapshot, readings: ShowGpus | None, partitions: Collection[str], now_s: float
+    ) -> None:
+        self._up = {
+            partition.name for partition in snapshot.partitions if partition.is_up and partition.name in partitions
+        }
         self._nodes = [node for node in snapshot.nodes if not set(partitions).isdisjoint(node.partitions)]
-        self._told = {node.node: node for node in told.nodes} if told else {}
-        self._shares = told.wait_shares if told else {}
+        self._read = {node.node: node for node in readings.nodes} if readings else {}
+        self._shares = readings.wait_shares if readings else {}
         self._now_s = now_s
 
     def made(
@@ -86,12 +90,12 @@ class SeenNodes:
         )
 
     def _reading(self, node: str, index: int) -> GpuNow | None:
-        told = self._told.get(node)
-        return next((gpu for gpu in told.gpus if gpu.index == index), None) if told else None
+        read = self._read.get(node)
+        return next((gpu for gpu in read.gpus if gpu.index == index), None) if read else None
 
     def _use(self, node: str, reading: GpuNow) -> GpuUse:
         shares = [self._shares[job] for job in reading.guaranteed if job in self._shares]
-        read_s = self._now_s - max(0.0, self._told[node].age_s)
+        read_s = self._now_s - max(0.0, self._read[node].age_s)
         return GpuUse(read_s, reading.used_share, reading.free_bytes, max(shares, default=None), reading.closed)
 
 

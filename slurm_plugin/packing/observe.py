@@ -33,7 +33,7 @@ class PackingView:
 def view(
     snapshot: Snapshot,
     jobs: Iterable[OpportunisticJob],
-    told: ShowGpus | None,
+    readings: ShowGpus | None,
     partitions: Collection[str],
     now_s: float,
     switches: Mapping[str, tuple[str, ...]] | None = None,
@@ -44,7 +44,7 @@ def view(
     Args:
         snapshot: of Slurm.
         jobs: see `served_jobs`.
-        told: what nodes told; None: nobody knows.
+        readings: what nodes told; None: nobody knows.
         partitions: whose nodes are used.
         now_s: the time, in seconds since the epoch.
         switches: above each node.
@@ -62,8 +62,8 @@ def view(
             starting += [job] if job.job.is_pending else []
         elif job.job.is_pending:
             waiting.append(job)
-    sharing = _sharing(told, rules)
-    nodes = SeenNodes(snapshot, told, partitions, now_s).made(jobs, placed, starting, rules, switches or {})
+    sharing = _sharing(readings, rules)
+    nodes = SeenNodes(snapshot, readings, partitions, now_s).made(jobs, placed, starting, rules, switches or {})
     state = PackingState(
         nodes,
         tuple(waiting_job(job, snapshot, now_s, rules) for job in waiting),
@@ -81,10 +81,10 @@ def _placed(job: OpportunisticJob, sharing: Mapping[str, tuple[float, str]]) -> 
     )  # fmt: skip
 
 
-def _sharing(told: ShowGpus | None, rules: PackingRules) -> dict[str, tuple[float, str]]:
+def _sharing(readings: ShowGpus | None, rules: PackingRules) -> dict[str, tuple[float, str]]:
     """What nodes have said lately of opportunistic jobs, by number: for how long they were paused, and a complaint."""
     found: dict[str, tuple[float, str]] = {}
-    for node in told.nodes if told else ():
+    for node in readings.nodes if readings else ():
         for gpu in node.gpus if node.age_s <= rules.oldest_s else ():
             for job in gpu.sharing:
                 paused_s, complaint = found.get(job.job, (0.0, ""))

@@ -133,11 +133,11 @@ class Packer:
         Raises:
             HetstreamError: Slurm does not tell.
         """
-        told = self._told()
+        readings = self._read_gpus()
         snapshot = self._slurm.snapshot()
         jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions)
         now_s, switches = self._clock(), self._slurm.switches()
-        seen = view(snapshot, jobs, told, self._partitions, now_s, switches, self._rules)
+        seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
             for job in seen.state.waiting
@@ -155,23 +155,25 @@ class Packer:
         if self._acting:
             self._act(seen, plan)
         else:
-            self._say_once(PackingEvent("would place", one.job, one.reason, one.place) for one in plan.placements)
-            self._say_once(PackingEvent("would evict", one.job, one.reason) for one in plan.evictions)
+            self._say_once(
+                PackingEvent("would place", placed.job, placed.reason, placed.place) for placed in plan.placements
+            )
+            self._say_once(PackingEvent("would evict", gone.job, gone.reason) for gone in plan.evictions)
         self._say_once(PackingEvent("waits", job, reason) for job, reason in plan.reasons.items())
         self._said = {job: said for job, said in self._said.items() if job in seen.jobs}
         self._refused = {job: refused for job, refused in self._refused.items() if job in seen.jobs}
         return seen, plan
 
-    def _told(self) -> ShowGpus | None:
+    def _read_gpus(self) -> ShowGpus | None:
         try:
-            told = self._readings()
+            readings = self._readings()
         except HetstreamError as error:
             if str(error) != self._said_unread:
                 self._said_unread = str(error)
                 _log.warning("nothing is known of any GPU, so nobody is placed: %s", error)
             return None
         self._said_unread = ""
-        return told
+        return readings
 
     def _act(self, seen: PackingView, plan: PackingPlan) -> None:
         """What is amiss first, then evictions, so that nobody is placed beside somebody who has to go."""

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_STARTUP_DIRECTORY = str(Path(__file__).with_name("startup"))
+STARTUP_DIRECTORY = str(Path(__file__).with_name("startup"))
 
 
 def environment(settings: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -25,5 +25,5 @@ def environment(settings: Mapping[str, str], environ: Mapping[str, str] = os.env
         environ: the environment they are added to; its PYTHONPATH is kept behind the hook.
     """
     inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    paths = [_STARTUP_DIRECTORY, *(entry for entry in inherited if entry != _STARTUP_DIRECTORY)]
+    paths = [STARTUP_DIRECTORY, *(entry for entry in inherited if entry != STARTUP_DIRECTORY)]
     return {**settings, "PYTHONPATH": os.pathsep.join(paths)}

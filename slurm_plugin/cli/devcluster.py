@@ -127,6 +127,12 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="proctrack/cgroup and task/cgroup with constrained devices, as sites have them (needs cgroup v1)",
     )
+    parser.add_argument(
+        "--packing",
+        action="store_true",
+        help="jobs of partition opp share emulated GPUs with those of partition gpu: GRES, preemption, Prolog, "
+        "coordinators, and the Lua plugins with a guard",
+    )
 
 
 def _add_slurm(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +239,7 @@ def _up(args: argparse.Namespace) -> int:
         lua_plugins=args.lua_plugins,
         network=args.network,
         cgroups=args.cgroups,
+        packing=args.packing,
         sites=args.site,
     )
     if args.dry_run:

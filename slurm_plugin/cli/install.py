@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.slurm_plugin.install.installation import (
     HOOKS,
     LUA_DIR,
@@ -27,6 +28,7 @@ from hetstream.slurm_plugin.install.installation import (
     site_name,
 )
 from hetstream.slurm_plugin.install.manual import bash_completion, man_pages, verbs_of
+from hetstream.slurm_plugin.install.node_scripts import PACKING_ENVIRONMENT, SCRIPTS, node_script
 from hetstream.slurm_plugin.install.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 from hetstream.slurm_plugin.program import own_program
 
@@ -34,6 +36,7 @@ EPILOG = """\
 Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out; for /usr
 it is /etc/hetstream/policy.lua),
 lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
+share/hetstream/prolog (scripts for nodes whose GPUs are shared) with etc/hetstream/packing.env,
 share/man/man1, share/bash-completion. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
 NAME.site.lua, which the new one loads first; uninstall moves it back.
@@ -79,9 +82,11 @@ def run(args: argparse.Namespace) -> int:
     prefix, program = args.prefix.absolute(), own_program()[0]
     if args.destdir is not None:
         destdir = args.destdir.absolute()
-        if Path(program).is_relative_to(destdir):
-            program = f"/{Path(program).relative_to(destdir)}"
-        files, _ = planned(prefix, None, program)
+        program, startup = (
+            f"/{Path(path).relative_to(destdir)}" if Path(path).is_relative_to(destdir) else path
+            for path in (program, STARTUP_DIRECTORY)
+        )
+        files, _ = planned(prefix, None, program, startup)
         report("install", put_below(destdir, files, dry_run=args.dry_run), [], args)
         return 0
     files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, program)
@@ -91,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned(prefix: Path, slurm_dir: Path | None, program: str) -> tuple[dict[Path, str], dict[Path, tuple[str, str]]]:
+def planned(
+    prefix: Path, slurm_dir: Path | None, program: str, startup: str = STARTUP_DIRECTORY
+) -> tuple[dict[Path, str], dict[Path, tuple[str, str]]]:
     """What an installation consists of: files, and the hooks without and with a site's own file.
 
     Raises:
@@ -108,6 +115,10 @@ def planned(prefix: Path, slurm_dir: Path | None, program: str) -> tuple[dict[Pa
     ):
         files[environment] = content
         files[prefix / f"lib/systemd/system/{unit}.service"] = text(program, environment)
+    packing = policy.with_name("packing.env")
+    files[packing] = PACKING_ENVIRONMENT
+    for option, name in SCRIPTS.items():
+        files[prefix / "share/hetstream/prolog" / name] = node_script(option, packing, startup=startup)
     files |= documents(prefix)
     hooks = {
         slurm_dir / name: (

@@ -5,7 +5,8 @@
     namespaces.py  that network made, removed and entered
     render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
     sites.py       what kinds of sites need beside that: text and commands (pure)
-    site_setup.py  their files and daemons
+    packing.py     GPUs that several jobs share: text, paths and commands (pure)
+    site_setup.py  the files and daemons of both
     private_run.py a /run of the cluster's own
     programs.py    where Slurm's programs are: on the host, or in a Debian root
     apt.py         apt-get and its like, without questions

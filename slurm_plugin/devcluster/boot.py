@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.devcluster import cgroups, render, site_setup, sites
+from hetstream.slurm_plugin.devcluster import cgroups, packing, render, site_setup, sites
 from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
 from hetstream.slurm_plugin.devcluster.namespaces import free_subnet, make_network
 from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
@@ -73,6 +73,7 @@ class BootRequest:
         lua_plugins: see ClusterSpec.
         network: give each host a network namespace with an address of its own, and shared memory of its own.
         cgroups: see ClusterSpec.
+        packing: see ClusterSpec; the Lua plugins are loaded, too.
         sites: see ClusterSpec.
         settings: see ClusterSpec.
     """
@@ -84,6 +85,7 @@ class BootRequest:
     lua_plugins: bool = False
     network: bool = False
     cgroups: bool = False
+    packing: bool = False
     sites: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
 
@@ -97,8 +99,9 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         base_port=_free_ports(ports_needed(request.shape, accounting=sites.ACCOUNTING in request.sites)),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
-        lua_plugins=request.lua_plugins,
+        lua_plugins=request.lua_plugins or request.packing,
         cgroups=request.cgroups,
+        packing=request.packing,
         sites=request.sites,
         settings=request.settings,
         root=root,
@@ -200,7 +203,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         state_dir=str(spec.state_dir),
         slurm_version=programs.version,
         nodes=spec.nodes,
-        partitions=(*(group.name for group in spec.groups), *sites.partitions(spec)),
+        partitions=(*(group.name for group in spec.groups), *packing.partitions(spec), *sites.partitions(spec)),
         path_prefix=str(site_setup.commands_dir(spec, programs) or ""),
         ready=False,
         created_s=time.time(),
@@ -230,12 +233,9 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     cgroup_conf = render.cgroup_conf(programs.version, cgroups=spec.cgroups)
     if cgroup_conf is not None:
         (directory / "cgroup.conf").write_text(cgroup_conf)
-    if spec.root is not None:
-        spec.task_prolog.write_text(render.task_prolog(spec.root.commands_dir))
-        spec.task_prolog.chmod(0o755)
     if spec.lua_plugins:
         policy = directory / "policy.lua"
-        policy.write_text((LUA_DIR / "policy.lua").read_text())
+        policy.write_text(packing.policy() if spec.packing else (LUA_DIR / "policy.lua").read_text())
         for name in HOOKS:
             (directory / name).write_text(hook_text(name, LUA_DIR, policy, own_program()[0], None))
     site_setup.make_files(spec, programs, _slurmd(spec, programs))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetstream.slurm_plugin.devcluster import sites
+from hetstream.slurm_plugin.devcluster import packing, sites
 from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
 from hetstream.slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
@@ -29,13 +29,13 @@ def slurm_conf(spec: ClusterSpec) -> str:
 
 
 def gres_conf(spec: ClusterSpec) -> str:
-    """The text of gres.conf: one line a kind of GPU node."""
-    lines = [
-        f"NodeName={hostlist(group.name, group.count)} Name=gpu "
-        f"File={hostlist(str(spec.gpu_device(0).with_name('gpu')), group.gpus)}"
-        for group in spec.groups
-        if group.gpus
-    ]
+    """The text of gres.conf: one line a kind of GPU node, and one a GPU where they are shared."""
+    lines: list[str] = []
+    for group in spec.groups:
+        if group.gpus:
+            nodes = hostlist(group.name, group.count)
+            files = hostlist(str(spec.gpu_device(0).with_name("gpu")), group.gpus)
+            lines += [f"NodeName={nodes} Name=gpu File={files}", *packing.gres_lines(spec, group, nodes)]
     return "".join(line + "\n" for line in lines)
 
 
@@ -93,7 +93,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         # its own nobody can, and there the machine's srun must not listen on what its host name resolves to.
         yield "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
     yield "SlurmUser=root"
-    yield from sites.authentication(spec, "" if spec.network is None else f",cred_expire={CRED_EXPIRE_S}")
+    yield from sites.authentication(spec, f",cred_expire={CRED_EXPIRE_S}" if spec.network or spec.packing else "")
     yield f"StateSaveLocation={directory}/state"
     yield f"SlurmdSpoolDir={directory}/spool/%n"
     yield f"SlurmctldPidFile={directory}/run/slurmctld.pid"
@@ -102,6 +102,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield f"SlurmdLogFile={spec.log_dir}/slurmd-%n.log"
     if spec.root is not None:
         yield f"PluginDir={spec.root.plugin_dir}"
+    if spec.root is not None or spec.packing:
         yield f"TaskProlog={spec.task_prolog}"
     yield "MailProg=/bin/true"
     yield f"ProctrackType=proctrack/{'cgroup' if spec.cgroups else 'linuxproc'}"
@@ -116,6 +117,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield "PriorityType=priority/basic"
     yield "MpiDefault=none"
     yield from sites.settings(spec)
+    yield from packing.settings(spec)
     yield "ReturnToService=2"
     if spec.network is not None:
         yield f"SlurmdTimeout={SLURMD_TIMEOUT_S}"
@@ -125,24 +127,25 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     # The nodes claim more CPUs and memory than the machine has.
     yield "SlurmdParameters=config_overrides"
     if any(group.gpus for group in spec.groups):
-        yield "GresTypes=gpu"
+        yield f"GresTypes=gpu{f',{packing.GRES}' if spec.packing else ''}"
     for group in spec.groups:
-        yield _node_line(group, spec.network)
+        yield _node_line(group, spec.network, packing.node_gres(spec, group))
     for index, group in enumerate(spec.groups):
         default = " Default=YES" if index == 0 else ""
         nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
-        yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec, group)} State=UP"
-    for name, settings in sites.partitions(spec).items():
+        limits = f"{sites.group_limits(spec, group)}{packing.tier(spec, group)}"
+        yield f"PartitionName={group.name} Nodes={nodes}{default} {limits} State=UP"
+    for name, settings in {**packing.partitions(spec), **sites.partitions(spec)}.items():
         yield f"PartitionName={name} {settings}"
     yield from spec.settings
 
 
-def _node_line(group: NodeGroup, network: ClusterNetwork | None) -> str:
+def _node_line(group: NodeGroup, network: ClusterNetwork | None, more_gres: str) -> str:
     address = "NodeAddr=127.0.0.1 NodeHostname=localhost"
     if network is not None:
         prefix, _, first = network.host(group.nodes[0]).address.rpartition(".")
         address = f"NodeAddr={hostlist(f'{prefix}.', group.count, int(first))}"
-    gres = f" Gres=gpu:{group.gpus}" if group.gpus else ""
+    gres = f" Gres=gpu:{group.gpus}{more_gres}" if group.gpus else ""
     ports = hostlist("", group.count, group.first_port)
     return (
         f"NodeName={hostlist(group.name, group.count)} {address} Port={ports} "

@@ -1,6 +1,6 @@
 """What kinds of sites need beside slurm.conf: files, daemons, and commands once all nodes are idle. Called by boot.py.
 
-`sites.py` says what; this does it.
+`sites.py` and `packing.py` say what; this does it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster import sites
+from hetstream.slurm_plugin.devcluster import packing, render, sites
 from hetstream.slurm_plugin.devcluster.private_run import command_text
 from hetstream.slurm_plugin.devcluster.programs import (
     COMMANDS,
@@ -26,6 +27,7 @@ from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.render import version_tuple
 from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
 from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
+from hetstream.slurm_plugin.program import own_program
 
 # Small enough for a laptop; Slurm's jobs of a day need no more.
 DATABASE_OPTIONS = (
@@ -117,11 +119,43 @@ def make_files(spec: ClusterSpec, programs: SlurmPrograms, slurmd: Sequence[str]
             (spec.suspend_program, sites.suspend_program(spec, path)),
             (spec.resume_program, sites.resume_program(spec, path, slurmd)),
         ):
-            script.write_text(text)
-            script.chmod(0o755)
-
+            _write_script(script, text)
+    _make_node_scripts(spec)
+    if spec.packing:
+        _make_shared_gpus(spec)
     if sites.needs_own_run(spec.sites):
         _make_own_run(spec, programs)
+
+
+def _make_node_scripts(spec: ClusterSpec) -> None:
+    """Prolog, Epilog and TaskProlog, as far as there are any. A Debian root has lines of its own in the last one."""
+    texts = packing.scripts(spec) if spec.packing else {}
+    if spec.root is not None:
+        texts[spec.task_prolog] = render.task_prolog(spec.root.commands_dir) + texts.get(spec.task_prolog, "")
+    for script, text in texts.items():
+        _write_script(script, text)
+
+
+def _make_shared_gpus(spec: ClusterSpec) -> None:
+    spec.packing_settings.write_text(packing.environment(spec))
+    cores = sorted(os.sched_getaffinity(0))
+    for node in packing.sharing_nodes(spec):
+        for directory in (node.directory, node.grants, node.environment):
+            directory.mkdir(parents=True)
+        for number in range(node.num_gpus):
+            EmulatedGpuFile.create(
+                node.gpu_file(number),
+                capacity_bytes=packing.GPU_MEMORY_MIB * 2**20,
+                core=cores[number % len(cores)],
+                segment_bytes=packing.GPU_SEGMENT_KIB * 2**10,
+                bus_bytes_per_s=packing.GPU_BUS_MIB_PER_S * 2**20,
+            )
+            node.gpu_file(number).chmod(0o666)  # jobs of every user
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def _make_own_run(spec: ClusterSpec, programs: SlurmPrograms) -> None:
@@ -137,8 +171,8 @@ def _make_own_run(spec: ClusterSpec, programs: SlurmPrograms) -> None:
         program = shutil.which(name, path=path)
         if program is not None:
             script = spec.commands_dir / name
-            script.write_text(command_text(Path(program), spec.cluster_name, spec.state_dir / "run" / "slurmctld.pid"))
-            script.chmod(0o755)
+            pid_file = spec.state_dir / "run" / "slurmctld.pid"
+            _write_script(script, command_text(Path(program), spec.cluster_name, pid_file))
 
 
 def daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[tuple[str, list[str], str, int]]:
@@ -149,6 +183,8 @@ def daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[tuple[str, l
         pid_file = f"--pid-file={directory}/pid"
         yield "mariadbd", [_mariadb(0), *place, pid_file, *DATABASE_OPTIONS], str(spec.database_socket), 0
         yield "slurmdbd", [str(programs.slurmdbd), "-D"], "", spec.dbd_port
+    for node in packing.sharing_nodes(spec):
+        yield f"coordinator {node.name}", [*own_program(), *node.coordinator], str(node.socket), 0
 
 
 def environment(spec: ClusterSpec) -> dict[str, str]:

@@ -109,6 +109,7 @@ class ClusterSpec:
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
         lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
         cgroups: let Slurm find and constrain the processes of a job by control groups.
+        packing: opportunistic jobs run on GPUs that others hold, which are emulated ones; see packing.py.
         sites: kinds of sites that it is like; see sites.py.
         settings: more lines of slurm.conf.
         root: where Slurm is when it is not the machine's own.
@@ -123,6 +124,7 @@ class ClusterSpec:
     tuned_scheduler: bool = True
     lua_plugins: bool = False
     cgroups: bool = False
+    packing: bool = False
     sites: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     root: RootPaths | None = None
@@ -141,6 +143,9 @@ class ClusterSpec:
                 f"--state-dir={path}: must be at most {MAX_STATE_DIR_BYTES} characters, because the paths of sockets "
                 "below it may not be longer than 107"
             )
+
+        if self.packing and not self.shape.gpu_nodes:
+            raise ConfigError("--packing with --gpu-nodes=0: there are no GPUs to share")
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:
@@ -181,6 +186,15 @@ class ClusterSpec:
     @property
     def task_prolog(self) -> Path:
         return self.state_dir / "task_prolog.sh"
+
+    @property
+    def sharing_dir(self) -> Path:
+        """A directory for each node whose GPUs are shared."""
+        return self.state_dir / "sharing"
+
+    @property
+    def packing_settings(self) -> Path:
+        return self.state_dir / "packing.env"
 
     @property
     def own_run(self) -> Path:

@@ -318,6 +318,8 @@ def _write(path: Path, text: str) -> None:
     try:
         with open(partial, "x") as stream:
             stream.write(text)
+            if text.startswith("#!"):
+                os.fchmod(stream.fileno(), 0o755)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)

@@ -9,16 +9,22 @@ local READ_FIELDS = {
   "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task", "cpus_per_tres", "partition", "qos"
 }
 local MAX_FIELD_BYTES = 4096                              -- Slurm's own limits are lower, and come after this hook
+local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
+local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/node_scripts.py
+local PLACE_FIELDS = {
+  "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
+  "tres_per_task"
+}
 
 local function given(value)
   return value ~= nil and value ~= "" and value ~= NO_VAL and value ~= NO_VAL16
 end
 
--- How many GPUs a request names: gres:gpu:2, gres/gpu:h200:2, gres/gpu=2, gpu, with commas between several.
-local function num_gpus(request)
+-- How many of a GRES a request names: gres:gpu:2, gres/gpu:h200:2, gres/gpu=2, gpu, with commas between several.
+local function num_gres(request, name)
   local total = 0
   for part in (request or ""):gmatch("[^,]+") do
-    local rest = part:gsub("^gres[:/]", ""):match("^gpu(.*)$")
+    local rest = part:gsub("^gres[:/]", ""):match("^" .. name .. "(.*)$")
     if rest and (rest == "" or rest:match("^[:=]")) then
       total = total + (tonumber((rest:gsub("%(.*", "")):match("[:=](%d+)$")) or 1)
     end
@@ -26,9 +32,11 @@ local function num_gpus(request)
   return total
 end
 
-local function asks_for_gpus(job)
+local function num_gpus(request) return num_gres(request, "gpu") end
+
+local function asks_for(job, name)
   for _, field in ipairs(GPU_FIELDS) do
-    if num_gpus(job[field]) > 0 then return true end
+    if num_gres(job[field], name) > 0 then return true end
   end
   return false
 end
@@ -62,6 +70,22 @@ local function listed(names, list)
       if name == known then return name end
     end
   end
+end
+
+-- Whether all partitions of a job are opportunistic.
+local function all_opportunistic(rule, names)
+  for name in names:gmatch("[^,]+") do
+    if not listed(name, rule.partitions) then return false end
+  end
+  return true
+end
+
+local function is_manager(rule, uid)
+  if uid == 0 then return true end
+  for _, manager in ipairs(rule.managers or {}) do
+    if uid == manager then return true end
+  end
+  return false
 end
 
 -- The class of a job, and why.
@@ -150,26 +174,47 @@ local function too_long(job)
   end
 end
 
-local function submit(policy, job, part_list)
+-- What nobody but the packer writes: the GRES of shared GPUs, and the mark by which the Prolog knows which GPU a job shares.
+local function packers_own(policy, job)
+  if not policy.opportunistic then return end
+  if asks_for(job, SHARED) then
+    return refuse("opportunistic", "the site gives out GRES " .. SHARED .. ". Remove it from --gres")
+  end
+  if (job.comment or ""):sub(1, #MARK) == MARK then
+    return refuse("opportunistic", "a comment that begins with " .. MARK .. " is the site's. Write another one")
+  end
+end
+
+local function submit(policy, job, part_list, uid)
   local refused = too_long(job)
   if refused then return refused end
   local names = partitions(job, part_list)
+  local rule = policy.opportunistic or {}
+  local own = not is_manager(rule, uid) and packers_own(policy, job)
+  if own then return own end
   local class, why = class_of(policy, names, job.qos)
   if class == "guaranteed" then return right_size(policy, job, names) end
-  if asks_for_gpus(job) then return no_gpus(why) end
-  if policy.opportunistic.hold then job.priority = 0 end
-  slurm.log_info("hetstream: class=opportunistic because of %s%s", why, policy.opportunistic.hold and ": held" or "")
+  if asks_for(job, "gpu") then return no_gpus(why) end
+  if listed(names, rule.partitions) and not all_opportunistic(rule, names) then
+    return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
+      .. "--partition with opportunistic ones only")
+  end
+  -- Slurm requeues batch jobs alone, and a job that gives way must be able to come back.
+  if not job.script and not (given(job.het_job_offset) and job.het_job_offset > 0) then
+    return refuse("opportunistic", "an opportunistic job (" .. why .. ") is a batch job: Slurm can requeue no other. Use "
+      .. "sbatch")
+  end
+  job.requeue = 1
+  if rule.hold then job.priority = 0 end
+  slurm.log_info("hetstream: class=opportunistic because of %s%s", why, rule.hold and ": held" or "")
   return slurm.SUCCESS
 end
 
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
-  if uid == 0 then return slurm.SUCCESS end
-  local refused = too_long(change)
+  if is_manager(rule, uid) then return slurm.SUCCESS end
+  local refused = too_long(change) or packers_own(policy, change)
   if refused then return refused end
-  for _, manager in ipairs(rule.managers or {}) do
-    if uid == manager then return slurm.SUCCESS end
-  end
   local class, why = class_of(policy, record.partition, record.qos)
   local becomes, because = class_of(policy, change.partition, change.qos)
   if class == "guaranteed" then
@@ -182,13 +227,22 @@ local function modify(policy, change, record, uid)
     return refuse("opportunistic", job .. " is started by the site: no release, Priority or Nice. Wait, or scancel it "
       .. "and submit to another partition")
   end
-  if given(change.partition) and not listed(change.partition, { record.partition }) then
+  if given(change.partition) and change.partition ~= record.partition then
     return refuse("opportunistic", job .. " keeps its partition. scancel it and submit to the other one")
   end
   if given(change.qos) and change.qos ~= record.qos then
     return refuse("opportunistic", job .. " keeps its QOS. scancel it and submit with the other one")
   end
-  if asks_for_gpus(change) then return no_gpus(why) end
+  if asks_for(change, "gpu") then return no_gpus(why) end
+  if change.requeue == 0 then
+    return refuse("opportunistic", job .. " can be requeued, or it could not come back after it gave way")
+  end
+  if (record.comment or ""):sub(1, #MARK) ~= MARK then return slurm.SUCCESS end
+  for _, field in ipairs(PLACE_FIELDS) do
+    if given(change[field]) then
+      return refuse("opportunistic", job .. " has a place, which the site chose: no other " .. field)
+    end
+  end
   return slurm.SUCCESS
 end
 
@@ -211,7 +265,9 @@ return function(policy)
     slurm.log_info("hetstream: no policy, every job is let through: %s", tostring(policy))
     policy = {}
   end
-  slurm_job_submit = guarded(slurm_job_submit, function(job, part_list) return submit(policy, job, part_list) end)
+  slurm_job_submit = guarded(slurm_job_submit, function(job, part_list, uid)
+    return submit(policy, job, part_list, uid)
+  end)
   slurm_job_modify = guarded(slurm_job_modify, function(job, record, _, uid)
     return modify(policy, job, record, uid)
   end)

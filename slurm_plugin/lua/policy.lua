@@ -12,6 +12,6 @@ return {
   -- slurmctld (job_submit.lua). The most CPUs for each GPU, by partition; "refuse" says so, "shrink" takes the rest away.
   -- cpus_per_gpu = { max = { gpu = 4 }, action = "refuse" },
   -- Jobs of these partitions or QOS are opportunistic: they may not ask for GPUs nor change their partition. With `hold`
-  -- they wait until root, or a user id in `managers`, releases them.
+  -- they wait until root, or a user id in `managers` (that of `hetstream packer`), gives them a place and releases them.
   -- opportunistic = { partitions = { "opp" }, qos = {}, hold = true, managers = {} },
 }

@@ -137,7 +137,8 @@ def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     text += """
     for _, fields in ipairs{{partition = "opp"}, {partition = "gpu", qos = "spare"}, {partition = "gpu"}} do
       local j = job(fields)
-      print(slurm_job_submit(j, {}, 1000), j.priority)
+      j.script = "#!/bin/sh"
+      print(slurm_job_submit(j, {}, 1000), j.priority, j.requeue)
     end
     local record = {partition = "opp"}
     print(slurm_job_modify(job{priority = 7}, record, {}, 0), slurm_job_modify(job{priority = 7}, record, {}, 64))
@@ -146,14 +147,67 @@ def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     print(slurm_job_modify(job{comment = "x", priority = NO_VAL, nice = NO_VAL}, record, {}, 1000))
     """
     assert lua(text) == [  # type: ignore[operator]
-        "log: hetstream: class=opportunistic because of partition opp: held", "0\t0",
-        "log: hetstream: class=opportunistic because of QOS spare: held", "0\t0",
-        "0\tnil", "0\t0",
+        "log: hetstream: class=opportunistic because of partition opp: held", "0\t0\t1",
+        "log: hetstream: class=opportunistic because of QOS spare: held", "0\t0\t1",
+        "0\tnil\tnil", "0\t0",
         "user: hetstream: a job does not become an opportunistic one (partition opp). scancel it and submit it there "
         "(site rule: opportunistic)", "-1",
         "user: hetstream: an opportunistic job (QOS spare) keeps its QOS. scancel it and submit with the other one "
         "(site rule: opportunistic)", "-1", "0",
     ]  # fmt: skip
+
+
+OPPORTUNISTIC = '{opportunistic = {partitions = {"opp", "spare"}, hold = true, managers = {64}}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('partition = "gpu", tres_per_node = "gres:opp:p0:1"', "the site gives out GRES opp"),
+        ('partition = "gpu", tres_per_job = "gres/gpu:1", tres_per_node = "gres/opp=1"', "the site gives out GRES opp"),
+        ('partition = "opp", tres_per_task = "cpu=2,gres/opp:p0:1"', "the site gives out GRES opp"),
+        ('partition = "gpu", comment = "hetstream:gpu=0"', "begins with hetstream:gpu= is the site's"),
+        ('partition = "opp,gpu"', "cannot name other partitions, too"),
+        ('partition = "gpu,opp"', "cannot name other partitions, too"),
+        ('partition = "opp", script = false', "is a batch job"),
+        ('partition = "opp,spare", comment = "hetstream: mine"', None),
+        ('partition = "opp", script = false, het_job_offset = 1', None),
+        ('partition = "gpu", tres_per_node = "gres:oppose:1"', None),
+    ],
+)
+def test_what_belongs_to_the_packer_is_for_nobody_else(lua: object, fields: str, said: str | None) -> None:
+    text = guard(OPPORTUNISTIC) + f"print(slurm_job_submit(job{{script = 'x', {fields}}}, {{}}, 1000))"
+    *told, code = lua(text)  # type: ignore[operator]
+    assert code == ("0" if said is None else "-1")
+    assert said is None or said in told[0]
+
+
+def test_the_packer_itself_may(lua: object) -> None:
+    fields = "partition = 'gpu', tres_per_node = 'gres:opp:p0:1', comment = 'hetstream:gpu=0'"
+    assert lua(guard(OPPORTUNISTIC) + f"print(slurm_job_submit(job{{{fields}}}, {{}}, 64))") == ["0"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("change", "record", "said"),
+    [
+        ('partition = "opp,gpu"', "", "keeps its partition"),
+        ("requeue = 0", "", "can be requeued"),
+        ('tres_per_node = "gres:opp:p1:1"', "", "the site gives out GRES opp"),
+        ('comment = "hetstream:gpu=1"', "", "is the site's"),
+        ('comment = "mine"', 'comment = "hetstream:gpu=0"', "no other comment"),
+        ('req_nodes = "g1"', 'comment = "hetstream:gpu=0"', "no other req_nodes"),
+        ('tres_per_node = "gres:nvme:1"', 'comment = "hetstream:gpu=0"', "no other tres_per_node"),
+        ('req_nodes = "g1", comment = "mine"', "", None),
+        ("time_limit = 5", 'comment = "hetstream:gpu=0"', None),
+    ],
+)
+def test_a_job_that_has_a_place_keeps_it(lua: object, change: str, record: str, said: str | None) -> None:
+    text = guard(OPPORTUNISTIC)
+    for uid in (1000, 64):
+        text += f"print(slurm_job_modify(job{{{change}}}, {{partition = 'opp', {record}}}, {{}}, {uid}))\n"
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[-1] == "0"
+    assert lines[:-1] == ["0"] if said is None else said in lines[0]
 
 
 def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> None:

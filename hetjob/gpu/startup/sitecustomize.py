@@ -17,9 +17,25 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if os.environ.get("HETSTREAM_GPU"):
-    from hetstream.hetjob.gpu.start import share_when_torch_is_imported
+class _NoTorch:
+    """Ends an opportunistic program that imports torch without an agent: nobody could tell it to pause."""
 
-    share_when_torch_is_imported()
+    @staticmethod
+    def find_spec(name, _path=None, _target=None):  # type: ignore[no-untyped-def]
+        if name == "torch":
+            raise SystemExit(
+                f"hetstream: {sys.executable} has no hetstream, which an opportunistic job needs to share its GPU: "
+                "install it in this environment"
+            )
+
+
+if os.environ.get("HETSTREAM_GPU"):
+    try:
+        from hetstream.hetjob.gpu.start import share_when_torch_is_imported
+    except ImportError:
+        if os.environ.get("HETSTREAM_JOB_CLASS") != "guaranteed":
+            sys.meta_path.insert(0, _NoTorch)  # type: ignore[arg-type]
+    else:
+        share_when_torch_is_imported()
 
 _run_hidden()

@@ -1,0 +1,71 @@
+"""Slurm's Prolog, Epilog and TaskProlog of nodes whose GPUs are shared, and the file of their settings, as text. Pure.
+
+Called by `hetstream install` and the devcluster. What they do is in `slurm_plugin/prolog/`; here are the paths that
+stand before it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from hetstream.hetjob import gpu
+
+# Where root writes for each job what it was given. Not in the coordinator's own /run/hetstream: its user owns that.
+RUN_DIR = "/run/hetstream-jobs"
+DRIVER_DIR = "/proc/driver/nvidia/gpus"
+# A Comment that begins so was written by the packer (the guard refuses it to others): GPU numbers with commas follow.
+COMMENT_MARK = "hetstream:gpu="
+SCRIPTS = {"Prolog": "prolog.sh", "Epilog": "epilog.sh", "TaskProlog": "task_prolog.sh"}
+# Grows with what the scripts and the coordinator must agree on; `hetstream doctor` compares it.
+SCRIPTS_VERSION = 1
+
+_BODIES = Path(__file__).parents[1] / "prolog"
+_VERSION_LINE = re.compile(r"^hetstream_scripts=(\d+)$", re.M)
+
+PACKING_ENVIRONMENT = """\
+# Which jobs share GPUs. Read by hetstream's Prolog (as root) and TaskProlog on each node; shell assignments. Take the
+# "#" away from what shall hold. The next job on the node sees the change.
+
+# Partitions whose jobs are opportunistic, as in policy.lua. Their jobs see no GPU but those that the packer has chosen.
+#HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp"
+
+# Partitions whose jobs share their GPU with opportunistic ones. Where these jobs train, an agent tells the coordinator
+# when they need the GPU. Jobs of other partitions are left as they are, and nobody launches on their GPUs.
+#HETSTREAM_SHARED_PARTITIONS="gpu"
+
+# The coordinator's socket, if it is not /run/hetstream/gpu.sock.
+#HETSTREAM_GPU_SOCKET=/run/hetstream/gpu.sock
+
+# The coordinator's names of GPUs by their numbers, if NVIDIA's driver does not tell (/proc/driver/nvidia/gpus).
+#HETSTREAM_GPUS="0=GPU-1a2b 1=GPU-3c4d"
+"""
+
+
+def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup: str = gpu.STARTUP_DIRECTORY) -> str:
+    """A script that Slurm runs on nodes.
+
+    Args:
+        option: of slurm.conf: `Prolog`, `Epilog` or `TaskProlog`.
+        settings: the file of `PACKING_ENVIRONMENT`.
+        run_dir: where the Prolog writes. It stands between double quotes: `$SLURMD_NODENAME` is the node.
+        startup: directory that makes programs start their agent, on nodes.
+    """
+    return (
+        "#!/bin/sh\n"
+        f"# {option} of hetstream, placed by `hetstream install`; `hetstream uninstall` takes it away.\n"
+        f"hetstream_scripts={SCRIPTS_VERSION}\n"
+        f'run="{run_dir}"\n'
+        f"settings={shlex.quote(str(settings))}\n"
+        f"driver={DRIVER_DIR}\n"
+        f"mark={COMMENT_MARK}\n"
+        f"startup={shlex.quote(startup)}\n"
+        "\n" + (_BODIES / SCRIPTS[option]).read_text()
+    )
+
+
+def script_version(text: str) -> int | None:
+    """The version that a script of ours carries; None: it is not one of ours."""
+    found = _VERSION_LINE.search(text)
+    return int(found[1]) if found else None

@@ -1,0 +1,111 @@
+# Slurm runs it as root on each node of a job, before the job begins (PrologFlags=Alloc). It writes down which of the
+# node's GPUs the job may use, and as what: RUN/grants/JOB.json for `hetstream gpu coordinator --grants RUN/grants`, and
+# RUN/environment/JOB for the TaskProlog.
+#
+# It always exits with 0, because Slurm drains a node whose Prolog fails. An opportunistic job for which anything is wrong
+# gets no grant, so its processes end when they ask for the GPU. A guaranteed job runs in any case; when its grant cannot be
+# written, RUN/grants is moved away, and then nobody shares a GPU of this node until an administrator has looked.
+
+set -fu
+umask 022
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+LC_ALL=C
+export PATH LC_ALL
+
+say() {
+  timeout 2 logger -t hetstream-prolog -- "job ${SLURM_JOB_ID:-without a number}: $1" 2>/dev/null
+}
+
+# The coordinator's name for GPU number $1: by the site's list, or by NVIDIA's driver.
+name_of() {
+  for pair in ${HETSTREAM_GPUS:-}; do
+    if [ "${pair%%=*}" = "$1" ]; then
+      echo "${pair#*=}"
+      return
+    fi
+  done
+  set +f
+  for file in "$driver"/*/information; do
+    if [ "$(sed -n 's/^Device Minor:[[:space:]]*//p' "$file" 2>/dev/null)" = "$1" ]; then
+      sed -n 's/^GPU UUID:[[:space:]]*//p' "$file"
+    fi
+  done
+  set -f
+}
+
+# Write a file whole or not at all.
+put() {
+  cat >"$1.new" && mv -f "$1.new" "$1"
+}
+
+is_listed() {
+  case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac
+}
+
+# Write down a job of class $1 with the GPUs $2 (numbers with commas). Its exit code says whether that was possible.
+write_grant() (
+  case $2 in '' | *[!0-9,]*)
+    say "GPUs '$(printf %s "$2" | tr -cd 0-9A-Za-z,:.-)' are no list of numbers"
+    return 1
+    ;;
+  esac
+  names= quoted= uuids=
+  for number in $(printf %s "$2" | tr , ' '); do
+    name=$(name_of "$number")
+    case $name in '' | *[!A-Za-z0-9_./:-]*)
+      say "GPU $number has no name here"
+      return 1
+      ;;
+    esac
+    names=${names:+$names,}$name quoted="${quoted:+$quoted, }\"$name\""
+    case $name in GPU-* | MIG-*) uuids=${uuids:+$uuids,}$name ;; esac
+  done
+  if [ -z "$names" ]; then return 1; fi
+  mkdir -p "$run/grants" "$run/environment" || return 1
+  environment "$1" "$names" "${uuids:-$2}" | put "$run/environment/$job" || return 1
+  printf '{"uid": %s, "job_class": "%s", "gpus": [%s]}\n' "$uid" "$1" "$quoted" | put "$run/grants/$job.json" || return 1
+)
+
+# What the TaskProlog hands on. An agent is for one GPU: a job with several on this node does not share them.
+environment() {
+  if [ "$1" = opportunistic ]; then
+    echo "CUDA_VISIBLE_DEVICES=$3"
+  elif ! is_listed "${SLURM_JOB_PARTITION:-}" "${HETSTREAM_SHARED_PARTITIONS:-}"; then
+    return
+  fi
+  case $2 in *,*) return ;; esac
+  echo "HETSTREAM_GPU=$2"
+  echo "HETSTREAM_JOB_CLASS=$1"
+  if [ -n "${HETSTREAM_GPU_SOCKET:-}" ]; then echo "HETSTREAM_GPU_SOCKET=$HETSTREAM_GPU_SOCKET"; fi
+}
+
+allocate() (
+  job=${SLURM_JOB_ID:-} uid=${SLURM_JOB_UID:-}
+  case $job in '' | *[!0-9]*) return 1 ;; esac
+  case $uid in '' | *[!0-9]*) return 1 ;; esac
+  gpus=${SLURM_JOB_GPUS:-} comment=${SLURM_JOB_COMMENT:-}
+  if [ -z "$gpus" ]; then
+    case $comment in "$mark"*) ;; *) return 0 ;; esac
+  fi
+  if [ -e "$run/grants-incomplete" ]; then
+    say "no grant: $run/grants-incomplete is there, see the log of earlier jobs. Remove it when no job runs here"
+    return
+  fi
+  readable=yes
+  if [ -e "$settings" ]; then
+    # An error in it would end this shell, so it is tried in one of its own.
+    if (. "$settings"); then . "$settings"; else readable= && say "$settings cannot be read"; fi
+  fi
+  if [ -n "$gpus" ]; then
+    [ "$readable" ] && write_grant guaranteed "$gpus" && return
+    say "this job's GPUs cannot be written down: nobody shares a GPU of this node. See $run/grants-incomplete"
+    mkdir -p "$run/grants" && mv "$run/grants" "$run/grants-incomplete"
+    return
+  fi
+  comment=${comment#"$mark"}
+  [ "$readable" ] && write_grant opportunistic "${comment%% *}" && return
+  rm -f "$run/grants/$job.json" "$run/environment/$job"
+)
+
+allocate
+exit 0

@@ -1,0 +1,33 @@
+# Slurm runs it as the user, before the batch script and each task; what it prints changes their environment. It hands on what
+# the Prolog wrote for this job. A job of an opportunistic partition for which the Prolog wrote nothing sees no GPU.
+
+set -fu
+
+task() (
+  case ${SLURM_JOB_ID:-} in '' | *[!0-9]*) return ;; esac
+  given=$run/environment/$SLURM_JOB_ID
+  if [ -r "$given" ]; then
+    while read -r line; do
+      echo "export $line"
+      case $line in HETSTREAM_GPU=*) shared=yes ;; esac
+    done <"$given"
+    case ":${PYTHONPATH:-}:" in
+      *":$startup:"*) ;;
+      *) if [ "${shared:-}" ]; then echo "export PYTHONPATH=$startup${PYTHONPATH:+:$PYTHONPATH}"; fi ;;
+    esac
+    return
+  fi
+  if [ -n "${SLURM_JOB_GPUS:-}${SLURM_STEP_GPUS:-}" ]; then return; fi
+  # Where nobody can say which partitions are opportunistic, any may be. An error in the file would end this shell.
+  partitions=${SLURM_JOB_PARTITION:-}
+  if [ ! -e "$settings" ]; then
+    partitions=
+  elif (. "$settings") 2>/dev/null; then
+    . "$settings"
+    partitions=${HETSTREAM_OPPORTUNISTIC_PARTITIONS:-}
+  fi
+  case " $partitions " in *" ${SLURM_JOB_PARTITION:-} "*) echo "export CUDA_VISIBLE_DEVICES=NoDevFiles" ;; esac
+)
+
+task
+exit 0

@@ -1,0 +1,224 @@
+"""Prolog, Epilog and TaskProlog of nodes whose GPUs are shared: as Slurm runs them, with another /run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hetstream.hetjob.gpu import STARTUP_DIRECTORY
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
+from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, SCRIPTS_VERSION, node_script, script_version
+from tests.base.users import STRANGER, needs_root, run_as
+
+SETTINGS = """\
+HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp spare"
+HETSTREAM_SHARED_PARTITIONS="gpu"
+HETSTREAM_GPUS="0=GPU-0a 1=GPU-1b"
+"""
+GUARANTEED = {"SLURM_JOB_GPUS": "0", "SLURM_JOB_PARTITION": "gpu"}
+OPPORTUNISTIC = {"SLURM_JOB_COMMENT": "hetstream:gpu=1 mine", "SLURM_JOB_PARTITION": "opp"}
+
+
+@dataclass
+class Node:
+    """A node's directories."""
+
+    directory: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    @property
+    def settings(self) -> Path:
+        return self.directory / "packing.env"
+
+    def make(self) -> None:
+        self.settings.write_text(SETTINGS)
+        for option, name in SCRIPTS.items():
+            text = node_script(option, self.settings, run_dir=str(self.run_dir))
+            (self.directory / name).write_text(text.replace("/proc/driver/nvidia/gpus", f"{self.directory}/driver"))
+
+    def call(self, option: str, environ: Mapping[str, str], job: str = "7", uid: str = "1000") -> list[str]:
+        """Run a script; what it prints. It may never fail: Slurm would drain the node."""
+        fixed = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": uid, "LOGGED": str(self.directory / "logged")}
+        done = subprocess.run(
+            ["/bin/sh", self.directory / SCRIPTS[option]], env={**fixed, **environ}, capture_output=True, text=True,
+            check=True, timeout=20,
+        )  # fmt: skip
+        return done.stdout.splitlines()
+
+    def grant(self, job: str = "7") -> object:
+        path = self.run_dir / "grants" / f"{job}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def left(self) -> list[str]:
+        return sorted(str(path.relative_to(self.run_dir)) for path in self.run_dir.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node(tmp_path)
+    node.make()
+    return node
+
+
+def test_a_guaranteed_jobs_gpu_is_written_down_and_its_agent_started(node: Node) -> None:
+    assert node.call("Prolog", GUARANTEED) == []
+    assert node.grant() == {"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-0a"]}
+    assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
+    assert node.call("TaskProlog", {"PYTHONPATH": "/mine"}) == [
+        "export HETSTREAM_GPU=GPU-0a",
+        "export HETSTREAM_JOB_CLASS=guaranteed",
+        f"export PYTHONPATH={STARTUP_DIRECTORY}:/mine",
+    ]
+    assert node.call("Epilog", {}) == []
+    assert node.left() == []
+
+
+def test_an_opportunistic_job_has_the_gpu_that_the_packer_chose(node: Node) -> None:
+    node.call("Prolog", OPPORTUNISTIC)
+    assert node.grant() == {"uid": 1000, "job_class": "opportunistic", "gpus": ["GPU-1b"]}
+    told = ["export CUDA_VISIBLE_DEVICES=GPU-1b", "export HETSTREAM_GPU=GPU-1b"]
+    told += ["export HETSTREAM_JOB_CLASS=opportunistic", f"export PYTHONPATH={STARTUP_DIRECTORY}"]
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}) == told
+    # A step of the batch script has that path already.
+    assert node.call("TaskProlog", {"PYTHONPATH": f"{STARTUP_DIRECTORY}:/mine"}) == told[:-1]
+
+
+def test_other_jobs_are_left_alone(node: Node) -> None:
+    node.call("Prolog", {"SLURM_JOB_PARTITION": "cpu", "SLURM_JOB_COMMENT": "gpu=1"})
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "cpu"}) == []
+    assert not node.run_dir.exists()
+    # It counts, as nobody else may launch on its GPU. But nobody has asked to share it.
+    node.call("Prolog", {**GUARANTEED, "SLURM_JOB_PARTITION": "private"})
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "private"}) == []
+    assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
+    # One agent is for one GPU.
+    node.call("Prolog", {**GUARANTEED, "SLURM_JOB_GPUS": "0,1"})
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "gpu"}) == []
+    assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-1b")
+
+
+def test_names_of_gpus_are_the_drivers(node: Node) -> None:
+    node.settings.write_text('HETSTREAM_SHARED_PARTITIONS="gpu"\n')
+    for bus, number in (("0000:01:00.0", 1), ("0000:02:00.0", 0)):
+        directory = node.directory / "driver" / bus
+        directory.mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-{number}f\nDevice Minor: \t {number}\n"
+        (directory / "information").write_text(text)
+    node.call("Prolog", {**GUARANTEED, "SLURM_JOB_GPUS": "1,0"})
+    assert node.grant() == {"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-1f", "GPU-0f"]}
+
+
+HOSTILE = [
+    "hetstream:gpu=$(touch pwned)", "hetstream:gpu=0;touch pwned", "hetstream:gpu=`touch pwned`", "hetstream:gpu=",
+    "hetstream:gpu=,", 'hetstream:gpu=0"', "hetstream:gpu=0\n1", "hetstream:gpu=*", "hetstream:gpu=../0",
+    "hetstream:gpu=-1", "hetstream:gpu=7", "hetstream:gpu=0,7", "hetstream:gpu=" + "1" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("comment", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_comment_runs_nothing_and_gives_nothing(
+    node: Node, comment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(node.directory)
+    names = {
+        f"SLURM_JOB_{name}": "$(touch pwned)`touch pwned`'\"\n;touch pwned" for name in ("NAME", "USER", "ACCOUNT")
+    }
+    node.call("Prolog", {**OPPORTUNISTIC, **names, "SLURM_JOB_COMMENT": comment, "PATH": str(node.directory)})
+    assert not (node.directory / "pwned").exists()
+    assert node.left() == []
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}) == ["export CUDA_VISIBLE_DEVICES=NoDevFiles"]
+
+
+def test_a_job_without_a_number_is_not_written_down(node: Node) -> None:
+    for job, uid in (("../7", "1000"), ("", "1000"), ("7", "0x0"), ("7", "")):
+        node.call("Prolog", GUARANTEED, job, uid)
+        node.call("Epilog", {}, job, uid)
+        assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}, job) in (
+            [],
+            ["export CUDA_VISIBLE_DEVICES=NoDevFiles"],
+        )
+    assert not node.run_dir.exists()
+
+
+@pytest.mark.parametrize("wrong", ["a GPU without a name", "settings with an error", "a directory in its place"])
+def test_where_a_guaranteed_job_cannot_be_written_down_nobody_shares(node: Node, wrong: str) -> None:
+    node.call("Prolog", {**OPPORTUNISTIC, "SLURM_JOB_COMMENT": "hetstream:gpu=0"}, "6")
+    environ = dict(GUARANTEED)
+    if wrong == "a GPU without a name":
+        environ["SLURM_JOB_GPUS"] = "5"
+    elif wrong == "settings with an error":
+        node.settings.write_text(SETTINGS + "if then (\n")
+    else:
+        (node.run_dir / "grants" / "7.json.new").mkdir(parents=True)
+    node.call("Prolog", environ)
+    grants = GrantedJobs(node.run_dir / "grants")
+    assert grants.is_reserved("GPU-0a")
+    assert grants.is_reserved("GPU-1b")
+    # It stays so until somebody has looked, whatever jobs come and go.
+    node.settings.write_text(SETTINGS)
+    for job, environ in (("8", GUARANTEED), ("9", OPPORTUNISTIC)):
+        node.call("Prolog", environ, job)
+        assert node.grant(job) is None
+        node.call("Epilog", {}, job)
+    assert grants.is_reserved("GPU-1b")
+    shutil.rmtree(node.run_dir / "grants-incomplete")
+    node.call("Prolog", OPPORTUNISTIC, "10")
+    assert not grants.is_reserved("GPU-1b")
+
+
+def test_where_settings_cannot_be_read_jobs_without_a_gpu_of_slurms_see_none(node: Node) -> None:
+    node.settings.write_text("if then (\n")
+    hidden = ["export CUDA_VISIBLE_DEVICES=NoDevFiles"]
+    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}) == hidden
+    assert node.call("TaskProlog", GUARANTEED) == []
+    node.call("Prolog", OPPORTUNISTIC)
+    assert node.left() == []
+
+
+@needs_root
+def test_another_user_can_read_what_the_prolog_wrote_and_change_nothing(node: Node) -> None:
+    node.call("Prolog", OPPORTUNISTIC)
+    for directory in (node.run_dir, *node.run_dir.parents):
+        if directory.stat().st_mode & 0o005 != 0o005 and directory != directory.parent:
+            directory.chmod(directory.stat().st_mode | 0o005)
+
+    def look() -> None:
+        assert (node.run_dir / "environment" / "7").read_text()
+        for path in (node.run_dir, node.run_dir / "grants", node.run_dir / "grants" / "7.json"):
+            assert not os.access(path, os.W_OK)
+
+    run_as(STRANGER, look)
+
+
+def test_the_scripts_say_which_version_they_are(node: Node) -> None:
+    for name in SCRIPTS.values():
+        assert script_version((node.directory / name).read_text()) == SCRIPTS_VERSION
+    assert script_version("#!/bin/sh\nexit 0\n") is None
+
+
+@pytest.mark.parametrize("job_class", ["guaranteed", "opportunistic"])
+def test_a_python_without_hetstream_lets_no_opportunistic_program_train(tmp_path: Path, job_class: str) -> None:
+    (tmp_path / "torch.py").write_text("print('trains')\n")
+    (tmp_path / "hetstream.py").write_text("")  # hides the package
+    environ = {"HETSTREAM_GPU": "GPU-0a", "HETSTREAM_JOB_CLASS": job_class}
+    environ["PYTHONPATH"] = f"{STARTUP_DIRECTORY}:{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-c", "print('begins'); import torch"], env=environ, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    if job_class == "guaranteed":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "begins\ntrains\n", "")
+    else:
+        assert (done.returncode, done.stdout) == (1, "begins\n")
+        assert "has no hetstream, which an opportunistic job needs" in done.stderr

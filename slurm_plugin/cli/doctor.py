@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
+from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
+from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, examine, lua_versions
+from hetstream.slurm_plugin.install.doctor_packing import GRES
+from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.lua_settings import (
     OPTIONS,
     asked_for,
@@ -21,6 +27,7 @@ from hetstream.slurm_plugin.install.lua_settings import (
     missing_modules,
     modules_of,
 )
+from hetstream.slurm_plugin.install.node_scripts import RUN_DIR, SCRIPTS
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
@@ -70,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         unresolved=tuple(_unresolved(list(dict.fromkeys(hosts))[:MAX_LOOKUPS])),
         lua=_lua(snapshot.config.get("PluginDir", "")),
         **_lua_files(directory, snapshot.config),
+        **_sharing(snapshot),
     )
     found = examine(facts)
     emit(args, report_of(found, snapshot))
@@ -127,6 +135,40 @@ def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, dict[str
             elif found := missing_modules(directory / name):
                 idle[name] = tuple(found)
     return {"lua_needed": needed, "lua_missing": missing, "lua_idle": idle}
+
+
+def _sharing(snapshot: Snapshot) -> dict[str, Any]:
+    """What there is of sharing GPUs on this host."""
+    config = snapshot.config
+    plugins = [Path(word) for word in config.get("PluginDir", "").split(":") if os.access(word, os.R_OK | os.X_OK)]
+    here = {socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME", "")}
+    path = Path(os.environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET))
+    uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", os.environ) or ""
+    return {
+        "node_scripts": {option: _programs(config, option) for option in SCRIPTS},
+        "has_gres_opp_plugin": any((plugin / "gres_opp.so").exists() for plugin in plugins) if plugins else None,
+        "is_gpu_node": any(
+            node.name in here and any(gres.name == GRES for gres in node.gres) for node in snapshot.nodes
+        ),
+        "coordinator_socket": (str(path), _owner_of(path)),
+        "coordinator_uid": int(uid) if uid.isdecimal() else None,
+        "is_sharing_closed": (Path(RUN_DIR) / "grants-incomplete").exists(),
+    }
+
+
+def _owner_of(path: Path) -> int | None:
+    """Whose a socket is; None if there is none."""
+    try:
+        return path.stat().st_uid if path.is_socket() else None
+    except OSError:
+        return None
+
+
+def _programs(config: Mapping[str, str], option: str) -> dict[str, str | None]:
+    """What Slurm runs by an option, which newer releases number, and what stands in it."""
+    values = [value for name, value in config.items() if name.partition("[")[0] == option and value != "(null)"]
+    paths = [found for value in values for found in sorted(glob.glob(value)) or [value]]
+    return {path: _text_of(Path(path)) for path in paths}
 
 
 def _unresolved(hosts: Iterable[str]) -> Iterable[str]:

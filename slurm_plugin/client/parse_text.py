@@ -249,8 +249,8 @@ def _partition(row: Mapping[str, str]) -> Partition:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The settings of `scontrol show config`."""
-    found = (re.match(r"(\w+)\s*=\s?(.*)", line) for line in text.split("\n"))
+    """The settings of `scontrol show config`; of those that it numbers, such as `Prolog[0]`, by these names."""
+    found = (re.match(r"(\w+(?:\[\d+\])?)\s*=\s?(.*)", line) for line in text.split("\n"))
     return {match[1]: match[2].strip() for match in found if match}
 
 

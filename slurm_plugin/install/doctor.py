@@ -5,15 +5,14 @@ Called by `hetstream doctor`, which gathers the facts. It changes nothing and re
 
 from __future__ import annotations
 
-import enum
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from hetstream.slurm_plugin.client.hostlist import compress, expand
-from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.read import release_of
+from hetstream.slurm_plugin.install.doctor_packing import constrains_devices, packing
+from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT
 
 DEFAULT_BF_INTERVAL_S = 30
@@ -21,59 +20,6 @@ GOOD_BF_INTERVAL_S = 5
 # What the modules in slurm_plugin/lua are written for, and tested with.
 LUA_VERSIONS = ("5.1", "5.2", "5.3", "5.4")
 LUA_PLUGINS = {"job_submit": "JobSubmitPlugins", "cli_filter": "CliFilterPlugins"}
-
-
-class Level(enum.Enum):
-    """How bad a finding is."""
-
-    PROBLEM = "problem"  # something of hetstream does not work
-    WARNING = "warning"  # it works badly, or could surprise
-    NOTE = "note"  # a feature is off
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is examined.
-
-    Attributes:
-        snapshot: the cluster.
-        client_version: of Slurm's commands here.
-        gres_conf, cgroup_conf: those files; None if they cannot be read here.
-        unresolved: host names that have no address here.
-        lua_needed: of each Lua file that the configuration asks for, itself and what it loads.
-        lua_missing: of the same, which files that it needs are not here.
-        lua_idle: of the same, which of hetstream's modules are not here.
-        lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
-            read here.
-    """
-
-    snapshot: Snapshot
-    client_version: str
-    gres_conf: str | None
-    cgroup_conf: str | None
-    unresolved: tuple[str, ...] = ()
-    lua: Mapping[str, tuple[str, ...]] | None = None
-    lua_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    lua_missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    lua_idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found.
-
-    Attributes:
-        check: its name, stable.
-        seen: the value seen.
-        text: what it means.
-        fix: what to change or run.
-    """
-
-    level: Level
-    check: str
-    seen: str
-    text: str
-    fix: str
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
@@ -168,17 +114,10 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             "run it on a node",
         )  # fmt: skip
         return
-    constrained = re.search(r"^\s*ConstrainDevices\s*=\s*yes", facts.cgroup_conf, re.MULTILINE | re.IGNORECASE)
-    if not constrained:
+    if not constrains_devices(facts.cgroup_conf):
         yield Finding(
             Level.WARNING, "ConstrainDevices", "no", "jobs can use GPUs that others hold", "ConstrainDevices=yes"
         )
-    elif release_of(facts.snapshot.version) < (23, 2):
-        yield Finding(
-            Level.WARNING, "ConstrainDevices", f"yes on {facts.snapshot.version}",
-            "jobs on GPUs of others (GRES opp) get no access to the device before 23.02",
-            "a copy of gres_nic.so as gres_opp.so in PluginDir, or Slurm 23.02; packing stays off until then",
-        )  # fmt: skip
 
 
 def _preemption(facts: Facts) -> Iterator[Finding]:
@@ -344,6 +283,6 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
-    _lua_files, _lua_hosts, _hosts, _nodes, _partitions,
+    _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS)

@@ -16,31 +16,29 @@ import pytest
 from hetstream.slurm_plugin.cli.doctor import _lua, _lua_files
 from hetstream.slurm_plugin.client import parse_text
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Partition, Snapshot
-from hetstream.slurm_plugin.install.doctor import (
-    LUA_PLUGINS,
-    LUA_VERSIONS,
-    Facts,
-    Finding,
-    Level,
-    examine,
-    lua_versions,
-)
+from hetstream.slurm_plugin.client.model import Node, Partition, Snapshot
+from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, LUA_VERSIONS, examine, lua_versions
+from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.installation import LUA_DIR
 
 FIXTURES = Path(__file__).with_name("fixtures")
 GOOD = {
     "SchedulerType": "sched/backfill", "SchedulerParameters": "bf_interval=1", "SelectType": "select/cons_tres",
-    "SelectTypeParameters": "CR_Core_Memory", "GresTypes": "gpu,shard,opp", "PreemptType": "preempt/partition_prio",
+    "SelectTypeParameters": "CR_Core_Memory", "GresTypes": "gpu,shard", "PreemptType": "preempt/partition_prio",
     "PrologFlags": "Alloc", "PrivateData": "none", "AccountingStorageType": "accounting_storage/slurmdbd",
     "JobAcctGatherType": "jobacct_gather/cgroup",
 }  # fmt: skip
 
 
-def facts(config: Mapping[str, str] = {}, **more: Any) -> Facts:
-    """A good cluster, with these differences."""
+def recorded_nodes() -> tuple[Node, ...]:
+    """Nodes of a cluster, without the GRES of shared GPUs."""
     nodes = parse_text.parse_nodes((FIXTURES / "26.05" / "scontrol_show_node_oneliner.txt").read_text())
-    usable = tuple(node for node in nodes if node.is_usable)
+    return tuple(replace(node, gres=tuple(gres for gres in node.gres if gres.name != "opp")) for node in nodes)
+
+
+def facts(config: Mapping[str, str] = {}, **more: Any) -> Facts:
+    """A good cluster, with these differences; no GPUs are shared, for which `test_doctor_packing.py` is there."""
+    usable = tuple(node for node in recorded_nodes() if node.is_usable)
     version = more.pop("version", "26.05.5")
     snapshot = Snapshot(
         0.0, version, "test", (), tuple(replace(node, version=version) for node in usable),
@@ -125,15 +123,8 @@ def test_files_beside_slurm_conf() -> None:
     assert only(facts(cgroup_conf="#ConstrainDevices=yes\n")).text == "jobs can use GPUs that others hold"
 
 
-def test_packing_on_22_05_needs_a_plugin() -> None:
-    found = only(facts(version="22.05.8"))
-    assert (found.level, found.check) == (Level.WARNING, "ConstrainDevices")
-    assert "gres_opp.so" in found.fix
-    assert "packing stays off" in found.fix
-
-
 def test_nodes_hosts_versions_partitions() -> None:
-    nodes = parse_text.parse_nodes((FIXTURES / "26.05" / "scontrol_show_node_oneliner.txt").read_text())
+    nodes = recorded_nodes()
     found = only(facts(nodes=nodes))
     assert (found.check, found.seen, found.text) == ("nodes", "c3", "out of use: maintenance window")
     bare = tuple(replace(node, memory_mb=1) for node in nodes[:1])

@@ -16,6 +16,8 @@ from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, node_script
 
 # The partition of opportunistic jobs, and the GRES by which they stand on GPUs that others hold: type pN is GPU N.
 PARTITION, GRES = "opp", "opp"
+# So many opportunistic jobs at a time. Slurm of 26.05 refuses a device file that is named twice, but not a link to it.
+SLOTS_PER_GPU = 2
 GUARANTEED_TIER, OPPORTUNISTIC_TIER = 10, 1
 # Beside root, who may place opportunistic jobs: Debian's user "daemon". Slurm lets him with accounting only.
 PACKER_UID = 1
@@ -82,7 +84,7 @@ def settings(spec: ClusterSpec) -> Iterator[str]:
 
 def node_gres(spec: ClusterSpec, group: NodeGroup) -> str:
     """What stands behind a node's GPUs in its line."""
-    return "".join(f",{GRES}:p{number}:1" for number in range(group.gpus)) if spec.packing else ""
+    return "".join(f",{GRES}:p{number}:{SLOTS_PER_GPU}" for number in range(group.gpus)) if spec.packing else ""
 
 
 def gres_lines(spec: ClusterSpec, group: NodeGroup, nodes: str) -> Iterator[str]:
@@ -94,7 +96,14 @@ def gres_lines(spec: ClusterSpec, group: NodeGroup, nodes: str) -> Iterator[str]
         nodes: these, as Slurm writes them.
     """
     for number in range(group.gpus if spec.packing else 0):
-        yield f"NodeName={nodes} Name={GRES} Type=p{number} File={spec.gpu_device(number)}"
+        for path in (spec.gpu_device(number), *links(spec, number)):
+            yield f"NodeName={nodes} Name={GRES} Type=p{number} File={path}"
+
+
+def links(spec: ClusterSpec, number: int) -> tuple[Path, ...]:
+    """Links to a GPU's device file, for all of its slots but the first."""
+    device = spec.gpu_device(number)
+    return tuple(device.with_name(f"{device.name}.slot{slot}") for slot in range(1, SLOTS_PER_GPU))
 
 
 def partitions(spec: ClusterSpec) -> Mapping[str, str]:

@@ -138,6 +138,9 @@ def _make_node_scripts(spec: ClusterSpec) -> None:
 
 def _make_shared_gpus(spec: ClusterSpec) -> None:
     spec.packing_settings.write_text(packing.environment(spec))
+    for number in range(spec.shape.gpus_per_node):
+        for link in packing.links(spec, number):
+            link.symlink_to(spec.gpu_device(number))
     cores = sorted(os.sched_getaffinity(0))
     for node in packing.sharing_nodes(spec):
         for directory in (node.directory, node.grants, node.environment):

@@ -80,13 +80,13 @@ def _slots(facts: Facts) -> Iterator[Finding]:
     """Type pN is GPU N, and the packer takes the GPU from that name."""
     wrong = []
     for node in facts.snapshot.nodes:
-        types = sorted(gres.type for gres in node.gres if gres.name == GRES)
+        types = {gres.type for gres in node.gres if gres.name == GRES}
         num_gpus = sum(gres.count for gres in node.gres if gres.name == "gpu")
-        if types and types != sorted(f"p{number}" for number in range(num_gpus)):
+        if types and types != {f"p{number}" for number in range(num_gpus)}:
             wrong.append(node.name)
     if wrong:
         yield Finding(
-            Level.PROBLEM, f"Gres={GRES}", compress(wrong), f"not one {GRES} of type p0, p1, ... for each GPU",
+            Level.PROBLEM, f"Gres={GRES}", compress(wrong), f"not {GRES} of types p0, p1, ..., one for each GPU",
             f"Gres=gpu:2,{GRES}:p0:1,{GRES}:p1:1 on NodeName, and lines Name={GRES} Type=p0 File=... in gres.conf",
         )  # fmt: skip
 

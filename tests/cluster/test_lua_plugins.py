@@ -33,7 +33,6 @@ DECODE_S=0.002 srun {sys.executable} {PROGRAM} ledger
 exit 7
 """
 SHORT = f'#!/bin/bash\n#SBATCH --output=short.out\n{DIRECTIVE}\necho "service=$HETSTREAM_SERVICE"\nexit 3\n'
-OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
 @dataclass
@@ -257,29 +256,6 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) ->
     # Under its limit it goes on.
     done = cluster.run(directory, "sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=4", "--wait", "--wrap=srun true")
     assert done.returncode == 0
-
-
-@pytest.mark.slow
-def test_an_opportunistic_job_belongs_to_the_site(release: str, cluster: Cluster) -> None:
-    cluster.load('{opportunistic = {partitions = {"cpu"}, hold = true}}')
-    directory = cluster.directory("opportunistic")
-    greedy = cluster.run(directory, *OWNER, "sbatch", "-pcpu", "--gres=gpu:1", "--wrap=true")
-    assert greedy.returncode == 1
-    assert "cannot ask for GPUs" in greedy.stderr
-    done = cluster.run(directory, *OWNER, "sbatch", "--parsable", "-pcpu", "--output=/dev/null", "--wrap=exit 5")
-    job_id = done.stdout.strip()
-    assert "Reason=JobHeldUser" in cluster.show(job_id)
-    changes = ["Priority=5", "Nice=3", "Partition=gpu", "TresPerNode=gres:gpu:1"]
-    for change in [("release", job_id), *(("update", f"job={job_id}", change) for change in changes)]:
-        refused = cluster.run(directory, *OWNER, "scontrol", *change)
-        assert refused.returncode == 1, change
-        if release != "host":  # 22.05 shows no text of job_modify
-            assert "an opportunistic job (partition cpu)" in refused.stderr
-        assert "JobState=PENDING Reason=JobHeldUser" in cluster.show(job_id)
-    assert cluster.run(directory, *OWNER, "scontrol", "update", f"job={job_id}", "Comment=mine").returncode == 0
-    assert cluster.run(directory, "scontrol", "release", job_id).returncode == 0  # root
-    assert "Priority=0" not in cluster.show(job_id)
-    cluster.run(directory, "scancel", job_id)
 
 
 def test_a_host_without_the_modules_is_silent(cluster: Cluster, wait_until: Any) -> None:

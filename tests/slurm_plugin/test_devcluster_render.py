@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import ConfigError
+from hetstream.slurm_plugin.devcluster import packing
 from hetstream.slurm_plugin.devcluster.render import (
     cgroup_conf,
     gres_conf,
@@ -49,6 +50,21 @@ def test_cluster_without_gpus_has_one_partition_and_no_gres() -> None:
     assert text.count("PartitionName=") == 1
     assert "PartitionName=cpu Nodes=cpu[0-1] Default=YES" in text
     assert gres_conf(spec) == ""
+
+
+def test_gpus_that_are_shared_have_slots_a_partition_below_and_scripts() -> None:
+    spec = spec_of(ClusterShape(1, 2, 1), packing=True, lua_plugins=True)
+    assert slurm_conf(spec) == (GOLDEN / "packing.slurm.conf").read_text()
+    assert gres_conf(spec) == (GOLDEN / "packing.gres.conf").read_text()
+    (node,) = packing.sharing_nodes(spec)
+    here = f"{HERE}/sharing/gpu0"
+    assert node.coordinator[2:6] == ("--grants", f"{here}/grants", "--socket", f"{here}/gpu.sock")
+    assert node.coordinator[6:] == (f"--gpu=emulation:{here}/gpu0", f"--gpu=emulation:{here}/gpu1")
+
+
+def test_no_gpus_can_be_shared_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="--packing with --gpu-nodes=0"):
+        spec_of(ClusterShape(0, 1, 1), packing=True)
 
 
 def test_more_settings_come_last() -> None:

@@ -1,0 +1,219 @@
+"""A cluster whose GPUs are shared: who may start an opportunistic job where, and what it and its neighbour then see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.conftest import WaitUntil
+
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+STRANGER = ("setpriv", "--reuid=65533", "--regid=65533", "--clear-groups")
+SHOWN = ("CUDA_VISIBLE_DEVICES", "HETSTREAM_GPU", "HETSTREAM_JOB_CLASS", "HETSTREAM_GPU_SOCKET", "PYTHONPATH")
+# Says what it sees, and so does a step; then it waits until the test lets it go.
+SCRIPT = f"""#!/bin/bash
+show() {{ for name in {" ".join(SHOWN)}; do echo "$name=${{!name}}"; done; }}
+export -f show
+show >$SLURM_JOB_ID.batch
+srun --overlap bash -c show >$SLURM_JOB_ID.step
+touch $SLURM_JOB_ID.$SLURM_RESTART_COUNT.runs
+until [ -e end ]; do sleep 0.1; done
+"""
+
+
+@dataclass
+class Cluster:
+    """The cluster, and a directory in which jobs of every user run."""
+
+    record: ClusterRecord
+    directory: Path
+
+    @property
+    def sharing(self) -> Path:
+        return Path(self.record.state_dir) / "sharing" / "gpu0"
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            argv, cwd=self.directory, env=dict(self.record.environment(os.environ)), capture_output=True, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+
+    def submit(self, *words: str, who: tuple[str, ...] = OWNER) -> str:
+        done = self.run(*who, "sbatch", "--parsable", "--time=5", "--mem=100", *words, "job.sh")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def show(self, job: str) -> str:
+        return self.run("scontrol", "--details", "show", "job", job).stdout
+
+    def place(self, job: str, gpu: int) -> None:
+        """As the packer does."""
+        fields = ("ReqNodeList=gpu0", f"Gres=opp:p{gpu}:1", f"Comment=hetstream:gpu={gpu}")
+        done = self.run("scontrol", "update", f"JobId={job}", *fields)
+        assert done.returncode == 0, done.stderr
+        assert self.run("scontrol", "release", job).returncode == 0
+
+    def seen(self, job: str, where: str) -> dict[str, str]:
+        lines = (self.directory / f"{job}.{where}").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def runs(self, job: str, restarts: str = "") -> bool:
+        return (self.directory / f"{job}.{restarts}.runs").exists()
+
+    def grants(self) -> dict[str, Any]:
+        return {path.stem: json.loads(path.read_text()) for path in (self.sharing / "grants").glob("*.json")}
+
+    def cancel(self, *jobs: str) -> None:
+        self.run("scancel", *jobs)
+
+
+@pytest.fixture(scope="module")
+def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
+    name = f"pytest-{os.getpid()}-doors-{release.replace('.', '')}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
+    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
+        yield devcluster
+
+
+@pytest.fixture
+def cluster(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Cluster]:
+    """The module's cluster without jobs."""
+    directory = running.out_dir / request.node.name.replace("[", "-").rstrip("]")
+    directory.mkdir()
+    directory.chmod(0o1777)
+    (directory / "job.sh").write_text(SCRIPT)
+    cluster = Cluster(running.record, directory)
+    yield cluster
+    jobs = cluster.run("squeue", "-h", "-o", "%A").stdout.split()
+    if jobs:
+        cluster.cancel(*jobs)
+    wait_until(lambda: not cluster.run("squeue", "-h").stdout, 30, "the end of all jobs")
+    wait_until(lambda: not list(cluster.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
+
+
+def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, release: str) -> None:
+    refused = [
+        ("sbatch", "-popp", "--gpus=1", "job.sh"),
+        ("sbatch", "-popp", "--gres=gpu:1", "job.sh"),
+        ("sbatch", "-popp", "--gres=opp:p0:1", "job.sh"),
+        ("sbatch", "-pgpu", "--gres=opp:p0:1", "job.sh"),
+        ("sbatch", "-pgpu", "--gres=gpu:1,opp:p0:1", "job.sh"),
+        ("sbatch", "-pgpu,opp", "job.sh"),
+        ("sbatch", "-popp", "--comment=hetstream:gpu=0", "job.sh"),
+        ("srun", "-popp", "true"),
+        ("salloc", "-popp", "true"),
+    ]
+    for argv in refused:
+        done = cluster.run(*OWNER, *argv)
+        assert done.returncode == 1, argv
+        assert "(site rule: opportunistic)" in done.stderr, argv
+    job = cluster.submit("-popp", "--priority=900", "--nice=3", "--no-requeue", "--comment=hetstream:gpu-memory=64M")
+    held = r"Priority=0 .*JobState=PENDING Reason=JobHeldUser .*Requeue=1 .*Comment=hetstream:gpu-memory=64M"
+
+    def is_held() -> bool:
+        shown = cluster.show(job)
+        return bool(re.search(held, shown, re.DOTALL)) and "opp" not in re.findall(r"(?:TresPer\w+|Gres)=(\S+)", shown)
+
+    assert is_held(), cluster.show(job)
+    doors = [
+        ("release", job), ("uhold", job), ("hold", job),
+        *(
+            ("update", f"JobId={job}", change)
+            for change in (
+                "Priority=5", "Nice=0", "Nice=7", "Partition=gpu", "Partition=gpu,opp", "TresPerNode=gres:gpu:1",
+                "Gres=opp:p0:1", "TresPerNode=gres:opp:p0:1", "Comment=hetstream:gpu=0", "Requeue=0",
+            )
+        ),
+    ]  # fmt: skip
+    for door in doors:
+        done = cluster.run(*OWNER, "scontrol", *door)
+        assert done.returncode == 1, door
+        if release != "host":  # 22.05 shows no text of job_modify
+            assert "(site rule: opportunistic)" in done.stderr, door
+        assert is_held(), (door, cluster.show(job))
+    assert cluster.run(*STRANGER, "scontrol", "release", job).returncode == 1
+    assert is_held()
+    for change in ("TimeLimit=3", "JobName=mine", "ReqNodeList=gpu0", "Comment=hetstream:gpu-memory=32M"):
+        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 0, change
+    # Between the packer's two steps.
+    fields = ("ReqNodeList=gpu0", "Gres=opp:p1:1", "Comment=hetstream:gpu=1")
+    assert cluster.run("scontrol", "update", f"JobId={job}", *fields).returncode == 0
+    for change in ("ReqNodeList=", "ExcNodeList=gpu0", "Comment=mine", "TresPerNode=", "Features=a", "Priority=5"):
+        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
+    assert re.search(r"Priority=0 .*opp:p1.*Comment=hetstream:gpu=1", cluster.show(job), re.DOTALL), cluster.show(job)
+
+
+def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, wait_until: WaitUntil) -> None:
+    guaranteed = cluster.submit("-pgpu", "--gpus=1")
+    wait_until(lambda: cluster.runs(guaranteed), 30, "the guaranteed job")
+    number = cluster.seen(guaranteed, "batch")["CUDA_VISIBLE_DEVICES"]
+    gpu = f"emulation:{cluster.sharing}/gpu{number}"
+    job = cluster.submit("-popp")
+    cluster.place(job, int(number))
+    wait_until(lambda: cluster.runs(job), 30, "the opportunistic job")
+    assert re.search(rf"JOB_GRES=opp:p{number}:1|GRES=opp:p{number}:1", cluster.show(job)), cluster.show(job)
+    for where in ("batch", "step"):
+        for shown, job_class in ((guaranteed, "guaranteed"), (job, "opportunistic")):
+            seen = cluster.seen(shown, where)
+            assert seen["CUDA_VISIBLE_DEVICES"] == number, (where, job_class)
+            assert (seen["HETSTREAM_GPU"], seen["HETSTREAM_JOB_CLASS"]) == (gpu, job_class)
+            assert seen["HETSTREAM_GPU_SOCKET"] == str(cluster.sharing / "gpu.sock")
+            assert seen["PYTHONPATH"].split(":")[0].endswith("hetjob/gpu/startup")
+            assert seen["PYTHONPATH"].count("hetjob/gpu/startup") == 1
+    assert cluster.grants() == {
+        guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": [gpu]},
+        job: {"uid": 65534, "job_class": "opportunistic", "gpus": [gpu]},
+    }
+    (cluster.directory / "end").touch()
+    wait_until(lambda: cluster.grants() == {}, 30, "the Epilogs")
+
+
+def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUntil) -> None:
+    job = cluster.submit("-popp")
+    assert cluster.run("scontrol", "release", job).returncode == 0  # by hand, as root
+    wait_until(lambda: cluster.runs(job), 30, "the job")
+    for where in ("batch", "step"):
+        assert cluster.seen(job, where)["CUDA_VISIBLE_DEVICES"] == "NoDevFiles"
+        assert cluster.seen(job, where)["HETSTREAM_GPU"] == ""
+    assert cluster.grants() == {}
+
+
+def test_a_guaranteed_job_that_needs_the_cpus_has_them_at_once(cluster: Cluster, wait_until: WaitUntil) -> None:
+    job = cluster.submit("-popp", "--cpus-per-task=3")
+    cluster.place(job, 0)
+    wait_until(lambda: cluster.runs(job), 30, "the opportunistic job")
+    guaranteed = cluster.submit("-pgpu", "--gpus=2", "--cpus-per-task=2")
+    wait_until(lambda: cluster.runs(guaranteed), 30, "the guaranteed job")
+    assert re.search(r"JobState=PENDING", cluster.show(job))
+    assert re.search(r"Restarts=1", cluster.show(job))
+    # It has two GPUs, and an agent is for one: so it shares none of them.
+    assert cluster.seen(guaranteed, "batch")["HETSTREAM_GPU"] == ""
+    gpus = [f"emulation:{cluster.sharing}/gpu{number}" for number in (0, 1)]
+    assert cluster.grants() == {guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": gpus}}
+
+
+def test_the_doctor_finds_nothing_amiss(cluster: Cluster) -> None:
+    environ = {
+        **cluster.record.environment(os.environ), "SLURMD_NODENAME": "gpu0",
+        "HETSTREAM_GPU_SOCKET": str(cluster.sharing / "gpu.sock"),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "doctor", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    findings = json.loads(done.stdout)["findings"]
+    assert [finding for finding in findings if finding["level"] == "problem"] == []
+    about = {"packing", "Gres=opp", "JobSubmitPlugins", "PreemptMode", "Prolog", "Epilog", "TaskProlog", "coordinator"}
+    assert about.isdisjoint(finding["check"] for finding in findings), findings

@@ -17,7 +17,7 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
-from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for
+from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for, programs_asked_for
 from hetstream.slurm_plugin.install.umask import readable_by_all
 
 LUA_DIR = Path(__file__).parents[1] / "lua"
@@ -252,6 +252,14 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
     in_use = [path for path in gone if path.name in asked_for(path.parent)]
     if in_use and not force:
         raise StillInUse(_still_in_use(in_use))
+    programs = {path: option for hook in gone for path, option in programs_asked_for(hook.parent).items()}
+    run = [f"{programs[str(path)]}={path}" for path in gone if str(path) in programs]
+    if run and not force:
+        raise StillInUse(
+            f"nothing was removed: slurm.conf has {', '.join(run)}, without which a node is drained by its next job. First "
+            "take that out on all hosts, then run: scontrol reconfigure, then this again. --force removes the files "
+            "all the same"
+        )
     if dry_run:
         return actions
     for action in actions:

@@ -1,8 +1,8 @@
-"""Which of Slurm's Lua files slurm.conf asks for, and what becomes of submissions when one is not there. Reads files.
+"""Which files of ours slurm.conf asks for, and what becomes of jobs when one is not there. Reads files.
 
 Called by `hetstream uninstall` and `hetstream doctor`. With `CliFilterPlugins=lua` and no cli_filter.lua beside
 slurm.conf every sbatch, salloc and srun of that host fails; with `JobSubmitPlugins=lua` and no job_submit.lua slurmctld
-does not start.
+does not start. A node whose Prolog or Epilog is not there is drained by its next job.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def asked_for(directory: Path) -> frozenset[str]:
     """The Lua files that slurm.conf of this directory asks for, with the files that it includes."""
     text = "\n".join(_texts(directory))
     return frozenset(name for name, option in OPTIONS.items() if asks_for_lua(text, option))
+
+
+def programs_asked_for(directory: Path) -> dict[str, str]:
+    """The programs that slurm.conf of this directory has nodes run for each job: option by path."""
+    text = "\n".join(_texts(directory))
+    found = re.findall(r"^[ \t]*(Prolog|Epilog|TaskProlog)[ \t]*=[ \t]*([^#\s]+)", text, re.MULTILINE | re.IGNORECASE)
+    return {path: option for option, path in found}
 
 
 def missing_files(hook: Path) -> list[str]:

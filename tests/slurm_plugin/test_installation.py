@@ -55,6 +55,25 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+def test_scripts_that_nodes_run_are_executable_and_stay_while_slurm_runs_them(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conf = machine.slurm / "slurm.conf"
+    conf.write_text("ClusterName=x\n")
+    machine.install()
+    prolog = machine.prefix / "share/hetstream/prolog/prolog.sh"
+    assert prolog.stat().st_mode & 0o777 == 0o755
+    assert f"settings={machine.prefix}/etc/hetstream/packing.env" in prolog.read_text()
+    conf.write_text(f"ClusterName=x\nProlog={prolog}\n")
+    before = machine.state()
+    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 1
+    assert f"slurm.conf has Prolog={prolog}" in capsys.readouterr().err
+    assert machine.state() == before
+    conf.write_text("ClusterName=x\n")
+    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 0
+    assert not prolog.exists()
+
+
 def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     (machine.slurm / "job_submit.lua").write_bytes(SITE)
     (machine.slurm / "job_submit.lua").chmod(0o640)

@@ -256,9 +256,9 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
     run = [f"{programs[str(path)]}={path}" for path in gone if str(path) in programs]
     if run and not force:
         raise StillInUse(
-            f"nothing was removed: slurm.conf has {', '.join(run)}, without which a node is drained by its next job. First "
-            "take that out on all hosts, then run: scontrol reconfigure, then this again. --force removes the files "
-            "all the same"
+            f"nothing was removed: slurm.conf has {', '.join(run)}, without which a node is drained by its next job. "
+            "First take that out on all hosts, then run: scontrol reconfigure, then this again. --force removes the "
+            "files all the same"
         )
     if dry_run:
         return actions

@@ -29,14 +29,21 @@ from hetstream.slurm_plugin.install.installation import (
 )
 from hetstream.slurm_plugin.install.manual import bash_completion, man_pages, verbs_of
 from hetstream.slurm_plugin.install.node_scripts import PACKING_ENVIRONMENT, SCRIPTS, node_script
-from hetstream.slurm_plugin.install.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
+from hetstream.slurm_plugin.install.unit import (
+    DAEMON_ENVIRONMENT,
+    EXPORTER_ENVIRONMENT,
+    daemon_unit,
+    exporter_unit,
+    sharing_units,
+)
 from hetstream.slurm_plugin.program import own_program
 
 EPILOG = """\
 Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out; for /usr
 it is /etc/hetstream/policy.lua),
 lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
-share/hetstream/prolog (scripts for nodes whose GPUs are shared) with etc/hetstream/packing.env,
+share/hetstream/prolog (scripts for nodes whose GPUs are shared), hetstream-gpu.service, hetstream-gpu-report.service
+and hetstream-packer.service with etc/hetstream/packing.env,
 share/man/man1, share/bash-completion. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
 NAME.site.lua, which the new one loads first; uninstall moves it back.
@@ -117,6 +124,8 @@ def planned(
         files[prefix / f"lib/systemd/system/{unit}.service"] = text(program, environment)
     packing = policy.with_name("packing.env")
     files[packing] = PACKING_ENVIRONMENT
+    for unit, content in sharing_units(program, packing).items():
+        files[prefix / f"lib/systemd/system/{unit}.service"] = content
     for option, name in SCRIPTS.items():
         files[prefix / "share/hetstream/prolog" / name] = node_script(option, packing, startup=startup)
     files |= documents(prefix)

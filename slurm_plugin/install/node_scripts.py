@@ -1,7 +1,7 @@
 """Slurm's Prolog, Epilog and TaskProlog of nodes whose GPUs are shared, and the file of their settings, as text. Pure.
 
-Called by `hetstream install` and the devcluster. What they do is in `slurm_plugin/prolog/`; here are the paths that
-stand before it.
+Called by `hetstream install` and the devcluster; the units are in `unit.py`. What the scripts do is in
+`slurm_plugin/prolog/`; here are the paths that stand before it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BODIES = Path(__file__).parents[1] / "prolog"
 _VERSION_LINE = re.compile(r"^hetstream_scripts=(\d+)$", re.M)
 
 PACKING_ENVIRONMENT = """\
-# Which jobs share GPUs. Read by hetstream's Prolog (as root) and TaskProlog on each node; shell assignments. Take the
-# "#" away from what shall hold. The next job on the node sees the change.
+# Which jobs share GPUs. Read by hetstream's Prolog (as root) and TaskProlog on each node, and by the units of systemd
+# that are named below. Take the "#" away from what shall hold. The next job on the node sees it; restart the units.
 
 # Partitions whose jobs are opportunistic, as in policy.lua. Their jobs see no GPU but those that the packer has chosen.
 #HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp"
@@ -40,6 +40,15 @@ PACKING_ENVIRONMENT = """\
 
 # The coordinator's names of GPUs by their numbers, if NVIDIA's driver does not tell (/proc/driver/nvidia/gpus).
 #HETSTREAM_GPUS="0=GPU-1a2b 1=GPU-3c4d"
+
+# hetstream-gpu.service, on each GPU node. Options of: hetstream gpu coordinator
+#HETSTREAM_COORDINATOR_OPTIONS="--gpu GPU-1a2b --gpu GPU-3c4d"
+
+# hetstream-gpu-report.service, on each GPU node. Options of: hetstream gpu report
+#HETSTREAM_GPU_REPORT_OPTIONS="--address tcp://hetstream@controller:9420"
+
+# hetstream-packer.service, beside slurmctld. Options of: hetstream packer
+#HETSTREAM_PACKER_OPTIONS="--observe"
 """
 
 

@@ -1,11 +1,13 @@
-"""The systemd units of the exporter and the site daemon with their environment files, as text. Pure.
+"""The systemd units of all services with the environment files of exporter and site daemon, as text. Pure.
 
-Called by `hetstream install`.
+Called by `hetstream install`. The settings of what shares GPUs are in `node_scripts.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from hetstream.slurm_plugin.install.node_scripts import RUN_DIR
 
 _COMMANDS = """\
 # Where Slurm's commands and its configuration are, if that is not the usual place.
@@ -69,6 +71,46 @@ def daemon_unit(program: str, environment: Path) -> str:
         f'ExecStart="{_escaped(program)}" daemon $HETSTREAM_DAEMON_OPTIONS',
         ["User=hetstream", "StateDirectory=hetstreamd", "StateDirectoryMode=0700", "RuntimeDirectory=hetstream"],
     )
+
+
+def sharing_units(program: str, environment: Path) -> dict[str, str]:
+    """Units by name: of GPU nodes the coordinator and what tells the site daemon; and the packer's.
+
+    All run as the user `hetstream`: jobs trust a coordinator by its number, Slurm and the guard a packer.
+
+    Args:
+        program: the `hetstream` command, absolute.
+        environment: the environment file; the packer's unit starts without it, too.
+    """
+    start, user = f'ExecStart="{_escaped(program)}"', "User=hetstream"
+    run_dir = ["RuntimeDirectory=hetstream", "RuntimeDirectoryPreserve=restart"]
+    units = {
+        "hetstream-gpu": _unit(
+            "hetstream's coordinator of jobs that share GPUs of this node",
+            "hetstream-gpu",
+            environment,
+            f"{start} gpu coordinator --grants {RUN_DIR}/grants $HETSTREAM_COORDINATOR_OPTIONS",
+            [user, *run_dir],
+        ),
+        "hetstream-gpu-report": _unit(
+            "hetstream's site daemon is told of this node's shared GPUs",
+            "hetstream-gpu",
+            environment,
+            f"{start} gpu report $HETSTREAM_GPU_REPORT_OPTIONS",
+            [user],
+        ),
+        "hetstream-packer": _unit(
+            "hetstream's packer: places opportunistic jobs on GPUs in use",
+            "hetstream-packer",
+            environment,
+            f"{start} packer $HETSTREAM_PACKER_OPTIONS",
+            [user, "RuntimeDirectory=hetstream-packer", "RuntimeDirectoryMode=0700"],
+        ),
+    }
+    # It asks NVIDIA's driver, and the kernel in whose control group a process of another user is.
+    for kept in ("PrivateDevices=yes\n", "ProtectProc=invisible\n"):
+        units["hetstream-gpu"] = units["hetstream-gpu"].replace(kept, "")
+    return units
 
 
 def _unit(description: str, page: str, environment: Path, start: str, more: list[str]) -> str:

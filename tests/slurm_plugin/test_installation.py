@@ -275,7 +275,16 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
-@pytest.mark.parametrize(("name", "file"), [("hetstream-exporter", "exporter"), ("hetstreamd", "daemon")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("hetstream-exporter", "exporter"),
+        ("hetstreamd", "daemon"),
+        ("hetstream-gpu", "packing"),
+        ("hetstream-gpu-report", "packing"),
+        ("hetstream-packer", "packing"),
+    ],
+)
 def test_systemd_understands_the_units(machine: Machine, name: str, file: str) -> None:
     machine.install()
     unit = machine.prefix / f"lib/systemd/system/{name}.service"

@@ -130,7 +130,7 @@ def test_what_a_package_places_lies_below_another_root(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert run(hetstream, "install", "--prefix", "/usr", "--destdir", tmp_path) == told.replace("would ", "")
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {f"etc/hetstream/{name}" for name in ("policy.lua", "daemon.env", "exporter.env")} < files
+    assert {f"etc/hetstream/{name}" for name in ("policy.lua", "daemon.env", "exporter.env", "packing.env")} < files
     assert {"usr/share/hetstream/lua/cli_filter.lua", "usr/share/man/man1/hetstream.1"} < files
     assert not [name for name in files if name.startswith("usr/etc") or name.endswith("install.json")]
     unit = (tmp_path / "usr/lib/systemd/system/hetstreamd.service").read_text()
@@ -227,7 +227,7 @@ def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: P
         "/usr/share/bash-completion/completions/hetstream", "/usr/share/man/man1/hetstream-why.1",
         "/opt/hetstream/share/hetstream/templates/single-gpu.sbatch",
     } < names  # fmt: skip
-    settings = {f"/etc/hetstream/{name}" for name in ("policy.lua", "daemon.env", "exporter.env")}
+    settings = {f"/etc/hetstream/{name}" for name in ("policy.lua", "daemon.env", "exporter.env", "packing.env")}
     assert set(run("rpm", "-qcp", rpm).split()) == settings
     assert str(SYSTEM_PYTHON) in run("rpm", "-qpR", rpm).split()
     assert "zmq" not in run("rpm", "-qpR", rpm) + run("rpm", "-qp", "--provides", rpm)

@@ -27,11 +27,14 @@ SAVE_EVERY = 5
 # A loaded machine starts torch in many seconds.
 _TIMEOUT_S = 120.0
 _POLL_S = 0.02
+_STREAMING = """\
+#SBATCH --gres=gpu:1
+#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu --data-worker-mem=1G
+"""
 _SCRIPT = f"""#!/bin/bash
 #SBATCH --job-name=ckpt --output=job.out --open-mode=append
-#SBATCH --gres=gpu:1 --cpus-per-task=2 --mem=2G --time={{time}}
-#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu --data-worker-mem=1G
-#HETSTREAM --checkpoint=checkpoints --checkpoint-size=4M
+#SBATCH --cpus-per-task=2 --mem=2G --time={{time}}
+{{options}}#HETSTREAM --checkpoint=checkpoints --checkpoint-size=4M
 for start in $(seq 100); do
   srun {sys.executable} {PROGRAM} "$HETSTREAM_CKPT_DIR" run {{steps}} {{step_s}} && exit 0
   code=$?
@@ -65,6 +68,7 @@ class CheckpointJob:
         steps: of training.
         step_s: sleep in each.
         time_limit: as sbatch writes it.
+        options: lines of the script, in the place of those by which it streams to a GPU.
     """
 
     directory: Path
@@ -72,6 +76,7 @@ class CheckpointJob:
     steps: int
     step_s: float = 0.02
     time_limit: str = "30"
+    options: str = _STREAMING
     job_id: str = field(default="", init=False)
 
     @property
@@ -82,7 +87,7 @@ class CheckpointJob:
     def submit(self) -> None:
         """Submit it with `hetstream sbatch`."""
         self.directory.mkdir()
-        text = _SCRIPT.format(time=self.time_limit, steps=self.steps, step_s=self.step_s)
+        text = _SCRIPT.format(time=self.time_limit, steps=self.steps, step_s=self.step_s, options=self.options)
         (self.directory / "train.sbatch").write_text(text)
         self.job_id = self.run(str(HETSTREAM), "sbatch", "--parsable", "train.sbatch").strip()
 

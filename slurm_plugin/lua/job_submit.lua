@@ -239,7 +239,7 @@ local function modify(policy, change, record, uid)
   end
   if (record.comment or ""):sub(1, #MARK) ~= MARK then return slurm.SUCCESS end
   for _, field in ipairs(PLACE_FIELDS) do
-    if given(change[field]) then
+    if change[field] ~= nil then                          -- "" takes away what there is
       return refuse("opportunistic", job .. " has a place, which the site chose: no other " .. field)
     end
   end

@@ -154,7 +154,11 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
     assert cluster.run("scontrol", "update", f"JobId={job}", *fields).returncode == 0
     for change in ("ReqNodeList=", "ExcNodeList=gpu0", "Comment=mine", "TresPerNode=", "Features=a", "Priority=5"):
         assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
-    assert re.search(r"Priority=0 .*opp:p1.*Comment=hetstream:gpu=1", cluster.show(job), re.DOTALL), cluster.show(job)
+    assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "TimeLimit=2").returncode == 0
+    shown = cluster.show(job)
+    assert all(text in shown for text in ("Priority=0 ", "opp:p1", "Comment=hetstream:gpu=1", "ReqNodeList=gpu0")), (
+        shown
+    )
 
 
 def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, wait_until: WaitUntil) -> None:

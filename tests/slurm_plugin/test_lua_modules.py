@@ -197,6 +197,7 @@ def test_the_packer_itself_may(lua: object) -> None:
         ('comment = "mine"', 'comment = "hetstream:gpu=0"', "no other comment"),
         ('req_nodes = "g1"', 'comment = "hetstream:gpu=0"', "no other req_nodes"),
         ('tres_per_node = "gres:nvme:1"', 'comment = "hetstream:gpu=0"', "no other tres_per_node"),
+        ('req_nodes = ""', 'comment = "hetstream:gpu=0"', "no other req_nodes"),
         ('req_nodes = "g1", comment = "mine"', "", None),
         ("time_limit = 5", 'comment = "hetstream:gpu=0"', None),
     ],

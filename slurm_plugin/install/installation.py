@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -249,17 +249,8 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
         elif present is not None:
             actions.append(Action("remove", path))
     gone = [Path(action.path) for action in actions if action.what == "remove"]
-    in_use = [path for path in gone if path.name in asked_for(path.parent)]
-    if in_use and not force:
-        raise StillInUse(_still_in_use(in_use))
-    programs = {path: option for hook in gone for path, option in programs_asked_for(hook.parent).items()}
-    run = [f"{programs[str(path)]}={path}" for path in gone if str(path) in programs]
-    if run and not force:
-        raise StillInUse(
-            f"nothing was removed: slurm.conf has {', '.join(run)}, without which a node is drained by its next job. "
-            "First take that out on all hosts, then run: scontrol reconfigure, then this again. --force removes the "
-            "files all the same"
-        )
+    if not force:
+        _check_unused(gone)
     if dry_run:
         return actions
     for action in actions:
@@ -276,6 +267,21 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
         if Path(directory).is_dir() and not os.listdir(directory):
             os.rmdir(directory)
     return actions
+
+
+def _check_unused(gone: Sequence[Path]) -> None:
+    """Refuse to remove what slurm.conf beside a hook still asks for."""
+    in_use = [path for path in gone if path.name in asked_for(path.parent)]
+    if in_use:
+        raise StillInUse(_still_in_use(in_use))
+    programs = {path: option for hook in gone for path, option in programs_asked_for(hook.parent).items()}
+    run = [f"{programs[str(path)]}={path}" for path in gone if str(path) in programs]
+    if run:
+        raise StillInUse(
+            f"nothing was removed: slurm.conf has {', '.join(run)}, without which a node is drained by its next job. "
+            "First take that out on all hosts, then run: scontrol reconfigure, then this again. --force removes the "
+            "files all the same"
+        )
 
 
 def _still_in_use(hooks: Iterable[Path]) -> str:

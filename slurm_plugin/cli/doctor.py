@@ -121,7 +121,7 @@ def _lua(plugin_dirs: str) -> dict[str, tuple[str, ...]] | None:
     return found if directories else None
 
 
-def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, dict[str, tuple[str, ...]]]:
+def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, Any]:
     """Of the hooks that the running configuration or slurm.conf asks for: what they need, and lack on this host."""
     running = "\n".join(f"{name}={value}" for name, value in config.items())
     names = asked_for(directory) | {name for name, option in OPTIONS.items() if asks_for_lua(running, option)}

@@ -34,7 +34,7 @@ if os.environ.get("HETSTREAM_GPU"):
         from hetstream.hetjob.gpu.start import share_when_torch_is_imported
     except ImportError:
         if os.environ.get("HETSTREAM_JOB_CLASS") != "guaranteed":
-            sys.meta_path.insert(0, _NoTorch)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, _NoTorch)
     else:
         share_when_torch_is_imported()
 

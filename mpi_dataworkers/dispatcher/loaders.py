@@ -202,6 +202,7 @@ class LoaderMessages:
         tables = self._tables
         self._note_stats(tables.loaders[peer], message.stats)
         tables.loaders[peer].training = message.training
+        tables.loaders[peer].optimizer = message.optimizer
         session = tables.sessions.get(message.session_id)
         if session is None:
             return [Send(peer, UnknownPeer())]

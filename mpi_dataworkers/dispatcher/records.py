@@ -19,6 +19,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Device,
     Interpreter,
     LoaderStats,
+    OptimizerCalls,
     Program,
     Ranges,
     RegisterLoader,
@@ -181,6 +182,7 @@ class LoaderRecord:
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
         training: how far the program's training loop is, as it said last.
+        optimizer: what it has counted of its optimizers' steps, likewise.
     """
 
     registration: RegisterLoader
@@ -194,6 +196,7 @@ class LoaderRecord:
     announced_workers: int = -1
     steady_since: float = 0.0
     training: TrainingProgress | None = None
+    optimizer: OptimizerCalls | None = None
 
     def go_on_from(self, known: LoaderRecord) -> None:
         """It was there before, as `known`: what it was told then it is not told again."""

@@ -134,6 +134,7 @@ def _loader_status(tables: Tables, peer: str, loader: LoaderRecord, now: float) 
         title=who.title,
         training=loader.training,
         device=who.device,
+        optimizer=loader.optimizer,
     )
 
 

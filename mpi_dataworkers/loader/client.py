@@ -26,6 +26,7 @@ import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.loader import optimizer_calls
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.notification import Notification
@@ -360,7 +361,7 @@ class ServiceClient:
                 progress = session.progress()
                 if session.is_report_due(progress, now):
                     reach("loader.before_report")
-                    self._send(session.report(self._options.statistics.at_last_step()))
+                    self._send(session.report(self._options.statistics.at_last_step(), optimizer_calls.calls()))
                     session.has_reported(progress, now)
                     reach("loader.after_report")
 

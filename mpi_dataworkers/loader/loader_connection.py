@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.config import (
 )
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
-from hetstream.mpi_dataworkers.loader import batch_stages
+from hetstream.mpi_dataworkers.loader import batch_stages, optimizer_calls
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
@@ -115,6 +115,7 @@ class LoaderConnection:
         self.closed = False
         if self._service is not None:
             announce(self._service)
+            optimizer_calls.watch()
             client_options = ClientOptions(
                 self._service,
                 options.identity,

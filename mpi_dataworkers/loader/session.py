@@ -25,6 +25,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ListedOrder,
     LoaderStats,
     OpenSession,
+    OptimizerCalls,
     PlannedOrder,
     ProvidePipeline,
     Ranges,
@@ -274,10 +275,11 @@ class LoaderSession:
         unreported, quarter = self.buffer.position - self._reported.position, self._quarter()
         return unreported >= quarter and unreported % quarter == 0
 
-    def report(self, stats: LoaderStats) -> ReportProgress:
+    def report(self, stats: LoaderStats, optimizer: OptimizerCalls | None = None) -> ReportProgress:
         """How far the session is, as a message."""
         buffer = self.buffer
-        return ReportProgress(self.session_id, buffer.position, buffer.received(), self.window, stats, told())
+        received = buffer.received()
+        return ReportProgress(self.session_id, buffer.position, received, self.window, stats, told(), optimizer)
 
     def has_reported(self, progress: Progress, now: float) -> None:
         """The dispatcher was told."""

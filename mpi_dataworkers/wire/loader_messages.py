@@ -11,6 +11,7 @@ from hetstream.mpi_dataworkers.wire.work import (
     Interpreter,
     LoaderStats,
     Message,
+    OptimizerCalls,
     Program,
     Ranges,
     SessionSpec,
@@ -112,6 +113,7 @@ class ReportProgress(Message, frozen=True):
 
     Attributes:
         training: of the program's training loop; None where no framework told it.
+        optimizer: of its process; None while none has stepped.
     """
 
     session_id: str
@@ -120,6 +122,7 @@ class ReportProgress(Message, frozen=True):
     window: int
     stats: LoaderStats
     training: TrainingProgress | None = None
+    optimizer: OptimizerCalls | None = None
 
 
 class LoaderHeartbeat(Message, frozen=True):

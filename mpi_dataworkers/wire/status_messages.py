@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from hetstream.base.training_progress import TrainingProgress
-from hetstream.mpi_dataworkers.wire.work import Device, LoaderStats, Message
+from hetstream.mpi_dataworkers.wire.work import Device, LoaderStats, Message, OptimizerCalls
 
 
 class RequestStatus(Message, frozen=True):
@@ -86,6 +86,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         title: what a person knows it by, such as `ImageFolder train.py:38`.
         training: how far the training loop of its process is; None where no framework told it.
         device: what data workers make its batches with.
+        optimizer: what its process has counted of optimizers' steps; None while none has stepped.
     """
 
     job: str
@@ -109,6 +110,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str = ""
     training: TrainingProgress | None = None
     device: Device = "cpu"
+    optimizer: OptimizerCalls | None = None
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -220,3 +220,16 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost_steps: int = 0
     lost_shards: int = 0
     skipped: int = 0
+
+
+class OptimizerCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer has counted of its optimizers' steps since it was started.
+
+    Attributes:
+        num_calls: of them, but for those within others.
+        num_timed, timed_s: of them that were timed, and how long these took together.
+    """
+
+    num_calls: int
+    num_timed: int
+    timed_s: float

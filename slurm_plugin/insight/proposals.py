@@ -19,7 +19,7 @@ from hetstream.hetjob.request import gpus_per_task, tasks_per_node
 from hetstream.hetjob.sbatch_options import SbatchOptions
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.past_jobs import own_name, past_jobs
-from hetstream.slurm_plugin.model.alike import Proposal, propose
+from hetstream.slurm_plugin.model.alike import Proposal, last_batch, propose
 from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, JobHistory, history_directory, keeps_plain_names
 from hetstream.slurm_plugin.model.past_job import Features, PastJob
 from hetstream.slurm_plugin.model.usual_length import usual_length
@@ -101,7 +101,8 @@ def for_script(history: Remembered, name: str, options: SbatchOptions) -> Propos
     """
     gpus = gpus_per_task(options) * _num_tasks(options)
     job_name = options.value("job-name") or name
-    return propose(Features(job_name, round(gpus), history.user), history.jobs)
+    batch = last_batch(job_name, history.user, history.jobs)
+    return propose(Features(job_name, round(gpus), history.user, batch=batch), history.jobs)
 
 
 def usual_length_of(job_name: str, places: Iterable[Path], environ: Mapping[str, str]) -> UsualLength | None:

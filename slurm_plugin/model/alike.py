@@ -2,7 +2,8 @@
 
 Jobs are alike by name, data, GPUs, batch and user, as far as these are known of both. The configurations of the most
 similar ones are smoothed exponentially, so that the most similar one counts most; data workers are counted by GPU, as a
-job with twice the GPUs takes twice the batches.
+job with twice the GPUs takes twice the batches. A larger batch takes longer for its gradients, and no longer for the
+update (DLRover-RM, 4.2). So a GPU then takes more samples a second: T_grad and T_upd of the past job say how many.
 """
 
 from __future__ import annotations
@@ -127,6 +128,20 @@ class Proposal:
         return f"#HETSTREAM {options}" if options else ""
 
 
+def last_batch(name: str, user: str, past: Sequence[PastJob]) -> int:
+    """Samples in a batch of this user's newest job of this name, which is mostly submitted as before; 0: not known."""
+    own = (job.features for job in reversed(past) if user and job.features.user == user)
+    return next((one.batch for one in own if one.name.removesuffix(_SUFFIX) == name.removesuffix(_SUFFIX)), 0)
+
+
+def pace(new: Features, job: PastJob) -> float:
+    """Samples a second of a GPU with the new job's batch, by those of a past job; 1 where one of them is not known."""
+    if not (new.batch and job.features.batch and job.gradient_s and job.update_s):
+        return 1.0
+    larger = new.batch / job.features.batch
+    return larger * (job.gradient_s + job.update_s) / (job.gradient_s * larger + job.update_s)
+
+
 def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:
     """Data workers of the most similar job's size that jobs like this one have in the end, smoothed.
 
@@ -138,7 +153,10 @@ def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:
     if not any(job.data_workers for job in alike):
         return 0.0
     # A job that had three in the end needed more than two: the half between counts, and is added again at the end.
-    needed = [max(0.0, job.data_workers - 0.5) * job.data_worker_cpus / max(1, job.features.gpus) for job in alike]
+    needed = [
+        pace(new, job) * max(0.0, job.data_workers - 0.5) * job.data_worker_cpus / max(1, job.features.gpus)
+        for job in alike
+    ]
     return smoothed(needed) * gpus / alike[-1].data_worker_cpus + 0.5
 
 
@@ -157,6 +175,9 @@ def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
         f"{last.data_workers} data worker(s) of {last.data_worker_cpus} CPUs for {last.features.gpus} GPU(s) in the "
         f"end, and waited {last.wait_share:.0%} of the time"
     )
+    if round(faster := pace(new, last), 2) != 1:
+        batches = f"in batches of {new.batch} as of {last.features.batch}"
+        reason += f"; a GPU takes {faster:.3g} times as many samples {batches}"
     return Proposal(
         data_workers=math.ceil(round(usual * _HEADROOM, 6)) if usual >= 1 else 0,
         data_worker_cpus=cpus,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from hetstream.hetjob.elastic.step_terms import GRADIENT, SYNCHRONISATION, UPDATE
+
 # A job that took fewer steps has not found its number of data workers, or was only a try.
 LEAST_STEPS = 50
-# Of data workers and of their CPUs, as in a job's reports.
+# Of data workers and of their CPUs, as in a job's reports; of seconds, too.
 _MOST = 100_000
 
 
@@ -45,6 +47,8 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wait_share: of the time in which trainers waited for data, then.
         data_worker_mb: the most memory that one data worker had, in MB; None if that was not measured.
         limit_share: of its time limit that it ran; None if that is not known.
+        gradient_s, update_s: of a step on one rank: computing gradients (and synchronising, with several ranks), and
+            updating parameters; None if they were not told apart.
     """
 
     job: str
@@ -57,6 +61,8 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_share: float
     data_worker_mb: int | None = None
     limit_share: float | None = None
+    gradient_s: float | None = None
+    update_s: float | None = None
 
 
 def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> PastJob | None:
@@ -80,6 +86,7 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             dataset=", ".join(sorted({_text(loader["title"]) for loader in loaders if loader.get("title")})),
             batch=round(int(largest["samples"]) / max(1, int(largest["steps"]))),
         )
+        gradient_s, update_s = _step_parts(elastic.get("step_terms") or ())
         needed, memory = elastic.get("trainer_cpus_recommended"), elastic.get("data_worker_mb")
         return PastJob(
             job=job,
@@ -92,9 +99,20 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             wait_share=min(1.0, max(0.0, float(elastic.get("wait_share") or 0.0))),
             data_worker_mb=None if memory is None else max(1, int(memory)),
             limit_share=_limit_share(summary.get("elapsed_s"), summary.get("time_limit_s")),
+            gradient_s=gradient_s,
+            update_s=update_s,
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
         return None  # no record of ours
+
+
+def _step_parts(terms: Iterable[Mapping[str, Any]]) -> tuple[float, float] | tuple[None, None]:
+    """Seconds for gradients and for the update, where both were told."""
+    known = {term["name"]: float(term["seconds"]) for term in terms if term.get("seconds") is not None}
+    gradient_s, update_s = known.get(GRADIENT, known.get(f"{GRADIENT} + {SYNCHRONISATION}")), known.get(UPDATE)
+    if gradient_s is None or update_s is None or not (0 < gradient_s <= _MOST and 0 < update_s <= _MOST):
+        return None, None
+    return gradient_s, update_s
 
 
 def _limit_share(elapsed_s: Any, limit_s: Any) -> float | None:

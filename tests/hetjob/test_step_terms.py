@@ -12,16 +12,34 @@ from hetstream.hetjob.elastic.controller_state import ControllerState
 from hetstream.hetjob.elastic.loading_model import LoadingPoints
 from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile, told_by
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus, OptimizerCalls
 from hetstream.slurm_plugin.cli.summary import _lines as summary_lines
 
 UNKNOWN = StepTerm("T_data", None, None, "nothing was tried")
 
 
-def row(step_s: float, wait_share: float = 0.0, *, ranks: int = 1, ordinal: int = 0, epoch: int = 0) -> LoaderStatus:
+def row(
+    step_s: float,
+    wait_share: float = 0.0,
+    *,
+    ranks: int = 1,
+    ordinal: int = 0,
+    epoch: int = 0,
+    steps: int = 0,
+    optimizer: OptimizerCalls | None = None,
+    pid: int = 1,
+) -> LoaderStatus:
     return LoaderStatus(
-        "job", ordinal, 0, ranks, "h", 1, epoch, 5, 90, 0, 8, 1, 4.0, 1e3, wait_share, LoaderStats(), step_s
-    )
+        "job", ordinal, 0, ranks, "h", pid, epoch, 5, 90, 0, 8, 1, 4.0, 1e3, wait_share, LoaderStats(steps=steps),
+        step_s, optimizer=optimizer,
+    )  # fmt: skip
+
+
+def updating(num: int, each_s: float = 0.010, *, per_step: float = 1.0, ranks: int = 1, pid: int = 1) -> LoaderStatus:
+    """A trainer of 40 ms a step at its n-th look: 80 steps from one to the next, a tenth of its updates timed."""
+    num_timed = int(8 * num * per_step)
+    calls = OptimizerCalls(int(80 * num * per_step), num_timed, num_timed * each_s)
+    return row(0.040 + 0.001 * (-1) ** num, ranks=ranks, steps=80 * num, optimizer=calls, pid=pid)
 
 
 def after(*moments: list[LoaderStatus], every_s: float = 6.0) -> dict[str, StepTerm]:
@@ -49,6 +67,50 @@ def test_with_more_ranks_the_one_that_waits_longest_counts_and_nothing_is_known_
     assert found["T_grad + T_upd + T_sync"].seconds == pytest.approx(0.030)
     assert [found[name].seconds for name in ("T_grad", "T_upd", "T_sync")] == [None] * 3
     assert "2 ranks" in found["T_sync"].reason
+
+
+def test_a_timed_optimizer_tells_the_update_from_the_gradients() -> None:
+    found = after(*([updating(num)] for num in range(10)))
+    update, gradient = found["T_upd"], found["T_grad"]
+    assert update.seconds == pytest.approx(0.010)
+    assert update.error_s == pytest.approx(0.0, abs=1e-9)
+    assert update.reason == "9 readings, 72 timed calls of the optimizer"
+    assert gradient.seconds == pytest.approx(0.030)
+    assert gradient.error_s == found["T_grad + T_upd"].error_s
+    assert gradient.reason == "T_grad + T_upd without T_upd"
+    # One update for four steps that gather gradients.
+    found = after(*([updating(num, per_step=0.25)] for num in range(10)))
+    assert found["T_upd"].seconds == pytest.approx(0.0025)
+    # Of several ranks synchronising stays with the gradients.
+    found = after(*([updating(num, ranks=2)] for num in range(10)))
+    assert found["T_upd"].seconds == pytest.approx(0.010)
+    assert found["T_grad + T_sync"].seconds == pytest.approx(0.030)
+    assert found["T_grad"].seconds is found["T_sync"].seconds is None
+
+
+def test_the_errors_of_both_readings_count() -> None:
+    # In turns 9 and 11 ms from look to look.
+    found = after(*([updating(num, 0.010 - 0.001 * (num % 2) / max(1, num))] for num in range(13)))
+    assert found["T_upd"].seconds == pytest.approx(0.010)
+    together, update, gradient = (found[name].error_s for name in ("T_grad + T_upd", "T_upd", "T_grad"))
+    assert together
+    assert update
+    assert gradient == pytest.approx((together**2 + update**2) ** 0.5)
+
+
+def test_an_optimizer_that_was_timed_too_little_or_too_long_tells_nothing_apart() -> None:
+    found = after(*([updating(num)] for num in range(8)))
+    assert found["T_upd"].reason == "7 of 8 readings of timed calls of the optimizer"
+    assert found["T_grad"].reason == "T_grad + T_upd is known, and T_upd is not"
+    # Nothing was timed since, or no step was taken: no reading.
+    found = after(*([updating(1)] for _ in range(10)))
+    assert found["T_upd"].reason.startswith("0 of 8")
+    # A trainer that was started anew counts from 0 on.
+    found = after(*([updating(num)] for num in range(6)), *([updating(num, pid=2)] for num in range(5)))
+    assert found["T_upd"].seconds == pytest.approx(0.010)
+    found = after(*([updating(num, 0.050)] for num in range(10)))
+    assert found["T_grad"].reason == "T_upd alone is as long as the time between two batches"
+    assert "compiled" in after(*[[row(0.03)]] * 8)["T_upd"].reason
 
 
 def test_few_readings_and_such_that_say_nothing_identify_nothing() -> None:

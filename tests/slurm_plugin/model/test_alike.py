@@ -13,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetstream.hetjob.convert import script_options
 from hetstream.hetjob.directives import Directive
+from hetstream.hetjob.sbatch_options import SbatchOptions
 from hetstream.slurm_plugin.insight.past_jobs import past_jobs
-from hetstream.slurm_plugin.insight.proposals import Remembered, as_directives, next_submissions, remember
-from hetstream.slurm_plugin.model.alike import accuracy, likeness, most_alike, propose, smoothed
+from hetstream.slurm_plugin.insight.proposals import Remembered, as_directives, for_script, next_submissions, remember
+from hetstream.slurm_plugin.model.alike import accuracy, last_batch, likeness, most_alike, pace, propose, smoothed
 from hetstream.slurm_plugin.model.past_job import Features, PastJob
 
 
@@ -79,6 +81,39 @@ def test_jobs_that_gained_nothing_propose_nothing() -> None:
     assert proposal is not None
     assert proposal.options == {}
     assert propose(Features("other", 2, "u"), [past("1")]) is None
+
+
+def test_a_larger_batch_needs_more_data_workers_by_what_updating_takes() -> None:
+    def job(batch: int, **parts: float) -> PastJob:
+        return PastJob("1", 1.0, Features("train", 2, "u", batch=batch), 8, 4, None, 9.0, 0.0, **parts)
+
+    new = Features("train", 2, "u", batch=128)
+    # 30 ms for the gradients of 64 samples and 10 ms for the update: 128 take 70 ms, not 80.
+    told_apart = job(64, gradient_s=0.030, update_s=0.010)
+    assert pace(new, told_apart) == pytest.approx(2 * 40 / 70)
+    assert pace(new, job(64)) == pace(new, job(0, gradient_s=0.03, update_s=0.01)) == 1.0
+    assert pace(Features("train"), told_apart) == 1.0
+    more, same = propose(new, [told_apart]), propose(new, [job(64)])
+    assert more is not None
+    assert same is not None
+    assert (same.data_workers, more.data_workers) == (10, 12)
+    assert "a GPU takes 1.14 times as many samples in batches of 128 as of 64" in more.reason
+    assert "times as many" not in same.reason
+
+
+def test_a_script_is_taken_to_have_the_batch_that_it_had_last() -> None:
+    parts = {"gradient_s": 0.030, "update_s": 0.010}
+    jobs = tuple(
+        PastJob(str(number), float(number), Features(name, 1, user, batch=batch), 8, 4, None, 9.0, 0.0, **parts)
+        for number, (name, user, batch) in enumerate(
+            [("train", "u", 32), ("train.sbatch", "u", 128), ("other", "u", 16), ("train", "v", 32)]
+        )
+    )
+    assert last_batch("train", "u", jobs) == 128
+    assert last_batch("train", "", jobs) == last_batch("new", "u", jobs) == 0
+    proposal = for_script(Remembered(jobs, "u"), "train.sbatch", SbatchOptions(script_options(SCRIPT, "train.sbatch")))
+    assert proposal is not None
+    assert "the most similar, job 1," in proposal.reason
 
 
 def test_what_the_script_says_itself_is_not_proposed() -> None:

@@ -7,7 +7,7 @@ beside the trainer, or fewer of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +76,6 @@ def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, 
     bytes_per_s = bytes_per_s if bytes_per_s >= 1.0 else 0.0
     part = bytes_per_s / num_trainers
     left = network.left_bytes_per_s.copy()
-    traffic = np.zeros(num_nodes)
     places: list[tuple[int, int]] = []
     missing = num
     for node in trainers:
@@ -88,11 +87,8 @@ def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, 
         if count:
             places.append((node, count))
             missing -= count
-            for other in others:
-                left[other] -= count * part
-                traffic[other] += count * part
+            left[others] -= count * part
             left[node] -= count * part * len(others)
-            traffic[node] += count * part * len(others)
     num_near = num - missing
     most = missing if part <= 0 else min(missing, int(min(left[node] / part for node in trainers)))
     each = np.where(is_trainer, 0, room)
@@ -102,11 +98,28 @@ def spread(room: Counts, trainers: Sequence[int], num: int, bytes_per_s: float, 
     filled = np.clip(most - np.concatenate([[0], np.cumsum(each[order])[:-1]]), 0, each[order])
     for node, count in zip(order[filled > 0].tolist(), filled[filled > 0].tolist(), strict=True):
         places.append((node, count))
-        traffic[node] += count * bytes_per_s
-        for trainer in trainers:
-            traffic[trainer] += count * part
         missing -= count
+    traffic = traffic_of(places, trainers, bytes_per_s, num_nodes)
     return Spread(tuple(places), missing, traffic, _reason(num, num_near, missing, most, int(each.sum())))
+
+
+def traffic_of(
+    places: Iterable[tuple[int, int]], trainers: Sequence[int], bytes_per_s: float, num_nodes: int
+) -> NDArray[np.float64]:
+    """What data workers of one job add to each node's link, shape (num_nodes,).
+
+    Args:
+        places: node and number.
+        trainers: nodes of the job's trainers; each takes an equal part of all batches.
+        bytes_per_s: that one data worker sends.
+        num_nodes: of the cluster.
+    """
+    found, part = np.zeros(num_nodes), bytes_per_s / len(trainers)
+    for node, count in places:
+        others = [trainer for trainer in trainers if trainer != node]
+        found[others] += count * part
+        found[node] += count * part * len(others)
+    return found
 
 
 def _reason(num: int, num_near: int, missing: int, most: int, num_far: int) -> str:

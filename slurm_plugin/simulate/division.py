@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from hetstream.slurm_plugin.errors import SimulationFault
 from hetstream.slurm_plugin.policy.caps import caps_of
 from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
 from hetstream.slurm_plugin.simulate.nodes import Nodes
-from hetstream.slurm_plugin.simulate.places import WorkerPlaces, place_workers
+from hetstream.slurm_plugin.simulate.places import PlacedWorkers, Places, place_workers
 from hetstream.slurm_plugin.simulate.running import Running
 from hetstream.slurm_plugin.simulate.scenario import Scenario
 from hetstream.slurm_plugin.simulate.spread import Homes, local_cpus, used_cpus, within_network
@@ -45,6 +46,10 @@ class Division:
         self._starting: deque[_Starting] = deque()
         self._has_budget = bool(workload.network_gbps.max(initial=0.0) > 0)
         self._is_placed = scenario.placement is not None
+        # Where the data workers of a job are, while it runs.
+        self._places: dict[int, Places] = {}
+        # One that must go elsewhere works for nobody for so long: as the daemon's policies reckon.
+        self._move_s = replace(scenario.rules.move, start_s=self._options.start_s).idle_s
         self._knows_places = self._is_placed or self._options.fallback or self._has_budget
         needs = workload.worker_memory_gib[workload.demand > 0]
         self._memory_gib = float(needs.max(initial=0.0))
@@ -67,6 +72,7 @@ class Division:
 
     def forget(self, row: int) -> None:
         """The job of a row has ended, and its data workers with it."""
+        self._places.pop(row, None)
         for batch in self._starting:
             if row < len(batch.cpus):
                 batch.cpus[row] = 0.0
@@ -77,7 +83,7 @@ class Division:
         while self._starting and self._starting[0].ready_s <= now_s:
             cpus = self._starting.popleft().cpus
             running.active[: len(cpus)] += cpus
-        return self._set_speeds(nodes, now_s)
+        return self.settle(nodes, now_s)
 
     def divide(self, nodes: Nodes, now_s: float) -> int:
         """Ask the policy; data workers that must leave do so at once, others start. How many speeds that changes.
@@ -109,18 +115,22 @@ class Division:
             self._cancel(rows, target)
         if more.any():
             wait_s = self._options.start_s + (self._options.take_back_s if less.any() else 0.0)
-            if wait_s:
-                cpus = np.zeros(len(running.job))
-                cpus[rows] = more
-                batch = _Starting(now_s + wait_s, cpus)
-                # Those that wait for nobody to leave are ready before an earlier batch that does.
-                place = len(self._starting)
-                while place and self._starting[place - 1].ready_s > batch.ready_s:
-                    place -= 1
-                self._starting.insert(place, batch)
-            else:
-                running.active[rows] += more
-        return self._set_speeds(nodes, now_s)
+            self._start(rows, more, wait_s, now_s)
+        return self.settle(nodes, now_s, rows, more)
+
+    def _start(self, rows: Ints, more: Floats, wait_s: float, now_s: float) -> None:
+        """Let so many CPUs of data workers work after a while."""
+        if not wait_s:
+            self._running.active[rows] += more
+            return
+        cpus = np.zeros(len(self._running.job))
+        cpus[rows] = more
+        batch = _Starting(now_s + wait_s, cpus)
+        # Those that wait for nobody to leave are ready before an earlier batch that does.
+        place = len(self._starting)
+        while place and self._starting[place - 1].ready_s > batch.ready_s:
+            place -= 1
+        self._starting.insert(place, batch)
 
     def _cancel(self, rows: Ints, target: Floats) -> None:
         """Data workers that have not started yet are the first to leave."""
@@ -152,11 +162,31 @@ class Division:
                     f"policy {self._name} gave a {what} {held[code]:,.0f} CPUs: at most {caps[code]:,} are allowed"
                 )
 
-    def _set_speeds(self, nodes: Nodes, now_s: float) -> int:
+    def settle(self, nodes: Nodes, now_s: float, grown: Ints | None = None, more: Floats | None = None) -> int:
+        """Set speeds by what works now, and where; how many that changes.
+
+        Args:
+            nodes: what trainers have left of them.
+            now_s: the time.
+            grown, more: rows that were given data workers just now, and so many CPUs; of these the start is paid for.
+        """
         running = self._running
         rows = np.flatnonzero(running.demand[: running.top] > 0)
-        if self._knows_places and len(rows):
-            speed = self._placed_speed(rows, nodes)
+        if self._is_placed and len(rows):
+            started = np.zeros(len(running.job))
+            if grown is not None and more is not None:
+                started[grown] = more
+            found = self._place(rows, nodes)
+            new_cpus = np.maximum(0.0, found.num_new * self._options.cpus - started[rows])
+            moved = np.minimum(running.active[rows], new_cpus)
+            if moved.any():
+                running.active[rows] -= moved
+                self._start(rows, moved, self._move_s, now_s)
+            active = np.minimum(running.active[rows], found.placed_cpus)
+            speed = self._placed_speed(rows, nodes, active, found.near_cpus)
+        elif self._knows_places and len(rows):
+            local, _ = local_cpus(self._homes(rows), running.target[rows], self.pool_cpus(nodes))
+            speed = self._placed_speed(rows, nodes, running.active[rows], local)
         else:
             speed = self._speed_with(rows, running.active[rows])
         changed = speed != running.speed[rows]
@@ -171,15 +201,9 @@ class Division:
         speed: Floats = (1.0 - running.overhead[rows]) * np.minimum(1.0, cpus / running.demand[rows])
         return speed
 
-    def _placed_speed(self, rows: Ints, nodes: Nodes) -> Floats:
+    def _placed_speed(self, rows: Ints, nodes: Nodes, active: Floats, local: Floats) -> Floats:
         """What depends on where data workers are: the network, and working without them on the trainer's nodes."""
         running = self._running
-        homes, active = self._homes(rows), running.active[rows]
-        if self._is_placed:
-            found = self._places(rows, homes, nodes)
-            active, local = np.minimum(active, found.placed_cpus), found.near_cpus
-        else:
-            local, _ = local_cpus(homes, running.target[rows], self.pool_cpus(nodes))
         local = np.minimum(local, active)
         speed = self._speed_with(rows, active)
         if self._options.fallback:
@@ -189,21 +213,24 @@ class Division:
             return speed  # a data worker for which there is no budget has no place
         share = np.divide(local, active, out=np.ones_like(local), where=active > 0)
         budget_gbps = nodes.cluster.network_gbps * self._options.network_share
-        return within_network(homes, speed, share, budget_gbps)
+        return within_network(self._homes(rows), speed, share, budget_gbps)
 
     def used_cpus(self, nodes: Nodes) -> Floats:
         """CPUs of each node that data workers hold."""
-        rows = np.flatnonzero(self._running.target[: self._running.top] > 0)
-        homes = self._homes(rows)
         if self._is_placed:
-            return self._places(rows, homes, nodes).used_cpus
-        return used_cpus(homes, self._running.target[rows], self.pool_cpus(nodes))
+            used = np.zeros(nodes.cluster.num_nodes)
+            for node, count in chain.from_iterable(self._places.values()):
+                used[node] += count * self._options.cpus
+            return used
+        rows = np.flatnonzero(self._running.target[: self._running.top] > 0)
+        return used_cpus(self._homes(rows), self._running.target[rows], self.pool_cpus(nodes))
 
-    def _places(self, rows: Ints, homes: Homes, nodes: Nodes) -> WorkerPlaces:
-        """Where data workers are: those of jobs that have run for longest have chosen first."""
+    def _place(self, rows: Ints, nodes: Nodes) -> PlacedWorkers:
+        """Where data workers are from now on: those of jobs that have run for longest choose first."""
         running, load, size = self._running, self._workload, self._options.cpus
         order = np.lexsort((running.job[rows], running.start_s[rows]))
         turn = np.argsort(order)
+        homes = self._homes(rows)
         lines = np.argsort(turn[homes.row], kind="stable")
         own = Homes(turn[homes.row][lines], homes.node[lines], homes.share[lines], homes.gbps[lines])
         rows = rows[order]
@@ -211,13 +238,15 @@ class Division:
         found = place_workers(
             own,
             (running.target[rows] // size).astype(np.int64).tolist(),
+            [self._places.get(row, ()) for row in rows.tolist()],
             size,
             load.network_gbps[job] * load.units[job] * size / running.demand[rows],
             (self.pool_cpus(nodes) // size).astype(np.int64),
             nodes.cluster.network_gbps,
             self._options.network_share,
         )
-        return WorkerPlaces(found.placed_cpus[turn], found.near_cpus[turn], found.used_cpus)
+        self._places = dict(zip(rows.tolist(), found.places, strict=True))
+        return PlacedWorkers(found.places, found.placed_cpus[turn], found.near_cpus[turn], found.num_new[turn])
 
     def _homes(self, rows: Ints) -> Homes:
         """Where the trainers of these rows are."""

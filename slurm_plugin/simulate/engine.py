@@ -380,6 +380,10 @@ class _Engine:
             self._num_job_events += division.divide(self._nodes, now_s)
             self._is_faster = True
             self._divide_s = self._ask_again_s(division.num_moves > num_moves)
+        elif self._is_changed and self._scenario.placement is not None:
+            # A trainer that has started takes CPUs of its node from data workers at once.
+            self._num_job_events += division.settle(self._nodes, now_s)
+            self._is_faster = True
 
     def _ask_again_s(self, has_moved: bool) -> float:
         """When the policy is asked again though nothing else has changed."""

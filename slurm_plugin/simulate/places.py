@@ -7,7 +7,7 @@ The placements and the rule for data workers are the objects that the daemon and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetstream.slurm_plugin.placement import nodes as places
 from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.placement.data_workers import Network, spread
+from hetstream.slurm_plugin.placement.data_workers import Network, spread, traffic_of
 from hetstream.slurm_plugin.placement.fragments import TypicalShapes
 from hetstream.slurm_plugin.placement.gang import place_gang
 from hetstream.slurm_plugin.simulate.nodes import Nodes, Placement, Shape
@@ -102,63 +102,96 @@ def unusable_gpus(typical: TypicalShapes, nodes: Nodes) -> float:
     return float(lost @ counts) / (places.WHOLE * max(1.0, nodes.cluster.num_gpus))
 
 
+# Of one job: node and number of its data workers there.
+Places = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
-class WorkerPlaces:
+class PlacedWorkers:
     """Where data workers are.
 
     Attributes:
+        places: of each job.
         placed_cpus, near_cpus: of each job's data workers that have a place, and of those beside its trainers.
-        used_cpus: of each node.
+        num_new: of each job's data workers that were not there before.
     """
 
+    places: tuple[Places, ...]
     placed_cpus: Floats
     near_cpus: Floats
-    used_cpus: Floats
+    num_new: Ints
 
 
 def place_workers(
     homes: Homes,
     workers: Sequence[int],
+    before: Sequence[Places],
     cpus: int,
     gbps: Floats,
     room: Ints,
     link_gbps: Floats,
     link_share: float,
-) -> WorkerPlaces:
-    """Give data workers places, job by job.
+) -> PlacedWorkers:
+    """Give data workers places, job by job: who has one stays there while there is room, the others get one.
 
     Args:
-        homes: where the trainers of the jobs are; jobs are placed in the order of their rows.
+        homes: where the trainers of the jobs are; jobs choose in the order of their rows.
         workers: data workers of each job.
+        before: where they were.
         cpus: of one.
         gbps: that one of each job sends.
-        room: data workers that each node could hold.
+        room: data workers that each node could hold if there were none.
         link_gbps: of each node.
         link_share: of a link that data workers may use.
     """
-    placed, near, used = np.zeros(len(workers)), np.zeros(len(workers)), np.zeros(len(room))
     link = np.minimum(link_gbps * _BYTES_PER_GBIT, _NO_LIMIT_BYTES_PER_S)
     taken, num_remote = np.zeros(len(room)), np.zeros(len(room), np.int64)
-    room = room.copy()
+    room, sent = room.copy(), (gbps * _BYTES_PER_GBIT).tolist()
     firsts = np.searchsorted(homes.row, np.arange(len(workers) + 1))
+    trainers = [homes.node[firsts[row] : firsts[row + 1]].tolist() for row in range(len(workers))]
+    kept = [_kept(own, num if nodes else 0, room) for own, num, nodes in zip(before, workers, trainers, strict=True)]
+    num_kept = np.array([sum(own.values()) for own in kept], dtype=np.int64)
+    for row in np.flatnonzero(num_kept).tolist():
+        taken += traffic_of(kept[row].items(), trainers[row], sent[row], len(room))
+        num_remote += _num_remote(kept[row], trainers[row], len(room))
+    places = [dict(own) for own in kept]
     for row, num in enumerate(workers):
-        trainers = homes.node[firsts[row] : firsts[row + 1]].tolist()
-        if not num or not trainers:
+        missing = num - int(num_kept[row])
+        if missing <= 0 or not trainers[row]:
             continue
-        network = Network(link, taken, num_remote, link_share)
-        found = spread(room, trainers, num, float(gbps[row]) * _BYTES_PER_GBIT, network)
+        found = spread(room, trainers[row], missing, sent[row], Network(link, taken, num_remote, link_share))
         taken = taken + found.traffic_bytes_per_s
-        if len(trainers) > 1:
-            num_remote[trainers] += 1
+        num_remote -= _num_remote(places[row], trainers[row], len(room))
         for node, count in found.places:
             room[node] -= count
-            used[node] += count * cpus
-            placed[row] += count * cpus
-            if node in trainers:
-                near[row] += count * cpus
-            else:
-                num_remote[node] += count
-    return WorkerPlaces(placed, near, used)
+            places[row][node] = places[row].get(node, 0) + count
+        num_remote += _num_remote(places[row], trainers[row], len(room))
+    placed = np.array([sum(own.values()) for own in places], dtype=np.int64)
+    near = [sum(own.get(node, 0) for node in nodes) for own, nodes in zip(places, trainers, strict=True)]
+    placed_cpus, near_cpus = placed * float(cpus), np.array(near, dtype=float) * cpus
+    return PlacedWorkers(tuple(tuple(own.items()) for own in places), placed_cpus, near_cpus, placed - num_kept)
+
+
+def _kept(places: Places, num: int, room: Ints) -> dict[int, int]:
+    """Of a job's data workers, those that can stay where they are; `room` gets less."""
+    found: dict[int, int] = {}
+    for node, had in places:
+        if count := min(had, num, int(room[node])):
+            found[node] = count
+            num -= count
+            room[node] -= count
+    return found
+
+
+def _num_remote(places: Mapping[int, int], trainers: Sequence[int], num_nodes: int) -> Ints:
+    """What a job adds to `Network.num_remote`: data workers away from its trainers, and distributed trainers."""
+    found = np.zeros(num_nodes, np.int64)
+    if len(trainers) > 1 and places:
+        found[list(trainers)] = 1
+    for node, count in places.items():
+        if node not in trainers:
+            found[node] += count
+    return found
 
 
 def _asked(shape: Shape, units: int) -> places.Shape:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
 from hetstream.slurm_plugin.placement.choices import CHOICES
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
+from hetstream.slurm_plugin.policy.steadiness import MoveCost
 from hetstream.slurm_plugin.simulate.cluster import parse
 from hetstream.slurm_plugin.simulate.engine import simulate
 from hetstream.slurm_plugin.simulate.outcome import Outcome
@@ -72,6 +73,24 @@ def test_a_network_budget_leaves_data_workers_without_a_place() -> None:
     # The link of the node that sends counts as well.
     narrow = "gpus=1,cpus=8,network_gbps=100;cpus=8,network_gbps=2"
     assert run(load, narrow, half).end_s.tolist() == pytest.approx([100 * 12 / 7])
+
+
+def test_data_workers_that_must_go_elsewhere_pay_what_the_daemon_reckons_with() -> None:
+    # The second job takes the CPUs of its node; the data workers there begin again on the third node.
+    load = jobs((0, 200, 1), (50, 100, 1), ideal_cpus=[12, 8], trainer_cpus=[4, 8])
+    nodes = "gpus=1,cpus=4;gpus=1,cpus=8;cpus=8"
+    at_once = replace(ELASTIC, placement="best-fit")
+    cost = MoveCost()
+    move_s = cost.report_s + cost.cooldown_s + cost.drain_s
+    assert run(load, nodes, at_once).end_s.tolist() == pytest.approx([200 + move_s, 150])
+    slow = replace(at_once, workers=replace(AT_ONCE, start_s=20.0))
+    assert run(load, nodes, slow).end_s.tolist() == pytest.approx([20 + 200 + move_s + 20, 150])
+    quick = replace(at_once, rules=Rules(move=replace(cost, report_s=0.0, cooldown_s=0.0, drain_s=0.0)))
+    assert run(load, nodes, quick).end_s.tolist() == pytest.approx([200, 150])
+    # Half of them can stay.
+    half = jobs((0, 200, 1), (50, 100, 1), ideal_cpus=[12, 4], trainer_cpus=[4, 4])
+    wide = "gpus=1,cpus=4;gpus=1,cpus=8;cpus=4"
+    assert run(half, wide, at_once).end_s.tolist() == pytest.approx([200 + move_s / 2, 150])
 
 
 def test_the_trainers_own_node_comes_first_and_nothing_crosses_the_network_then() -> None:

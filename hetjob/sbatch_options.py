@@ -268,7 +268,7 @@ def megabytes(text: str) -> float | None:
 
 def time_limit_s(text: str) -> float | None:
     """A time of Slurm (`7` minutes, `5:00` with seconds, `02:03:04`, `3-02`) in seconds, or None for another form."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip(), re.ASCII)
     if not match:
         return None
     days, *parts = match.groups()

@@ -44,6 +44,8 @@ class DirectiveOption:
 
 
 _MOST_STEPS = 10**12
+# As far ahead as backfill looks unless a site says otherwise (bf_window): it finds no longer hole.
+_LONGEST_HOLE_S = 86400.0
 _NUMBERS = (
     "data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas", "total-steps", "total-epochs",
     "gpu-data-worker-cpus",
@@ -288,7 +290,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
     if option in ("data-worker-mem", "gpu-data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-time-min":
-        return None if time_limit_s(value) else "a time above 0 such as 2:00 (minutes and seconds) or 1:30:00"
+        is_hole = 0 < (time_limit_s(value) or 0.0) <= _LONGEST_HOLE_S
+        return None if is_hole else "a time above 0, such as 2:00 (minutes and seconds) or 1:30:00, and at most a day"
     if option == "on-memory-warning":
         return None if value in ("warn", "migrate") else "warn or migrate"
     if option == "data-worker-python":

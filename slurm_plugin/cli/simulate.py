@@ -32,6 +32,7 @@ from hetstream.slurm_plugin.simulate.lines import MOST
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
 from hetstream.slurm_plugin.simulate.scenario import (
+    MOST_SIGMA,
     CapOptions,
     Discipline,
     FailureOptions,
@@ -66,6 +67,13 @@ _LEAST_NODE_MTBF_HOURS = 1.0
 _MOST_SEEDS = 10_000
 _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
+# Options that take any number from 0 on, and the most that each may be.
+_AMOUNTS = {
+    **dict.fromkeys(("aging", "bf_interval", "submit_latency", "free_latency", "limit_factor"), MOST),
+    **dict.fromkeys(("round", "start_cost", "take_back_cost", "network_share"), MOST),
+    "estimate_sigma": MOST_SIGMA,
+    **dict.fromkeys(("repair", "checkpoint"), MOST / _HOUR_S),
+}
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
 _SAMPLES = 200
 # Parts of a run for which the table tells it.
@@ -254,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing; what a scenario asks of its own, it checks itself."""
+    """Refuse numbers that mean nothing, by the names of the options."""
     if not 1 <= args.seeds <= _MOST_SEEDS:
         raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")
     for name in ("seed", "list"):
@@ -266,6 +274,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be a finite number of hours above 0")
         if value is not None and value > MOST / _HOUR_S:
             raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be at most {MOST / _HOUR_S:,.0f} hours")
+    for name, most in _AMOUNTS.items():
+        if not 0 <= (value := getattr(args, name)) <= most:
+            raise UsageError(f"--{name.replace('_', '-')}={value:g}: must be from 0 to {most:g}")
+    if not 1 <= args.data_worker_cpus <= MOST:
+        raise UsageError(f"--data-worker-cpus={args.data_worker_cpus}: must be at least 1, and at most {MOST:g}")
+    if not args.checkpoint:
+        raise UsageError("--checkpoint=0: must be above 0")
     if args.node_mtbf is not None and args.node_mtbf < _LEAST_NODE_MTBF_HOURS:
         raise UsageError(f"--node-mtbf={args.node_mtbf:g}: must be at least {_LEAST_NODE_MTBF_HOURS:g} hour")
 

@@ -5,9 +5,9 @@ Called by the registry at each round. The clock is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,19 +25,44 @@ if TYPE_CHECKING:
 _NOTHING = Held()
 
 
-@dataclass
-class Since:
-    """Since when something is so, by job, in seconds since the epoch; but for promises, forgotten when the daemon ends.
+class Times(NamedTuple):
+    """Of one job, in seconds since the epoch; None where it is not so.
 
     Attributes:
-        changed: its limit is what it is.
-        starved: it is below the floor of speed.
+        changed_s: since when its limit is what it is.
+        starved_s: since when it is below the floor of speed.
+    """
+
+    changed_s: float | None = None
+    starved_s: float | None = None
+
+
+@dataclass
+class Since:
+    """What the daemon has seen of each job, and keeps for its next life.
+
+    Attributes:
+        changed, starved: by job; see `Times`.
         promises: what it has claimed of its remaining work until now.
+        touched: gets the jobs whose times are others now.
     """
 
     changed: dict[str, float] = field(default_factory=dict)
     starved: dict[str, float] = field(default_factory=dict)
     promises: Promises = field(default_factory=Promises)
+    touched: set[str] = field(default_factory=set)
+
+    @classmethod
+    def going_on(cls, times: Mapping[str, Times], promises: Promises, touched: set[str]) -> Since:
+        """As an earlier life of the daemon has left it."""
+        changed = {job: kept.changed_s for job, kept in times.items() if kept.changed_s is not None}
+        starved = {job: kept.starved_s for job, kept in times.items() if kept.starved_s is not None}
+        return cls(changed, starved, promises, touched)
+
+    def times(self, jobs: Iterable[str]) -> dict[str, Times]:
+        """Those of these jobs of which there are any."""
+        found = {job: Times(self.changed.get(job), self.starved.get(job)) for job in jobs}
+        return {job: times for job, times in found.items() if times != Times()}
 
     def forget(self, job: str) -> None:
         """It has ended."""
@@ -136,7 +161,10 @@ def _curve(job: Registered, wanted_cpus: int, settings: PolicySettings) -> Curve
 
 def _note_starving(jobs: Sequence[Registered], speed: Floats, since: Since, floor: float, now_s: float) -> None:
     for job, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
+        if is_starved == (job.job in since.starved):
+            continue
+        since.touched.add(job.job)
         if is_starved:
-            since.starved.setdefault(job.job, now_s)
+            since.starved[job.job] = now_s
         else:
-            since.starved.pop(job.job, None)
+            del since.starved[job.job]

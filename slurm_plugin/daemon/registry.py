@@ -17,7 +17,7 @@ import msgspec
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.daemon.claimed_work import Promise, Promises, claim_s
-from hetstream.slurm_plugin.daemon.jobs_table import Since, pool_of, table_of, with_room
+from hetstream.slurm_plugin.daemon.jobs_table import Since, Times, pool_of, table_of, with_room
 from hetstream.slurm_plugin.daemon.known import (
     Held,
     companions_of_jobs,
@@ -116,7 +116,8 @@ class Registry:
         settings: see above.
         policy: divides in the place of the one that the settings name.
         pace: how often jobs report and the policy is asked.
-        promises: what jobs have claimed of their remaining work, as an earlier life of the daemon remembers it.
+        promises, times: what jobs have claimed of their remaining work, and since when they starve or have what they
+            have, as an earlier life of the daemon remembers it.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Registry:
         policy: Policy | None = None,
         pace: Pace | None = None,
         promises: Mapping[str, Promise] | None = None,
+        times: Mapping[str, Times] | None = None,
     ) -> None:
         self.jobs = {job.job: job for job in known}
         self.pool_cpus = 0
@@ -147,7 +149,7 @@ class Registry:
         self._held: dict[str, Held] = {}
         self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
         self._weights: dict[str, float] = {}
-        self._since = Since(promises=Promises(promises))
+        self._since = Since.going_on(times or {}, Promises(promises), self.touched)
         self._is_due = False
         self._round_s = -self._pace.round_s
 
@@ -334,6 +336,10 @@ class Registry:
     def promises(self, jobs: Iterable[str]) -> dict[str, Promise]:
         """What those of these jobs have promised that have claimed anything."""
         return self._since.promises.of(jobs)
+
+    def times(self, jobs: Iterable[str]) -> dict[str, Times]:
+        """Since when those of these jobs starve or have what they have of which that is known."""
+        return self._since.times(jobs)
 
     def wait_shares(self) -> Mapping[str, float]:
         """Job id -> share of time that its trainers waited for data, of the jobs that said so."""

@@ -105,6 +105,7 @@ class Daemon:
             settings=store.settings(),
             pace=options.pace,
             promises=store.promises(),
+            times=store.times(),
         )
         self._said_problem = ""
         self._munge = Munge(options.settings.munge_socket)
@@ -335,7 +336,7 @@ class Daemon:
         if registry.touched:
             decisions = self._decisions(changes, registry.settings.policy, time.time())
             touched = {job: registry.jobs.get(job) for job in registry.touched}
-            self._store.save(touched, decisions, registry.promises(touched))
+            self._store.save(touched, decisions, registry.promises(touched), registry.times(touched))
             registry.touched.clear()
         self._wait_shares = registry.wait_shares()
         limit = "limit" if self._options.allocating else "would-be-limit"

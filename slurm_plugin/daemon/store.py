@@ -1,5 +1,5 @@
-"""What the daemon remembers across its own death, in SQLite: the jobs' last reports, limits and promises, which policy
-divides, and the last decisions. Called by `server.py`.
+"""What the daemon remembers across its own death, in SQLite: the jobs' last reports, limits, promises and times, which
+policy divides, and the last decisions. Called by `server.py`.
 
 WAL mode: a process that is killed at any point leaves all of a change or nothing of it. It is written before a job has
 its answer, so a job never knows more than the daemon's next life, and no report counts twice.
@@ -22,6 +22,7 @@ from hetstream.base import typed_json
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.claimed_work import Promise
+from hetstream.slurm_plugin.daemon.jobs_table import Times
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
@@ -36,7 +37,8 @@ _APPLICATION_ID = 0x68657464
 _SCHEMA_VERSION = 1
 _MAX_WAL_BYTES = 1 << 20
 # SQLite keeps whatever is written, also in a column of another type, and infinite numbers.
-_Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_MOST_TIME_S = 1e12
+_Number = Annotated[float, msgspec.Meta(ge=0, le=_MOST_TIME_S)]
 _Limit = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _JobRow = tuple[str, str, Annotated[int, msgspec.Meta(ge=0)], _Number, _Number, _Limit | None, str]
 _DecisionRow = tuple[_Number, str, str, _Limit | None, _Limit | None, str, int, str]
@@ -100,6 +102,7 @@ class Store:
             "reason text not null); "
             "create table if not exists promises (job text primary key, done_s real not null, due_s real not null, "
             "seen_s real not null); "
+            "create table if not exists times (job text primary key, changed_s real, starved_s real); "
             "create table if not exists settings (only_row integer primary key check (only_row = 1), "
             "value text not null); "
             "create table if not exists decisions (number integer primary key autoincrement, time_s real not null, "
@@ -138,21 +141,37 @@ class Store:
             )  # fmt: skip
         return kept
 
+    def times(self) -> dict[str, Times]:
+        """Since when the jobs that are remembered starve, or have what they have; what is no time is left out.
+
+        Raises:
+            DaemonStateError: the file is damaged.
+        """
+        with self._named():
+            rows = self._database.execute(
+                "select job, changed_s, starved_s from times where job in (select job from jobs) order by job"
+            ).fetchall()
+        found = {job: Times(*(value if _is_time(value) else None for value in values)) for job, *values in rows}
+        if damaged := [job for job, *values in rows if tuple(values) != found[job]]:
+            log.warning("%s: of %d job(s) a time that is kept is none: job=%.20r", self.path, len(damaged), damaged[0])
+        return found
+
     def save(
         self,
         jobs: Mapping[str, Registered | None],
         decisions: Iterable[DecisionTaken] = (),
         promises: Mapping[str, Promise] | None = None,
+        times: Mapping[str, Times] | None = None,
     ) -> None:
-        """Remember these jobs and what they promise, forget those that are None, note the decisions. All or nothing.
+        """Remember these jobs, their promises and times, forget those that are None, note decisions. All or nothing.
 
         Raises:
             DaemonStateError: it cannot be written.
         """
         with self._named(), transaction(self._database):
             for name, job in jobs.items():
-                self._database.execute("delete from jobs where job = ?", (name,))
-                self._database.execute("delete from promises where job = ?", (name,))
+                for table in ("jobs", "promises", "times"):
+                    self._database.execute(f"delete from {table} where job = ?", (name,))
                 if job is not None:
                     report = msgspec.json.encode(job.report).decode()
                     row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
@@ -160,6 +179,10 @@ class Store:
             self._database.executemany(
                 "insert into promises values (?, ?, ?, ?)",
                 [(job, *promise) for job, promise in (promises or {}).items() if jobs.get(job) is not None],
+            )
+            self._database.executemany(
+                "insert into times values (?, ?, ?)",
+                [(job, *kept) for job, kept in (times or {}).items() if jobs.get(job) is not None],
             )
             columns = DecisionTaken.__struct_fields__
             added = self._database.executemany(
@@ -312,6 +335,10 @@ def _read(database: sqlite3.Connection) -> list[Registered]:
         user, report, sent_ns, seen_s, weight, limit, reason = msgspec.convert(row, _JobRow)
         jobs.append(Registered(user, typed_json.decode(report, ReportDemand), sent_ns, seen_s, weight, limit, reason))
     return jobs
+
+
+def _is_time(value: object) -> bool:
+    return value is None or (isinstance(value, float) and 0 <= value <= _MOST_TIME_S)
 
 
 @contextlib.contextmanager

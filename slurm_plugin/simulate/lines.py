@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hetstream.base.text import printable
@@ -16,6 +17,8 @@ NUL = "a byte of it is 0, which no text has"
 AS_UTF_8 = "Is it UTF-16? Write it as UTF-8"
 # Beyond it, seconds are no longer told apart well enough for the books to balance. Epochs in seconds are below.
 MOST = 1e10
+# Of an export of sacct: what jobstats measured of a job on many nodes is one value.
+MOST_FIELD = 4 << 20
 
 
 @dataclass
@@ -91,6 +94,13 @@ def read(
     Raises:
         SimulationInputError: the head line lacks columns or has unknown ones; there is none.
     """
+    with _fields_up_to(MOST_FIELD if delimiter != "," else csv.field_size_limit()):
+        return _read(source, text, required, known, delimiter)
+
+
+def _read(
+    source: str, text: Iterable[str], required: Collection[str], known: Collection[str] | None, delimiter: str
+) -> Lines:
     lines = _Lines(text)
     # Slurm quotes nothing. Elsewhere a quote that is not closed must not swallow the rest of the file.
     is_csv = delimiter == ","
@@ -110,19 +120,35 @@ def read(
     if problems:
         raise SimulationInputError(source, problems)
     found = Lines(source, [])
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return found
+        except csv.Error as error:
+            if is_csv:  # where a quote is not closed, nobody knows what the next line is
+                raise SimulationInputError(source, [f"line {rows.line_num}: {error}"]) from error
+            is_long = "field limit" in str(error)
+            found.complain(rows.line_num, f"a value has more than {MOST_FIELD:,} characters" if is_long else str(error))
+            continue
+        if not row and not lines.num_nul:
+            continue
+        if lines.has_nul():
+            found.complain(rows.line_num, NUL)
+        elif len(row) != len(names):
+            found.complain(rows.line_num, f"{len(row)} values and not {len(names)}")
+        else:
+            found.records.append((rows.line_num, dict(zip(names, row, strict=True))))
+
+
+@contextmanager
+def _fields_up_to(num_characters: int) -> Iterator[None]:
+    """The csv module has one limit for the whole process."""
+    before = csv.field_size_limit(num_characters)
     try:
-        for row in rows:
-            if not row and not lines.num_nul:
-                continue
-            if lines.has_nul():
-                found.complain(rows.line_num, NUL)
-            elif len(row) != len(names):
-                found.complain(rows.line_num, f"{len(row)} values and not {len(names)}")
-            else:
-                found.records.append((rows.line_num, dict(zip(names, row, strict=True))))
-    except csv.Error as error:
-        raise SimulationInputError(source, [f"line {rows.line_num}: {error}"]) from error
-    return found
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 class _Lines:

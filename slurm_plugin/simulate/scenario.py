@@ -15,11 +15,12 @@ from hetstream.slurm_plugin.placement.choices import CHOICES
 from hetstream.slurm_plugin.policy.choices import Rules
 from hetstream.slurm_plugin.policy.table import Policy
 from hetstream.slurm_plugin.simulate.cluster import Cluster
+from hetstream.slurm_plugin.simulate.lines import MOST
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]
-# Beyond it, seconds are no longer told apart well enough for the books to balance; an error of e^10 says all there is.
-_MOST, _MOST_SIGMA = 1e10, 10.0
+# An error of e^10 says all there is.
+MOST_SIGMA = 10.0
 
 
 class Discipline(Enum):
@@ -159,8 +160,8 @@ class Scenario:
         problems = []
         if (self.policy is not None) != (self.request is Request.ELASTIC):
             problems.append(f"request {self.request.value}: a policy belongs to an elastic request, and to no other")
-        if not 1 <= self.workers.cpus <= _MOST:
-            problems.append(f"cpus of a data worker is {self.workers.cpus}: must be at least 1, and at most {_MOST:g}")
+        if not 1 <= self.workers.cpus <= MOST:
+            problems.append(f"cpus of a data worker is {self.workers.cpus}: must be at least 1, and at most {MOST:g}")
         amounts = {
             "interval_s": self.queue.interval_s, "limit_factor": self.queue.limit_factor, "aging": self.queue.aging,
             "submit_s": self.queue.submit_s, "free_s": self.queue.free_s,
@@ -170,12 +171,12 @@ class Scenario:
             "sample_s": self.sample_s,
         }  # fmt: skip
         problems += [
-            f"{name} is {value:g}: must be from 0 to {_MOST:g}"
+            f"{name} is {value:g}: must be from 0 to {MOST:g}"
             for name, value in amounts.items()
-            if not 0 <= value <= _MOST
+            if not 0 <= value <= MOST
         ]
-        if self.workers.estimate_sigma > _MOST_SIGMA:
-            problems.append(f"estimate_sigma is {self.workers.estimate_sigma:g}: must be at most {_MOST_SIGMA:g}")
+        if self.workers.estimate_sigma > MOST_SIGMA:
+            problems.append(f"estimate_sigma is {self.workers.estimate_sigma:g}: must be at most {MOST_SIGMA:g}")
         if not self.failures.node_mtbf_s > 0 or not self.failures.checkpoint_s > 0:
             problems.append("node_mtbf_s and checkpoint_s must be above 0")
         if not self.hold_s > 0:

@@ -305,6 +305,7 @@ def test_companions_in_holes_run_no_longer_than_the_job_and_the_partition_let_th
     short = PartitionLimits((NodeSize(8, 8000, False),), max_time_s=1800.0)
     cluster = Cluster(frozenset({"cpu"}), "cpu", "sched/backfill", {"cpu": short})
     assert hole_words("--time=1-0", "1:30:0".removeprefix("1:"), cluster) == ["--time-min=1800", "--longest=1800"]
+    assert hole_words("--gres=gpu:1", "1-0") == ["--time-min=86400"]
     assert hole_words("--time=UNLIMITED", "10", cluster) == ["--time-min=600", "--longest=1800"]
     with pytest.raises(limits.TimeMinTooLong, match="is above MaxTime of 30 minutes of partition cpu, so no data"):
         hole_words("--time=1-0", "31", cluster)
@@ -318,9 +319,9 @@ def test_holes_need_a_scheduler_that_looks_for_them() -> None:
         check_cluster(JobSpec(0, 3, data_worker_time_min="2"), builtin)
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "0:00", "", "-1", "UNLIMITED", "1:2:3:4"])
+@pytest.mark.parametrize("text", ["soon", "0", "0:00", "", "-1", "UNLIMITED", "1:2:3:4", "1-0:0:1", "9" * 400])
 def test_a_least_time_is_a_time(text: str) -> None:
-    with pytest.raises(DirectiveError, match="a time above 0 such as 2:00"):
+    with pytest.raises(DirectiveError, match=r"a time above 0, such as 2:00 .* and at most a day"):
         JobSpec(0, 2, data_worker_time_min=text)
     with pytest.raises(
         DirectiveError, match=r"only data workers that join later run in holes\. Use --data-workers=2-MAX"

@@ -14,6 +14,7 @@ import pytest
 from hetstream.hetjob.site.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.daemon.jobs_table import Times
 from hetstream.slurm_plugin.daemon.pace import Pace
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
 from hetstream.slurm_plugin.daemon.registry import Registry
@@ -478,6 +479,41 @@ def test_a_store_keeps_what_it_is_given(tmp_path: Path) -> None:
     with Store(directory) as store:
         assert store.jobs() == [registry.jobs["2"]]
     assert remembered_jobs(tmp_path / "nowhere") == []
+
+
+def test_a_daemon_goes_on_counting_since_when_a_job_starves_and_has_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def noting(table: JobTable, pool: Pool, now_s: float) -> Allocation:
+        seen.append((float(table.starved_s[0]), float(table.held_s[0])))
+        return allocation(np.zeros(len(table), np.int64))
+
+    def life(store: Store, now_s: float) -> None:
+        registry = Registry(store.jobs(), allocating=True, policy=noting, times=store.times())
+        registry.observe(snapshot(job(1), cpus=0), now_s)
+        for number in range(3):
+            registry.report(ALICE, demand(1), int(1e9 * now_s) + number, now_s + 2 * number)
+        store.save({name: registry.jobs[name] for name in registry.touched}, times=registry.times(registry.touched))
+
+    with Store(tmp_path) as store:
+        life(store, 100.0)
+        assert store.times() == {"1": Times(100.0, 100.0)}
+        life(store, 500.0)
+        assert store.times() == {"1": Times(100.0, 100.0)}
+    assert seen[0] == (0.0, np.inf)
+    assert seen[-1] == (400.0, 400.0)
+    database = sqlite3.connect(tmp_path / "daemon.sqlite")
+    with database:
+        database.execute("update times set starved_s = 'x', changed_s = 9e999")
+        database.execute("insert into times values ('7', 1.0, 1.0)")  # of no job
+    database.close()
+    with Store(tmp_path) as store:
+        assert store.times() == {"1": Times()}
+        store.save({"1": None})
+        assert store.times() == {}
+    assert "of 1 job(s) a time that is kept is none: job='1'" in caplog.text
 
 
 def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:

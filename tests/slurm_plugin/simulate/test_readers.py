@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate import cluster
 from hetstream.slurm_plugin.simulate.engine import simulate
+from hetstream.slurm_plugin.simulate.lines import MOST_FIELD
 from hetstream.slurm_plugin.simulate.models import HEAVY, LIGHT, list_from, synthetic_trace
 from hetstream.slurm_plugin.simulate.sacct import Assumptions
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
@@ -225,6 +228,21 @@ def test_bad_lines_can_be_left_out_and_are_counted() -> None:
     trace = read_trace("p", PHILLY + "9,1,-1,1,a\n", options=ReadOptions(skip_bad=True))
     assert len(trace.workload) == 2
     assert "1 line(s) are wrong and left out" in trace.notes
+
+
+def test_a_value_that_is_too_long_costs_its_line_and_no_other() -> None:
+    head, *rows = SACCT.splitlines()
+    several = "\n".join([head + "|AdminComment", *(f"{row}|{'x' * 200_000}" for row in rows)])
+    assert len(read_trace("month.txt", several).workload) == 2, "what a site measured of a job may be long"
+    rows[4] += "|" + "x" * (MOST_FIELD + 1)
+    long = "\n".join([head + "|AdminComment", *(row + "|" for row in rows[:4]), rows[4]])
+    assert problems_of(long) == ("line 6: a value has more than 4,194,304 characters",)
+    wrong = long.replace("|2|16|cpu=16,mem", "|-2|16|cpu=16,mem")
+    assert [problem.split(":")[0] for problem in problems_of(wrong)] == ["line 2", "line 6"]
+    trace = read_trace("month.txt", long, options=ReadOptions(skip_bad=True))
+    assert trace.workload.names == ("1",)
+    assert "1 line(s) are wrong and left out" in trace.notes
+    assert csv.field_size_limit() == 131_072, "the limit of other readers is as before"
 
 
 def test_clocks_that_jump_in_an_export_are_problems() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,64 +96,103 @@ def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | No
         prices: None if there are none.
     """
     load, done = outcome.workload, outcome.finished
-    jct_s = (outcome.end_s - load.submit_s)[done]
-    ran_s = (outcome.end_s - outcome.start_s)[done]
-    work_s = load.work_s[done]
-    started = np.isfinite(outcome.start_s)
-    wait_s = (outcome.start_s - load.submit_s)[started]
-    taken = np.ones(len(load), dtype=bool)
-    taken[list(outcome.rejected)] = False
-    by_cause = outcome.waited_s[taken].mean(axis=0) if taken.any() else np.zeros(len(Cause))
     end_s = float(np.nanmax(outcome.end_s)) if done.any() else 0.0
     window = window_s or end_s or 1.0
-    use, own = outcome.use, outcome.cluster
-    all_s = float(use.at_s[-1]) if len(use.at_s) else 0.0
-    gpu_hours = use.total(use.gpus, 0.0, all_s) / _HOUR_S
-    cpu_hours = use.total(use.cpus, 0.0, all_s) / _HOUR_S
-    work_hours = use.total(use.effective_gpus, 0.0, all_s) / _HOUR_S
-    cost = prices.of(gpu_hours, cpu_hours) if prices else None
-    seen = outcome.fragmentation
-    within = seen.at_s < window if seen else None
-    slowdown = jct_s / work_s
-    speeds = work_s / np.maximum(ran_s, 1e-9)
-    job_hours = use.total(use.num_running, 0.0, all_s) / _HOUR_S
     return Metrics(
         num_jobs=len(load),
         num_finished=int(done.sum()),
         num_rejected=len(outcome.rejected),
         num_unfinished=outcome.num_unfinished,
-        mean_jct_s=_mean(jct_s),
-        median_jct_s=_at(jct_s, 50),
-        p95_jct_s=_at(jct_s, 95),
-        p99_jct_s=_at(jct_s, 99),
-        mean_wait_s=_mean(wait_s),
-        p50_wait_s=_at(wait_s, 50),
-        p95_wait_s=_at(wait_s, 95),
-        p99_wait_s=_at(wait_s, 99),
-        wait_by_cause_s={cause.name.lower(): float(by_cause[cause]) for cause in Cause},
-        mean_stretch=_mean(ran_s / work_s),
-        mean_slowdown=_mean(slowdown),
-        p99_slowdown=_at(slowdown, 99),
-        max_slowdown=float(slowdown.max(initial=0.0)),
         makespan_s=end_s,
         window_s=window,
-        gpu_allocated=_share(use.total(use.gpus, 0.0, window), own.num_gpus * window),
-        gpu_effective=_share(use.total(use.effective_gpus, 0.0, window), own.num_gpus * window),
-        cpu_allocated=_share(use.total(use.cpus, 0.0, window), own.num_cpus * window),
-        cpu_productive=_share(use.total(use.productive_cpus, 0.0, window), own.num_cpus * window),
-        fragmentation=_mean(seen.indicator[within]) if seen else None,
-        cpus_gone=_mean(seen.cpus_gone[within]) if seen else None,
-        gpus_gone=_mean(seen.gpus_gone[within]) if seen else None,
-        unusable_gpus=_mean(seen.unusable_gpus[within]) if seen else None,
-        gpu_hours=gpu_hours,
-        cpu_hours=cpu_hours,
-        cost=cost,
-        cost_per_work_hour=cost / work_hours if cost is not None and work_hours else None,
-        jain=float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum())) if len(speeds) else 1.0,
         num_restarts=int(outcome.restarts.sum()),
         lost_hours=float(outcome.lost_s.sum()) / _HOUR_S,
-        moves_per_job_hour=outcome.num_moves / job_hours if job_hours else 0.0,
+        **_of_jobs(outcome),
+        **_of_waiting(outcome),
+        **_of_resources(outcome, window),
+        **_of_nodes(outcome, window),
+        **_spent(outcome, prices),
     )
+
+
+def _of_jobs(outcome: Outcome) -> dict[str, Any]:
+    """What the jobs that ended had of it."""
+    load, done = outcome.workload, outcome.finished
+    jct_s = (outcome.end_s - load.submit_s)[done]
+    ran_s = (outcome.end_s - outcome.start_s)[done]
+    work_s = load.work_s[done]
+    slowdown = jct_s / work_s
+    speeds = work_s / np.maximum(ran_s, 1e-9)
+    return {
+        "mean_jct_s": _mean(jct_s),
+        "median_jct_s": _at(jct_s, 50),
+        "p95_jct_s": _at(jct_s, 95),
+        "p99_jct_s": _at(jct_s, 99),
+        "mean_stretch": _mean(ran_s / work_s),
+        "mean_slowdown": _mean(slowdown),
+        "p99_slowdown": _at(slowdown, 99),
+        "max_slowdown": float(slowdown.max(initial=0.0)),
+        "jain": float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum())) if len(speeds) else 1.0,
+    }
+
+
+def _of_waiting(outcome: Outcome) -> dict[str, Any]:
+    """How long jobs waited, and for what."""
+    wait_s = (outcome.start_s - outcome.workload.submit_s)[np.isfinite(outcome.start_s)]
+    taken = np.ones(len(outcome.workload), dtype=bool)
+    taken[list(outcome.rejected)] = False
+    by_cause = outcome.waited_s[taken].mean(axis=0) if taken.any() else np.zeros(len(Cause))
+    return {
+        "mean_wait_s": _mean(wait_s),
+        "p50_wait_s": _at(wait_s, 50),
+        "p95_wait_s": _at(wait_s, 95),
+        "p99_wait_s": _at(wait_s, 99),
+        "wait_by_cause_s": {cause.name.lower(): float(by_cause[cause]) for cause in Cause},
+    }
+
+
+def _of_resources(outcome: Outcome, window_s: float) -> dict[str, Any]:
+    """Shares of the cluster until the end of the window."""
+    use, own = outcome.use, outcome.cluster
+    gpu_s, cpu_s = own.num_gpus * window_s, own.num_cpus * window_s
+    return {
+        "gpu_allocated": _share(use.total(use.gpus, 0.0, window_s), gpu_s),
+        "gpu_effective": _share(use.total(use.effective_gpus, 0.0, window_s), gpu_s),
+        "cpu_allocated": _share(use.total(use.cpus, 0.0, window_s), cpu_s),
+        "cpu_productive": _share(use.total(use.productive_cpus, 0.0, window_s), cpu_s),
+    }
+
+
+def _of_nodes(outcome: Outcome, window_s: float) -> dict[str, Any]:
+    """Fragmentation until the end of the window, where it was sampled."""
+    seen = outcome.fragmentation
+    if seen is None:
+        return dict.fromkeys(("fragmentation", "cpus_gone", "gpus_gone", "unusable_gpus"))
+    within = seen.at_s < window_s
+    return {
+        "fragmentation": _mean(seen.indicator[within]),
+        "cpus_gone": _mean(seen.cpus_gone[within]),
+        "gpus_gone": _mean(seen.gpus_gone[within]),
+        "unusable_gpus": _mean(seen.unusable_gpus[within]),
+    }
+
+
+def _spent(outcome: Outcome, prices: Prices | None) -> dict[str, Any]:
+    """What the whole run took, and cost."""
+    use = outcome.use
+    all_s = float(use.at_s[-1]) if len(use.at_s) else 0.0
+    gpu_hours, cpu_hours, work_hours, job_hours = (
+        use.total(amounts, 0.0, all_s) / _HOUR_S
+        for amounts in (use.gpus, use.cpus, use.effective_gpus, use.num_running)
+    )
+    cost = prices.of(gpu_hours, cpu_hours) if prices else None
+    return {
+        "gpu_hours": gpu_hours,
+        "cpu_hours": cpu_hours,
+        "cost": cost,
+        "cost_per_work_hour": cost / work_hours if cost is not None and work_hours else None,
+        "moves_per_job_hour": outcome.num_moves / job_hours if job_hours else 0.0,
+    }
 
 
 def waits(outcome: Outcome) -> list[tuple[float, float]]:

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import sched
 from benchmarks.best_order import best_order
 from benchmarks.bound import lower_bound_s, most_effective_hours
+from benchmarks.harness import Row
 from benchmarks.job_lists import FROZEN_JOBS, JobLists
 from hetstream.slurm_plugin.policy.table import Pool, job_table
 from hetstream.slurm_plugin.simulate.cluster import parse
@@ -93,3 +95,19 @@ def test_each_command_writes_its_report(name: str, tmp_path: Path) -> None:
     if name == "sched":
         for plot in tmp_path.glob("*.svg"):
             assert plot.read_text().startswith("<svg")
+
+
+def test_the_table_says_which_policy_meets_a_target_that_several_are_held_to() -> None:
+    rows = [
+        Row("88 jobs, easy", "tuned / srtf", 1.238, "x", None, ">= 1.25", False),
+        Row("88 jobs, easy", "tuned / own", 1.251, "x", None, ">= 1.25", True),
+        Row("88 jobs, greedy", "tuned / srtf", 1.13, "x"),
+        Row("88 jobs, fifo", "effective GPUs, maxtp / tuned", 1.39, "x", None, ">= 1.35", True),
+        Row("88 jobs, fifo", "effective GPUs, stretch / tuned", 1.23, "x", None, ">= 1.35", False),
+        Row("88 jobs, bound", "own / lower bound", 1.07, "x", None, "<= 1.1", True),
+    ]
+    assert sched.who_meets(rows) == [
+        "88 jobs, easy, tuned / policy >= 1.25: srtf misses it with 1.238, own meets it with 1.251.",
+        "88 jobs, fifo, effective GPUs, policy / tuned >= 1.35: maxtp meets it with 1.390, "
+        "stretch misses it with 1.230.",
+    ]

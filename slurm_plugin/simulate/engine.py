@@ -17,9 +17,10 @@ from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.division import Division
 from hetstream.slurm_plugin.simulate.failures import Failures
 from hetstream.slurm_plugin.simulate.freeing import Freeing
+from hetstream.slurm_plugin.simulate.looks import Looks
 from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement, Shape
-from hetstream.slurm_plugin.simulate.outcome import FragmentationSamples, Outcome, Use
-from hetstream.slurm_plugin.simulate.places import JobPlaces, typical_shapes, unusable_gpus
+from hetstream.slurm_plugin.simulate.outcome import Outcome, Use
+from hetstream.slurm_plugin.simulate.places import JobPlaces, typical_shapes
 from hetstream.slurm_plugin.simulate.reservation import Reservation
 from hetstream.slurm_plugin.simulate.running import LEAST_SPEED, Running
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Scenario
@@ -36,8 +37,6 @@ _PROGRESS_EVENTS = 2000
 _CHECK_EVENTS = 64
 # A job that nodes have failed under so often is given up: it makes no way between two failures.
 _MOST_RESTARTS = 1000
-# Looks at the nodes that are kept; a run that takes longer is looked at half as often, from its begin on.
-_MOST_SAMPLES = 2000
 # A policy that holds to its answers is asked again so often without a move; after that time alone changes nothing.
 _CALM_ROUNDS = 2
 # Between two questions that follow from each other, where a policy is otherwise asked at once.
@@ -83,7 +82,7 @@ class _Engine:
         self._find = self._nodes.find
         if scenario.placement is not None:
             self._find = JobPlaces(scenario.placement, self._nodes, expected, scenario.seed).find
-        self._typical = typical_shapes(self._nodes, expected if scenario.sample_s else ())
+        self._looks = Looks(typical_shapes(self._nodes, expected if scenario.sample_s else ()), scenario.sample_s)
         self._start_s = np.full(size, np.nan)
         self._end_s = np.full(size, np.nan)
         self._left_s = workload.work_s.copy()
@@ -95,7 +94,7 @@ class _Engine:
         self._next_job = 0
         self._end_row = -1
         self._now_s = 0.0
-        self._cycle_s = self._divide_s = self._sample_s = math.inf
+        self._cycle_s = self._divide_s = math.inf
         self._num_calm = 0
         # Why shapes do not fit, as far as that was tried since something came free.
         self._no_room: dict[int, Cause] = {}
@@ -105,14 +104,10 @@ class _Engine:
         self._is_changed = self._is_faster = self._is_due = False
         self._use = array("d")
         self._used = [0.0, 0.0, 0.0, 0.0]
-        self._sample_step_s = scenario.sample_s
-        self._samples: list[tuple[float, ...]] = []
         self._num_events = self._num_job_events = self._num_done = 0
 
     def run(self, progress: Progress | None) -> Outcome:
         """The loop."""
-        if self._scenario.sample_s:
-            self._sample_s = 0.0
         while self._num_done + len(self._rejected) < len(self._workload):
             then_s = self._next_s()
             if then_s == math.inf:
@@ -134,7 +129,7 @@ class _Engine:
         then_s = min(submit_s, end_s, ready_s, self._divide_s, self._cycle_s, self._freeing.next_s())
         if then_s == math.inf and not self._failures.num_down:
             return then_s
-        return min(then_s, self._failures.next_s(), self._sample_s)
+        return min(then_s, self._failures.next_s(), self._looks.next_s)
 
     def _step(self) -> None:
         now_s = self._now_s
@@ -157,9 +152,9 @@ class _Engine:
         if self._num_events % _CHECK_EVENTS == 0:
             self._check()
         self._record()
-        if self._sample_s <= now_s:
-            self._sample()
-            self._sample_s = now_s + self._sample_step_s
+        if self._looks.next_s <= now_s:
+            used = self._division.used_cpus(self._nodes) if self._division and running.count else None
+            self._looks.look(self._nodes, used, now_s)
 
     # Jobs
 
@@ -426,29 +421,11 @@ class _Engine:
         gpus, cpus = float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum())
         self._nodes.check(gpus + self._freeing.gpus, cpus + self._freeing.cpus)
 
-    def _sample(self) -> None:
-        """Look at the nodes that have GPUs."""
-        own, nodes = self._cluster, self._nodes
-        free_cpus = np.maximum(0.0, nodes.cpus)
-        if self._division is not None and self._running.count:
-            free_cpus = free_cpus - self._division.used_cpus(nodes)
-        seen = (own.gpus > 0) & (own.cpus > 0) & nodes.is_up
-        cpus, gpus = free_cpus[seen] / own.cpus[seen], nodes.gpus[seen] / own.gpus[seen]
-        if len(cpus):
-            cpus_gone = (cpus < 0.5 / own.cpus[seen]) & (gpus > 0.25)
-            gpus_gone = (gpus < 0.5 / own.gpus[seen]) & (cpus > 0.25)
-            found = (float(np.abs(cpus - gpus).mean()), float(cpus_gone.mean()), float(gpus_gone.mean()))
-            self._samples.append((self._now_s, *found, unusable_gpus(self._typical, nodes)))
-        if len(self._samples) > _MOST_SAMPLES:
-            self._samples = self._samples[::2]
-            self._sample_step_s *= 2
-
     def _outcome(self) -> Outcome:
         columns = np.frombuffer(self._use, dtype=np.float64).reshape(-1, _USE_COLUMNS).T.copy()
         use = Use(*columns)
         self._check()
         self._check_work(use)
-        samples = np.array(self._samples).T if self._samples else None
         division = self._division
         return Outcome(
             workload=self._workload,
@@ -462,7 +439,7 @@ class _Engine:
             restarts=self._restarts,
             lost_s=self._lost_s,
             use=use,
-            fragmentation=FragmentationSamples(*samples) if samples is not None else None,
+            fragmentation=self._looks.samples(),
             num_events=self._num_events,
             num_job_events=self._num_job_events,
             num_moves=division.num_moves if division else 0,

@@ -79,9 +79,10 @@ class OptimizerTimer:
         self._num_calls += 1
         if isinstance(began, float):
             self._take(self._clock() - began)
-        elif began is not None and (ended := self._mark(optimizer)) is not None:
-            assert not isinstance(ended, float)
-            self._pending.append((began, ended))
+        elif began is not None:
+            ended = self._mark(optimizer)
+            if ended is not None and not isinstance(ended, float):
+                self._pending.append((began, ended))
 
     def _from_its_end(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure; the update begins when it returns. One that is called several times is of no use here."""

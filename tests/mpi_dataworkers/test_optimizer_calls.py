@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,59 @@ def test_a_step_that_raises_and_one_of_another_thread_spoil_no_other() -> None:
         optimizer.step(elsewhere)  # the other one's call has begun since, and ended
         optimizer.step()
         assert (timer.calls().num_timed, timer.calls().timed_s) == (2, 0.5)
+
+
+class Event:
+    """A CUDA event that has passed when the test says so; a second after the one before it."""
+
+    num = 0
+    num_passed = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.num += 1
+        self.number = Event.num
+
+    def record(self, stream: object) -> None:
+        assert stream == "the parameters' device"
+
+    def query(self) -> bool:
+        return self.number <= Event.num_passed
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.query(), "it would wait"
+        return 1e3 * (later.number - self.number)
+
+
+def test_on_a_gpu_events_are_read_when_they_have_passed_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the parameters' device" if device.index else "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    parameter = SimpleNamespace(device=torch.device("cuda", 1))
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [parameter]}])
+    timer = OptimizerTimer(always)
+
+    def step() -> None:
+        assert timer.before(optimizer, (optimizer,), {}) is None
+        timer.after(optimizer, (optimizer,), {})
+
+    for _ in range(5):
+        step()
+    assert (Event.num, timer.calls().num_calls, timer.calls().num_timed) == (4, 5, 0)
+    Event.num_passed = 3
+    step()
+    assert (timer.calls().num_timed, timer.calls().timed_s) == (1, 1.0), "of the second pair one has not passed"
+    capturing, Event.num_passed = True, Event.num
+    step()
+    assert (Event.num, timer.calls().num_timed) == (6, 1), "a graph that is captured knows no such events"
+    capturing = False
+    step()
+    assert (timer.calls().num_timed, timer.calls().timed_s) == (3, 3.0)
+    # A device that is far behind, or hangs, gets no more of them.
+    for _ in range(40):
+        step()
+    assert Event.num == 2 * (3 + 16)
 
 
 def test_a_compiled_step_compiles_as_before() -> None:

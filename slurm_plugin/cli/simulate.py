@@ -235,7 +235,8 @@ def run(args: argparse.Namespace) -> int:
         rules = Rules(settings.floor, cpus_per_gpu=settings.cpus_per_gpu)
         base = replace(base, rules=rules, caps=CapOptions(settings.user_caps, settings.tenant_caps))
     bar = _Bar(sys.stderr if sys.stderr.isatty() else None)
-    lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers are {base.workers.cpus} CPU each"]
+    each = f"{base.workers.cpus} CPU{'s' if base.workers.cpus > 1 else ''} each"
+    lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers have {each}"]
     error: ReplayError | None = None
     if recorded:
         _, error = replay(traces[0].workload, cluster, base.queue, lambda done, whole: bar.show("replay", done, whole))

@@ -105,7 +105,7 @@ class OptimizerTimer:
             return self._clock() if device is not None else None
         if device.type != "cuda" or len(self._pending) >= _MOST_PENDING or torch.cuda.is_current_stream_capturing():
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
@@ -113,7 +113,7 @@ class OptimizerTimer:
         """Read the events that have passed; not where that is forbidden: in a forked process, and in a capture."""
         if not self._pending or self._generation != generation() or torch.cuda.is_current_stream_capturing():
             return
-        while self._pending and self._pending[0][1].query():
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             began, ended = self._pending.popleft()
             self._take(began.elapsed_time(ended) / _MS_PER_S)
 

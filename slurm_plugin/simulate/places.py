@@ -168,7 +168,7 @@ def place_workers(
         num_remote += _num_remote(places[row], trainers[row], len(room))
     placed = np.array([sum(own.values()) for own in places], dtype=np.int64)
     near = [sum(own.get(node, 0) for node in nodes) for own, nodes in zip(places, trainers, strict=True)]
-    placed_cpus, near_cpus = placed * float(cpus), np.array(near, dtype=float) * cpus
+    placed_cpus, near_cpus = placed.astype(np.float64) * cpus, np.array(near, dtype=np.float64) * cpus
     return PlacedWorkers(tuple(tuple(own.items()) for own in places), placed_cpus, near_cpus, placed - num_kept)
 
 

@@ -99,8 +99,8 @@ class OptimizerTimer:
 
     def _mark(self, optimizer: torch.optim.Optimizer) -> float | torch.cuda.Event | None:
         """This moment where the parameters are; None where it cannot be had without waiting."""
-        found = (one for group in optimizer.param_groups for one in group["params"])
-        device = next((one.device for one in found), None)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        device = next((parameter.device for parameter in parameters), None)
         if device is None or device.type == "cpu":
             return self._clock() if device is not None else None
         if device.type != "cuda" or len(self._pending) >= _MOST_PENDING or torch.cuda.is_current_stream_capturing():

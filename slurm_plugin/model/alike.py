@@ -131,7 +131,8 @@ class Proposal:
 def last_batch(name: str, user: str, past: Sequence[PastJob]) -> int:
     """Samples in a batch of this user's newest job of this name, which is mostly submitted as before; 0: not known."""
     own = (job.features for job in reversed(past) if user and job.features.user == user)
-    return next((one.batch for one in own if one.name.removesuffix(_SUFFIX) == name.removesuffix(_SUFFIX)), 0)
+    name = name.removesuffix(_SUFFIX)
+    return next((features.batch for features in own if features.name.removesuffix(_SUFFIX) == name), 0)
 
 
 def pace(new: Features, job: PastJob) -> float:

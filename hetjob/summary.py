@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,16 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
     waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
     made = "all of them" if 0 < local == steps else f"{local} steps"
-    return (
-        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
-    )
+    taken = f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
+    return f"{taken}{_moved(loaders, steps)}, {processes}"
+
+
+def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """What moved operators add to a batch and spare of it; empty where none moved."""
+    moved, spared = (sum(loader.get(name, 0) for loader in loaders) for name in ("moved_bytes", "spared_bytes"))
+    if not steps or not (moved or spared):
+        return ""
+    return f", moved operators add {moved / steps:,.0f} bytes to a batch and spare {spared / steps:,.0f}"
 
 
 def _companions(summary: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A CNN, a transformer, a model with nothing to move and one that cannot be captured."""
+"""A CNN, a transformer, a model with nothing to move and one that torch.export cannot capture."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class NothingToMove(nn.Module):
 
 
 class DependsOnData(nn.Module):
-    """Takes a decision that depends on the data, so no graph holds it."""
+    """Takes a decision that depends on the data, so no graph holds more than its beginning."""
 
     def __init__(self) -> None:
         super().__init__()

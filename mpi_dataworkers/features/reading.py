@@ -180,20 +180,37 @@ def _described(found: Any) -> str:
 
 
 def _problems_of_lists(jagged: Mapping[str, Values], num_rows: int) -> list[str]:
-    if not jagged:
+    lengths = {name: feature.lengths for name, feature in jagged.items() if feature.lengths is not None}
+    sizes = [len(feature.values) for feature in jagged.values()]
+    if not lengths or _are_right(torch.stack([*lengths.values()]), sizes):
         return []
-    lengths = torch.stack([feature.lengths for feature in jagged.values() if feature.lengths is not None])
-    problems = []
-    sums = lengths.sum(1).tolist()
-    for (name, feature), total in zip(jagged.items(), sums, strict=True):
-        if total != len(feature.values):
-            problems.append(f"{name} has {len(feature.values)} values, and its lengths are {total} together")
-    if num_rows and int(lengths.min()) < 0:
-        wrong = [name for name, smallest in zip(jagged, lengths.amin(1).tolist(), strict=True) if smallest < 0]
-        problems += [f"{name} has a negative length" for name in wrong]
-    elif num_rows and not problems:
-        # Lengths whose sum is beyond int64 may come out as the number of values.
-        each = zip(jagged.items(), lengths.amax(1).tolist(), strict=True)
-        wrong = [name for (name, feature), largest in each if largest > len(feature.values)]
-        problems += [f"{name} has a list that is longer than all of its values" for name in wrong]
+    problems = [problem for name, of in lengths.items() if (problem := _falling(name, of))]
+    is_falling = bool(problems)
+    for (name, of), num_values in zip(lengths.items(), sizes, strict=True):
+        total = int(of.sum())
+        if total != num_values:
+            problems.append(f"{name} has {num_values} values, and its lengths are {total} together")
+        elif num_rows and not is_falling and int(of.max()) > num_values:
+            row = int(of.argmax())
+            problems.append(f"{name} has a list that is longer than all of its values: row {row} has {int(of[row])}")
     return problems
+
+
+def _are_right(lengths: torch.Tensor, sizes: Sequence[int]) -> bool:
+    if lengths.sum(1).tolist() != sizes:
+        return False
+    if not lengths.numel():
+        return True
+    # Lengths whose sum is beyond int64 may come out as the number of values.
+    return int(lengths.min()) >= 0 and all(map(int.__le__, lengths.amax(1).tolist(), sizes))
+
+
+def _falling(name: str, lengths: torch.Tensor) -> str:
+    """Where the borders between the rows of a feature fall; "" when they do not."""
+    rows = (lengths < 0).nonzero()
+    if not len(rows):
+        return ""
+    first = int(rows[0])
+    border = int(lengths[:first].sum())
+    fallen = f"from {border} to {border + int(lengths[first])}"
+    return f"{name} has a negative length: row {first} has {int(lengths[first])}, so its borders fall {fallen}"

@@ -40,6 +40,7 @@ from hetstream.mpi_dataworkers.loader.process_connection import (
 from hetstream.mpi_dataworkers.loader.rebuilding import Rebuilder, rebuild
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions, Registration
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
+from hetstream.mpi_dataworkers.loader.wire_meter import WireMeter
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.order.window import MAX_STEPS, StepSize, Window
 from hetstream.mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
@@ -84,6 +85,7 @@ class ServiceClient:
     Attributes:
         duplicates_dropped: batches that came a second time, in sessions that are closed.
         batches_by_transport: batches that came by each transport, also those that were not wanted.
+        wire: how fast they came.
 
     Raises:
         ServiceUnavailable, AuthenticationError, JobNameConflict: as they say.
@@ -111,6 +113,7 @@ class ServiceClient:
         self._next_heartbeat = 0.0
         self.duplicates_dropped = 0
         self.batches_by_transport: collections.Counter[str] = collections.Counter()
+        self.wire = WireMeter()
         # Both come by `joined`, before the connection's thread first asks this loader for anything.
         self._connection: ProcessConnection
         self._number: int
@@ -448,6 +451,8 @@ class ServiceClient:
             return
         headers = received.header.batches if isinstance(received.header, Batches) else [received.header]
         self.batches_by_transport[received.transport] += len(headers)
+        if received.began_s is not None:
+            self.wire.note(sum(map(len, received.frames)), received.began_s, time.monotonic())
         wanted: list[tuple[LoaderSession, Batch]] = []
         with self._lock:
             for header in headers:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured, capture
-from hetstream.mpi_dataworkers.partitioner.classify import Offload, Verdict, classify
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, GraphInput, NotCaptured, capture
+from hetstream.mpi_dataworkers.partitioner.classify import Offload, Verdict, classify, with_open_outputs
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, OperatorCost, Rates
 from hetstream.mpi_dataworkers.partitioner.describe import Observed, describe
-from hetstream.mpi_dataworkers.partitioner.forward import Guards, owners
+from hetstream.mpi_dataworkers.partitioner.first_graph import FirstGraph, first_graph
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
+from hetstream.mpi_dataworkers.partitioner.guards import Forms, Guards, owners
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
 from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread
+from hetstream.mpi_dataworkers.partitioner.modules import unread_values
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
 from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, is_plain
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
@@ -37,6 +41,7 @@ class Analysis:
         leaves: the leaf of the batch that an input of the graph is, by name.
         guards: what must be as it was captured.
         seconds: that the analysis took.
+        why_not_all: why the graph is only the beginning of the forward; "" where it is all of it.
     """
 
     captured: CapturedForward
@@ -47,6 +52,7 @@ class Analysis:
     leaves: Mapping[str, LeafForm]
     guards: Guards
     seconds: float
+    why_not_all: str = ""
 
     def decide(self, offload: Offload, rates: Rates, read: Set[int] | None = None, gain: float = 1.0) -> Decision:
         """Where to cut.
@@ -58,6 +64,8 @@ class Analysis:
             gain: what the trainer gains, in parts of what the operators' own times say.
         """
         movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
+        if self.guards.first is not None:
+            read = None  # the rest of the forward may read them
         kept = frozenset(name for name, form in self.leaves.items() if read is None or form.number in read)
         costs = {name: replace(cost, trainer_s=gain * cost.trainer_s) for name, cost in self.costs.items()}
         cutter = Cutter(self.graph, movable, costs, kept)
@@ -91,6 +99,7 @@ def analyse(
     effects: Effects,
     offload: Offload,
     delivery: Delivery | None = None,
+    changing: frozenset[int] | None = None,
 ) -> Analysis:
     """Capture a forward and find what of it may move.
 
@@ -100,6 +109,7 @@ def analyse(
         effects: what was seen when the forward ran.
         offload: what may move.
         delivery: the batch whose leaves may move; None: all leaves are of one.
+        changing: numbers of the flattened arguments that are no tensors and were seen to change; None: not known.
 
     Raises:
         NotCaptured: nothing can be said of it; the message is the reason.
@@ -107,20 +117,34 @@ def analyse(
     started = time.perf_counter()
     state = ModelState(module, effects.read_globals)
     _check_forward(effects, state)
-    flat, spec = _pytree.tree_flatten((args, dict(kwargs)))
+    flat, spec = flatten_call(args, kwargs)
     origins = _origins(flat, delivery)
     values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
-    captured = capture(module, *_pytree.tree_unflatten(values, spec))
-    captured = replace(captured, inputs=tuple(_of_the_batch(graph_input, origins) for graph_input in captured.inputs))
-    forms = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    unread = _unread(module, values, spec, effects, changing)
+    call_with = _pytree.tree_unflatten(values, spec)
+    captured, first, why_not_all, inputs = _captured(module, call_with, values, frozenset(origins))
+    places = first.places if first is not None else {place: place for place in origins}
+    leaves = {place: number for place, (_, number) in origins.items() if place in places.values()}
+    if not leaves:
+        raise NotCaptured(f"not all of the forward moves: {why_not_all}; its beginning takes no tensor of the batch")
+    numbers = {number: leaves[place] for number, place in places.items() if place in leaves}
+    plain_values = {place: value for place, value in enumerate(values) if not isinstance(value, torch.Tensor)}
+    tables = owners(module)
+    own = _own_tensors(inputs, tables) if first is not None else {}
+    kinds = (_of_the_batch(graph_input, numbers, own) for graph_input in captured.inputs)
+    captured = replace(captured, inputs=tuple(kinds))
     guards = Guards(
         captured,
-        leaves={place: number for place, (_, number) in origins.items()},
-        forms={place: (value.dtype, value.dim(), value.shape) for place, value in forms.items()},
+        first,
+        in_spec=spec,
+        plain_arguments={place: value for place, value in plain_values.items() if place not in unread},
+        unread={place: type(values[place]) for place in unread},
+        leaves=leaves,
+        forms=Forms(inputs, captured.shape_rules, _sizes_of(module, spec, first is None)),
         state=state,
-        tables=owners(module),
+        tables=tables,
     )
-    known = _known_values(guards, values)
+    known = _known_values(guards, inputs)
     everything = classify(describe(captured), Offload.ALL)
     candidates = [call for call in captured.calls if call.name in everything and everything[call.name].moves]
     seen, share, failed = observe(candidates, captured.functions, known)
@@ -128,6 +152,8 @@ def analyse(
         on_host = {name: value.cpu() for name, value in known.items()}
         by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
     graph = describe(captured, seen, failed | failed_there)
+    if first is not None:
+        graph = with_open_outputs(graph)
     return Analysis(
         captured=captured,
         graph=graph,
@@ -136,13 +162,14 @@ def analyse(
         numbers=frozenset(name for name, observed in seen.items() if observed.type_name == "number"),
         leaves={
             graph_input.name: LeafForm(
-                origins[graph_input.argument][1], values[graph_input.argument].dtype, values[graph_input.argument].dim()
+                numbers[graph_input.argument], inputs[graph_input.argument].dtype, inputs[graph_input.argument].dim()
             )
             for graph_input in captured.inputs
             if graph_input.kind is Kind.LEAF
         },
         guards=guards,
         seconds=time.perf_counter() - started,
+        why_not_all=why_not_all,
     )
 
 
@@ -177,21 +204,94 @@ def _origins(flat: Sequence[Any], delivery: Delivery | None) -> dict[int, tuple[
     return origins
 
 
-def _of_the_batch(graph_input: Any, origins: Mapping[int, Any]) -> Any:
-    """An input of the graph, whose kind is LEAF only if it is a leaf of the batch."""
-    return (
-        replace(graph_input, kind=Kind.PLAIN)
-        if graph_input.kind is Kind.LEAF and graph_input.argument not in origins
-        else graph_input
-    )
+def _unread(
+    module: torch.nn.Module, values: Sequence[Any], spec: Any, effects: Effects, changing: frozenset[int] | None
+) -> frozenset[int]:
+    """The arguments that are no tensors and may change, because the forward does not look at them.
+
+    Raises:
+        NotCaptured: one changes that it does look at.
+    """
+    candidates = [
+        place for place, value in enumerate(values) if isinstance(value, str | bytes | int | float | list | tuple)
+    ]
+    if changing is not None:
+        candidates = [place for place in candidates if place in changing]
+    found = frozenset[int]()
+    if candidates and not effects.asks_for_types:
+        found = unread_values(module, values, spec, candidates)
+    if changing is not None and (read := [place for place in changing if place not in found]):
+        shown = f"{values[read[0]]!r:.60}"
+        raise NotCaptured(f"argument {read[0]} of the forward, {shown}, is another one in each step")
+    return found
 
 
-def _known_values(guards: Guards, values: Sequence[Any]) -> dict[str, torch.Tensor]:
+def _captured(
+    module: torch.nn.Module, call_with: tuple[Any, Any], values: Sequence[Any], leaves: frozenset[int]
+) -> tuple[CapturedForward, FirstGraph | None, str, Sequence[Any]]:
+    """The graph of a forward, or of its beginning and why not of all; and what goes into it.
+
+    Raises:
+        NotCaptured: there is neither.
+    """
+    try:
+        return capture(module, *call_with), None, "", values
+    except NotCaptured as reason:
+        why_not_all = str(reason)
+    try:
+        first, inputs = first_graph(module, call_with, values, leaves)
+    except NotCaptured as reason:
+        raise NotCaptured(f"{why_not_all}; nor is there a graph of its beginning: {reason}") from reason
+    return first.captured, first, why_not_all, inputs
+
+
+def _sizes_of(module: torch.nn.Module, spec: Any, is_whole: bool) -> Callable[[Sequence[Any]], Mapping[str, Any]]:
+    """Gives what the rules of torch.export for sizes are about, of the inputs of a graph."""
+    signature = inspect.signature(module.forward)
+
+    def sizes(inputs: Sequence[Any]) -> Mapping[str, Any]:
+        if not is_whole:
+            return {"inputs": tuple(inputs)}
+        args, kwargs = _pytree.tree_unflatten(list(inputs), spec)
+        return signature.bind(*args, **kwargs).arguments
+
+    return sizes
+
+
+def _own_tensors(
+    inputs: Sequence[Any], tables: Mapping[str, tuple[dict[str, Any], str]]
+) -> dict[int, tuple[Kind, str]]:
+    """Those inputs of a graph that are the model's own tensors: what they are, and their qualified names."""
+    targets = {id(table[name]): target for target, (table, name) in tables.items()}
+    own = {number: value for number, value in enumerate(inputs) if id(value) in targets}
+    return {
+        number: (Kind.PARAMETER if isinstance(value, torch.nn.Parameter) else Kind.BUFFER, targets[id(value)])
+        for number, value in own.items()
+    }
+
+
+def _of_the_batch(
+    graph_input: GraphInput, leaves: Mapping[int, int], own: Mapping[int, tuple[Kind, str]]
+) -> GraphInput:
+    """An input of the graph, whose kind is LEAF only if it is a leaf of the batch.
+
+    Args:
+        graph_input: as it was captured.
+        leaves: numbers of the leaves of the batch, by the number of the argument.
+        own: the model's tensors among the arguments, of a graph that takes them as such.
+    """
+    if graph_input.kind is not Kind.LEAF or graph_input.argument in leaves:
+        return graph_input
+    kind, target = own.get(graph_input.argument, (Kind.PLAIN, ""))
+    return replace(graph_input, kind=kind, target=target)
+
+
+def _known_values(guards: Guards, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
     """What candidates may take: leaves and buffers."""
     known: dict[str, torch.Tensor] = {}
     for graph_input in guards.captured.inputs:
         if graph_input.kind is Kind.LEAF:
-            known[graph_input.name] = values[graph_input.argument]
+            known[graph_input.name] = inputs[graph_input.argument]
         elif graph_input.kind is Kind.BUFFER:
             known[graph_input.name] = guards.tensor_of(graph_input.target)
     return known

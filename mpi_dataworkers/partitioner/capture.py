@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
 from hetstream.mpi_dataworkers.partitioner.program import Call, Ref, place_of, references, replace_in
 
 _pytree: Any = pytree
@@ -63,9 +64,7 @@ class CapturedForward:
         lines: where the program calls each of them: file, line, text.
         outputs: what comes out, flattened: a `Ref` or a plain value.
         out_spec: how the outputs are put together.
-        in_spec: how the arguments were put together.
         shape_rules: text of what must hold for the sizes of arguments, over `L`.
-        plain_arguments: values of the flattened arguments that are no tensors, by number.
         constants: tensors that are written in the forward itself.
         how: what captured it.
     """
@@ -76,19 +75,23 @@ class CapturedForward:
     lines: Mapping[str, tuple[str, int, str]]
     outputs: tuple[Any, ...]
     out_spec: Any
-    in_spec: Any
     shape_rules: tuple[str, ...] | None
-    plain_arguments: Mapping[int, Any]
     constants: Mapping[str, torch.Tensor]
     how: str
 
 
-def capture(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedForward:
+def capture(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    may_change: frozenset[int] | None = None,
+) -> CapturedForward:
     """The graph of a module's forward.
 
     Args:
         module: in the mode (training or not) in which it is used.
         args, kwargs: what it is called with.
+        may_change: numbers of the flattened arguments whose sizes may change; None for all.
 
     Raises:
         NotCaptured: there is none; the message says why, with file and line where they are known.
@@ -98,12 +101,12 @@ def capture(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     problems: list[str] = []
     for strict in (False, True):
         try:
-            with _quiet():
-                return _exported(module, args, dict(kwargs), strict)
+            with quiet():
+                return _exported(module, (args, dict(kwargs)), strict, may_change)
         except NotCaptured:
             raise
         except Exception as error:  # noqa: BLE001, the program's own forward runs here, and torch's compiler
-            problems.append(_reason(error))
+            problems.append(reason_of(error))
     raise NotCaptured(problems[0])
 
 
@@ -119,7 +122,7 @@ class _OfOthers(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep torch's own words to itself: what it cannot do is no warning of the program's."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.export", "torch.fx")]
     levels = [logger.level for logger in loggers]
@@ -135,7 +138,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """An error of torch.export in one line, with the place in the program."""
     text = str(error)
     places = [(file, int(line)) for file, line, _ in _PLACE.findall(text)]
@@ -148,14 +151,22 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:200]}{where}"
 
 
-def _exported(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> CapturedForward:
+def _exported(
+    module: torch.nn.Module,
+    call_with: tuple[tuple[Any, ...], dict[str, Any]],
+    strict: bool,
+    may_change: frozenset[int] | None,
+) -> CapturedForward:
     dimension: Any = torch.export.Dim.AUTO
+    args, kwargs = call_with
+    flat, spec = _pytree.tree_flatten(call_with)
 
-    def dynamic(leaf: Any) -> Any:
-        return dict.fromkeys(range(leaf.dim()), dimension) if isinstance(leaf, torch.Tensor) else None
+    def dynamic(place: int, leaf: Any) -> Any:
+        changes = isinstance(leaf, torch.Tensor) and (may_change is None or place in may_change)
+        return dict.fromkeys(range(leaf.dim()), dimension) if changes else None
 
-    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    shapes = {name: _pytree.tree_map(dynamic, value) for name, value in arguments.items()}
+    of_args, of_kwargs = _pytree.tree_unflatten([dynamic(*each) for each in enumerate(flat)], spec)
+    shapes = dict(inspect.signature(module.forward).bind(*of_args, **of_kwargs).arguments)
     exported: Any = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
     return _Reader(exported, "torch.export").read(args, kwargs)
 
@@ -172,7 +183,9 @@ class _Reader:
         self._lines: dict[str, tuple[str, int, str]] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedForward:
-        flat, in_spec = _pytree.tree_flatten((args, kwargs))
+        flat = _pytree.tree_leaves((args, kwargs))
+        # torch.export takes lists of plain values apart, which are one leaf here.
+        places = [place for place, leaf in enumerate(flatten_call(args, kwargs)[0]) for _ in _pytree.tree_leaves(leaf)]
         signature = self._exported.graph_signature
         mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "user_inputs_to_mutate", {}).values()}
         if mutated:
@@ -185,7 +198,7 @@ class _Reader:
             kind = spec.kind.name
             if kind == "USER_INPUT":
                 leaf = isinstance(flat[argument], torch.Tensor)
-                inputs.append(GraphInput(node.name, Kind.LEAF if leaf else Kind.PLAIN, "", argument))
+                inputs.append(GraphInput(node.name, Kind.LEAF if leaf else Kind.PLAIN, "", places[argument]))
                 argument += 1
             elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
                 is_parameter = kind == "PARAMETER"
@@ -203,9 +216,7 @@ class _Reader:
             lines=self._lines,
             outputs=outputs,
             out_spec=self._exported.call_spec.out_spec,
-            in_spec=in_spec,
             shape_rules=None if rules is None else tuple(rules),
-            plain_arguments={index: value for index, value in enumerate(flat) if not isinstance(value, torch.Tensor)},
             constants=self._constants(),
             how=self._how,
         )

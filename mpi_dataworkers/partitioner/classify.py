@@ -7,7 +7,8 @@ parameter, a buffer that the forward changes, a value that is changed in place, 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind, Operator
 
@@ -93,8 +94,33 @@ def _at(operator: Operator) -> str:
     return f" ({operator.line})" if operator.line else ""
 
 
-def _changed_in_place(graph: ForwardGraph) -> dict[str, Operator]:
-    """Every value whose memory an operator writes, with that operator."""
+def with_open_outputs(graph: ForwardGraph) -> ForwardGraph:
+    """The graph of a forward's beginning: what runs behind it may change its outputs in place.
+
+    So an output that shares memory with another one, or with an input, stays: sent, it would have memory of its own.
+    """
+    root = _memory(graph)
+    groups: dict[str, list[Operator]] = {}
+    for operator in graph.operators:
+        groups.setdefault(root(operator.name), []).append(operator)
+    outputs = set(graph.outputs)
+    shared: set[str] = set()
+    for group in groups.values():
+        num_visible = sum(operator.name in outputs or operator.kind is not Kind.OPERATOR for operator in group)
+        if num_visible > 1 and any(operator.name in outputs for operator in group):
+            shared.update(operator.name for operator in group)
+    reason = "the rest of the forward takes it, and what shares its memory, too"
+    operators = (
+        replace(operator, keeps=operator.keeps or reason)
+        if operator.name in shared and operator.kind is Kind.OPERATOR
+        else operator
+        for operator in graph.operators
+    )
+    return ForwardGraph(tuple(operators), graph.outputs)
+
+
+def _memory(graph: ForwardGraph) -> Callable[[str], str]:
+    """Gives one name for all values that may share their memory."""
     together: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -105,6 +131,12 @@ def _changed_in_place(graph: ForwardGraph) -> dict[str, Operator]:
     for operator in graph.operators:
         for name in operator.shares:
             together[root(name)] = root(operator.name)
+    return root
+
+
+def _changed_in_place(graph: ForwardGraph) -> dict[str, Operator]:
+    """Every value whose memory an operator writes, with that operator."""
+    root = _memory(graph)
     writers: dict[str, Operator] = {}
     for operator in graph.operators:
         for name in operator.writes:

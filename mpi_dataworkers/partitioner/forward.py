@@ -7,10 +7,9 @@ the loader's leaves, that data workers have computed the cut for them, and that 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +17,13 @@ import torch
 import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
 from hetstream.mpi_dataworkers.partitioner.copied_buffer import CopiedBuffer, same_bytes
+from hetstream.mpi_dataworkers.partitioner.first_graph import DoesNotFit, RanAsWritten
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
+from hetstream.mpi_dataworkers.partitioner.guards import Guards
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
+from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain, whole
-from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState
 from hetstream.mpi_dataworkers.partitioner.split import Split
 
 _log = logging.getLogger(__name__)
@@ -30,8 +31,7 @@ _pytree: Any = pytree
 _StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
-# Sizes of arguments of which is known whether the graph is right for them.
-_MOST_SHAPES = 1024
+_OTHER_FORM = "its arguments have another type or size"
 # Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
 _MOST_BYTES_TO_COMPARE = 1 << 20
 # How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
@@ -54,35 +54,6 @@ class Counts:
     checked: int = 0
     remade: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Guards:
-    """What must be as it was captured.
-
-    Attributes:
-        captured: the forward.
-        leaves: the leaf of the batch that an argument is, by the number of the argument.
-        forms: dtype and dimensions of the arguments that are tensors, by number.
-        state: of the model.
-        tables: where the model's tensors are, by their qualified names.
-    """
-
-    captured: CapturedForward
-    leaves: Mapping[int, int]
-    forms: Mapping[int, tuple[torch.dtype, int, torch.Size]]
-    state: ModelState
-    tables: Mapping[str, tuple[dict[str, Any], str]]
-
-    def tensor_of(self, target: str) -> torch.Tensor:
-        """A tensor of the model as it is now, or one that is written in the forward."""
-        if target in self.captured.constants:
-            return self.captured.constants[target]
-        if target not in self.tables:
-            raise NotCaptured(f"the forward uses {target}, a tensor that belongs to no module")
-        table, name = self.tables[target]
-        found: torch.Tensor = table[name]
-        return found
 
 
 class PartitionedForward:
@@ -113,7 +84,6 @@ class PartitionedForward:
         self._guards = guards
         self._to_check = self._num_checked = num_checked
         self.withdraw = withdraw
-        self._known_shapes: dict[tuple[torch.Size, ...], bool] = {}
         self._misses = 0
         self._inputs = {graph_input.name: graph_input for graph_input in guards.captured.inputs}
         self._copied_buffers: list[CopiedBuffer] = []
@@ -167,13 +137,13 @@ class PartitionedForward:
         """What the module's own forward would return."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self._original(*args, **kwargs)
-        flat, spec = _pytree.tree_flatten((args, kwargs))
+        flat, spec = flatten_call(args, kwargs)
         origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
         values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
 
         def original() -> Any:
-            own_args, own_kwargs = _pytree.tree_unflatten([whole(value) for value in values], spec)
-            return self._original(*own_args, **own_kwargs)
+            own = _pytree.tree_unflatten([whole(value) for value in values], spec)
+            return OwnCall(self._original, (args, kwargs), own)()
 
         if self.split is None or self.is_paused or not self._module.training:
             return original()
@@ -182,18 +152,24 @@ class PartitionedForward:
             self._missed(reason)
             return original()
         delivery, split = proved
-        self._misses = 0
         if self._to_check > 0 or delivery.was_checked:
-            return self._checked(split, delivery, values, original)
+            return self._checked(proved, values, spec, original)
         try:
-            result = self._run(split, delivery, values)
+            result = self._run(split, delivery, values, spec, (args, kwargs))
         except _StopsRecomputation:
             raise  # activation checkpointing has what it wants
+        except RanAsWritten as ran:
+            self._missed(str(ran))
+            return ran.result
+        except DoesNotFit as reason:
+            self._missed(str(reason))
+            return original()
         except Exception as error:  # noqa: BLE001, the program's own forward raises it again, with its own lines
             result = original()
             self.withdraw(f"the training side raised {error!r}, and the program's own forward did not")
             return result
         self.counts.partitioned += 1
+        self._misses = 0
         return result
 
     def _missed(self, reason: str) -> None:
@@ -211,7 +187,7 @@ class PartitionedForward:
     ) -> tuple[tuple[Delivery, Split] | None, str]:
         """The batch whose leaves the arguments are, and its cut, if all is as it was captured; else why not."""
         guards = self._guards
-        if spec != guards.captured.in_spec:
+        if spec != guards.in_spec:
             return None, "it was called with arguments of another structure"
         if any(place not in origins or origins[place][1] != leaf for place, leaf in guards.leaves.items()):
             return None, "its arguments are not, or no longer, the loader's own tensors"
@@ -224,74 +200,73 @@ class PartitionedForward:
             return None, "data workers have not computed the cut for this batch"
         if delivery.has_changed_cut():
             return None, "the program has changed an output that data workers had computed in place"
-        if any(values[place] != value for place, value in guards.captured.plain_arguments.items()):
+        is_other = any(values[place] != value for place, value in guards.plain_arguments.items())
+        if is_other or any(type(values[place]) is not kind for place, kind in guards.unread.items()):
             return None, "an argument that is no tensor has another value"
-        if not self._fits(values, spec):
-            return None, "its arguments have another type or size"
+        if guards.first is None and not guards.forms.fit(values):
+            return None, _OTHER_FORM
         if change := guards.state.change():
             return None, change
         if change := next(filter(None, (buffer.change() for buffer in self._copied_buffers)), ""):
             return None, change
         return (delivery, split), ""
 
-    def _fits(self, values: list[Any], spec: Any) -> bool:
+    def _run(self, split: Split, delivery: Delivery, values: list[Any], spec: Any, theirs: Any = None) -> Any:
+        """The forward's result with the cut; for the exceptions see `FirstGraph.run`.
+
+        Args:
+            split, delivery: the cut, and the batch with its values.
+            values, spec: the flattened arguments.
+            theirs: the program's own, in which it finds what the forward changes; None: it does not.
+        """
         guards = self._guards
-        for place, (dtype, num_dimensions, _) in guards.forms.items():
-            if values[place].dtype != dtype or values[place].dim() != num_dimensions:
-                return False
-        key = tuple(values[place].shape for place in guards.forms)
-        known = self._known_shapes.get(key)
-        if known is None:
-            if len(self._known_shapes) >= _MOST_SHAPES:  # of jagged batches each step may have its own
-                self._known_shapes.clear()
-            known = self._known_shapes[key] = self._rules_hold(key, *_pytree.tree_unflatten(values, spec))
-        return known
+        if guards.first is None:
+            return self._rest(split, delivery, values)
 
-    def _rules_hold(self, shapes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> bool:
-        """Whether the graph is right for these sizes."""
-        rules = self._guards.captured.shape_rules
-        if shapes == tuple(shape for _, _, shape in self._guards.forms.values()):
-            return True
-        is_small = any(size < 2 for shape in shapes for size in shape)
-        if rules is None or (is_small and not self._is_fixed(shapes)):
-            return False
-        names = {"L": inspect.signature(self._original).bind(*args, **kwargs).arguments}
-        try:
-            return all(eval(rule, {"__builtins__": {"min": min, "max": max}}, names) for rule in rules)
-        except (NameError, KeyError, IndexError, TypeError, SyntaxError, ZeroDivisionError):
-            return False
+        def instead(inputs: Sequence[Any]) -> Any:
+            if not guards.forms.fit(inputs):
+                raise DoesNotFit(_OTHER_FORM)
+            return self._rest(split, delivery, inputs)
 
-    def _is_fixed(self, shapes: tuple[torch.Size, ...]) -> bool:
-        """Whether each size below 2, of which torch.export makes a graph of its own, is the captured one."""
-        captured = [shape for _, _, shape in self._guards.forms.values()]
-        pairs = [pair for shape, then in zip(shapes, captured, strict=True) for pair in zip(shape, then, strict=True)]
-        return all(now == then for now, then in pairs if now < 2 or then < 2)
+        own = _pytree.tree_unflatten(values, spec)
+        return guards.first.run(OwnCall(self._original, theirs or own, own), values, instead)
 
-    def _run(self, split: Split, delivery: Delivery, values: list[Any]) -> Any:
-        captured, arguments = self._guards.captured, []
+    def _rest(self, split: Split, delivery: Delivery, inputs: Sequence[Any]) -> Any:
+        """The graph's outputs, of its inputs and of what data workers have computed."""
+        arguments: list[Any] = []
         for name in split.given:
             graph_input = self._inputs[name]
             if graph_input.kind in (Kind.LEAF, Kind.PLAIN):
-                arguments.append(values[graph_input.argument])
+                arguments.append(inputs[graph_input.argument])
             else:
                 arguments.append(self._guards.tensor_of(graph_input.target))
-        device = values[next(iter(self._guards.leaves))].device
+        leaf = next(graph_input for graph_input in self._inputs.values() if graph_input.kind is Kind.LEAF)
+        device = inputs[leaf.argument].device
         assert delivery.cut is not None
         for name, value in zip(split.sent, delivery.cut, strict=True):
             arguments.append(value.item() if name in split.numbers else value.to(device, non_blocking=True))
-        return _pytree.tree_unflatten(split.training(*arguments), captured.out_spec)
+        return _pytree.tree_unflatten(split.training(*arguments), self._guards.captured.out_spec)
 
-    def _checked(self, split: Split, delivery: Delivery, values: list[Any], run_original: Callable[[], Any]) -> Any:
-        """Both ways, from the same buffers and random numbers; the program gets its own forward's outputs."""
-        problem = ""
+    def _checked(
+        self, proved: tuple[Delivery, Split], values: list[Any], spec: Any, run_original: Callable[[], Any]
+    ) -> Any:
+        """Both ways, from the same arguments, buffers and random numbers; the program gets its own outputs."""
+        problem = missed = ""
+        delivery, split = proved
         delivery.was_checked = True
         with restored(self._module, values) as after, saving_nothing():
             try:
-                result = self._run(split, delivery, values)
+                # Copied, because the forward may change them in place.
+                result = self._run(split, delivery, [*map(_copied, values)], spec)
                 partitioned = after(result)
+            except (RanAsWritten, DoesNotFit) as reason:
+                missed = str(reason)
             except Exception as error:  # noqa: BLE001, whatever it is, the program runs as before
                 problem = f"the training side raised {error!r}"
         original = run_original()
+        if missed:
+            self._missed(missed)
+            return original
         if not problem:
             problem = difference(partitioned, snapshot(self._module, original))
         if problem:
@@ -299,6 +274,7 @@ class PartitionedForward:
             return original
         self._to_check = max(0, self._to_check - 1)
         self.counts.checked += 1
+        self._misses = 0
         return original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -310,16 +286,12 @@ class PartitionedForward:
         return getattr, (self._module, "forward")  # of an object that has no attributes yet: its class's
 
 
-def owners(module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where parameters and buffers are, by their qualified names: looked up in each call, so they may be replaced."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        tables: list[dict[str, Any]] = [vars(owner)["_parameters"], vars(owner)["_buffers"], vars(owner)]
-        for table in tables:
-            for name, value in table.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{prefix}.{name}".lstrip(".")] = table, name
-    return found
+def _copied(value: Any) -> Any:
+    """A tensor in memory of its own, unless a copy would lie otherwise there."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.clone()
+    return copy if copy.stride() == value.stride() else value
 
 
 def snapshot(module: torch.nn.Module, outputs: Any) -> list[Any]:

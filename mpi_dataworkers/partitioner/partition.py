@@ -11,46 +11,40 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse
 from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
-from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward, restored
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, Unsent, compiled_functions, plain
-from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
-from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, watch
-from hetstream.mpi_dataworkers.partitioner.split import sending_all, spared_leaves, unpack
+from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
+from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
+from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release, watched
+from hetstream.mpi_dataworkers.partitioner.pace import Pace
+from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, compiled_functions
+from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates, with_wire
+from hetstream.mpi_dataworkers.partitioner.spared import SparedLeaves
+from hetstream.mpi_dataworkers.partitioner.split import spared_leaves, unpack
 from hetstream.mpi_dataworkers.partitioner.trial import Trial
 
 _log = logging.getLogger(__name__)
-_pytree: Any = pytree
 # A forward and a backward pass take about three times a forward's time.
 _STEP_PER_FORWARD = 3.0
 NUM_CHECKED = 3
-# Rates are looked at after so many steps, and the cut changes at most so many times in a run: each change makes the
-# batches on their way anew.
-_STEPS_OF_A_LOOK = 100
+# The cut changes at most so many times in a run: each change makes the batches on their way anew.
 _MOST_CHANGES = 8
 # Cuts of which is measured what they gain: what was measured counts for the later ones.
 _MOST_TRIALS = 3
-# Leaves that were not sent and are read are made once more; after so many times they are sent again.
-_MOST_REMADE = 3
 
 
 class Partition:
@@ -79,9 +73,8 @@ class Partition:
         self._pace = Pace() if follows_rates else None
         self._trial: Trial | None = None
         self._gain, self._num_trials = 1.0, 0
-        self._read: set[int] = set()  # leaves that the program reads itself
+        self._leaves = SparedLeaves()
         self._knows_read = self._spares = False
-        self._remade: dict[int, int] = {}
 
     @property
     def is_active(self) -> bool:
@@ -91,7 +84,9 @@ class Partition:
     @property
     def counts(self) -> Counts:
         """How the calls of the forward went since it was partitioned."""
-        return self._forward.counts if self._forward is not None else Counts()
+        counts = self._forward.counts if self._forward is not None else Counts()
+        counts.remade = self._leaves.num_remade
+        return counts
 
     def begin(
         self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int, read: set[int] | None = None
@@ -106,7 +101,7 @@ class Partition:
             read: numbers of the leaves that the program has read itself so far; None if that is not known.
         """
         if read is not None:
-            self._read, self._knows_read = read, True
+            self._leaves.read, self._knows_read = read, True
         self.analysis, self._num_leaves = analysis, num_leaves
         self._forward = PartitionedForward(self._module, analysis.guards, num_checked, self.remove)
         self._rates = rates
@@ -125,10 +120,12 @@ class Partition:
         if self.analysis is None or self._forward is None:
             return
         self._rates = rates
-        read = self._read if self._knows_read else None
+        read = self._leaves.read if self._knows_read else None
         decision = self.analysis.decide(self._offload, rates, read, self._gain)
         before = self.decision.moved if self.decision is not None else frozenset()
         self.decision, self.reason = decision, decision.reason
+        if self.analysis.why_not_all:
+            self.reason += f"; of the forward's beginning alone, since of the rest: {self.analysis.why_not_all}"
         if decision.moved == before and not self._changes_what_is_sent(decision):
             return
         if not decision.moved:
@@ -149,7 +146,7 @@ class Partition:
             self._trial, self._num_trials = Trial(), self._num_trials + 1
         self._forward.install()
         text = "hetstream: data workers run %d operators of %s's forward: %s"
-        _log.warning(text, len(decision.moved), type(self._module).__name__, decision.reason)
+        _log.warning(text, len(decision.moved), type(self._module).__name__, self.reason)
 
     def _changes_what_is_sent(self, decision: Decision) -> bool:
         if not self.is_active or self._forward is None or self._forward.split is None or self.analysis is None:
@@ -173,7 +170,7 @@ class Partition:
                 self._pace.begin_again()
             self._judge(*trial.step_s)
         may_spare = self._again() is not None and not compiled_functions.reads
-        if may_spare and not self._spares and self.is_active:
+        if may_spare and not self._spares and self.is_active and self._leaves.may_be:
             self._spares = self._knows_read = True
             self.decide(self._rates)
             split = forward.split
@@ -206,7 +203,7 @@ class Partition:
         moved = self.decision.moved if self.is_active and self.decision is not None else frozenset()
         num_workers = client.num_data_workers if client is not None else self._rates.num_data_workers
         gained = [replace(costs[name], trainer_s=self._gain * costs[name].trainer_s) for name in moved]
-        rates = observed_rates(self._rates, seen, num_workers, gained)
+        rates = with_wire(observed_rates(self._rates, seen, num_workers, gained), self._connection)
         if is_other(rates, self._rates):
             before = self._generation, self.is_active
             self.decide(rates)
@@ -243,63 +240,24 @@ class Partition:
         if not extra and (self.analysis is None or not self.is_active):
             return batch
         generation, values, shapes = unpack(extra) if extra else (0, None, {})
-        spared = self._unsent(shapes)
+        self._count_bytes(batch, values or (), shapes)
+        spared = self._leaves.makers(shapes, self._again()) if shapes else {}
         if self.analysis is None:
             return Delivery(read=set()).tag(batch, frozenset(), spared)
         wanted = frozenset(form.number for form in self.analysis.leaves.values())
-        return Delivery(values, generation, self._read).tag(batch, wanted, spared)
+        return Delivery(values, generation, self._leaves.read).tag(batch, wanted, spared)
 
-    def _unsent(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Unsent]:
-        """The leaves that this batch came without, and what makes them."""
-        if not shapes:
-            return {}
-        made: list[Any] = []
-        again = self._again()
-
-        def make(number: int) -> torch.Tensor:
-            if not made:
-                if again is None:
-                    raise RuntimeError("a tensor of the batch was not sent, and the batch cannot be made once more")
-                with sending_all():
-                    batch = again()
-                made.extend(_pytree.tree_leaves(batch.batch if type(batch) is StagedBatch else batch))
-            self._remade[number] = self._remade.get(number, 0) + 1
-            self.counts.remade += 1
-            leaf: torch.Tensor = made[number]
-            return leaf
-
-        return {number: (shape, functools.partial(make, number)) for number, shape in shapes.items()}
+    def _count_bytes(self, batch: Any, values: Sequence[torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> None:
+        """For the loader's statistics: what the cut adds to this batch, and what it saves."""
+        leaves = leaves_of(batch) if shapes else ()
+        spared = sum(math.prod(shape) * leaves[number].element_size() for number, shape in shapes.items())
+        self._connection.count(moved_bytes=sum(value.nbytes for value in values), spared_bytes=spared)
 
     def _send_again_what_is_read(self, forward: PartitionedForward) -> None:
-        often = {number for number, times in self._remade.items() if times >= _MOST_REMADE}
-        if forward.split is not None and (often := often & {*forward.split.stage.spared}):
-            self._read |= often
+        if forward.split is not None and (often := self._leaves.often_read(forward.split.stage.spared)):
             leaves = ", ".join(f"leaf {number}" for number in often)
             _log.warning("hetstream: %s of each batch is sent again: something reads it", leaves)
             self.decide(self._rates)
-
-
-class Pace:
-    """How long steps take, from one look at the loader's counters to the next; see `Partition`."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_changes = 0
-        self._before: tuple[float, float] | None = None
-
-    def begin_again(self) -> None:
-        """Count from here: other steps than usual were taken."""
-        self.num_steps, self._before = 0, None
-
-    def step_and_wait(self, now: float, wait_s: float) -> tuple[float, float] | None:
-        """After each `_STEPS_OF_A_LOOK` steps: a step's time, and what of it was a wait for data."""
-        self.num_steps += 1
-        if self.num_steps % _STEPS_OF_A_LOOK:
-            return None
-        before, self._before = self._before, (now, wait_s)
-        if before is None:
-            return None
-        return (now - before[0]) / _STEPS_OF_A_LOOK, (wait_s - before[1]) / _STEPS_OF_A_LOOK
 
 
 def partition(
@@ -325,7 +283,8 @@ def partition(
             or tuple its first items, as many as the forward must have.
         offload: "auto" moves deterministic operators where that makes a step faster; "all" moves all that needs no
             state, random numbers too, which data workers then draw from the seed of (seed, epoch, step); "off" none.
-        rates: what the decision depends on; default: measured with the example, 1 GB/s for the wire.
+        rates: what the decision depends on; default: measured with the example and as batches come. Until the wire's
+            rate is known it counts as 1 GB/s.
         num_checked: first calls of the forward that are run both ways and compared; a difference ends it.
 
     Raises:
@@ -341,53 +300,23 @@ def partition(
     module = inner_module(model)
     made = Partition(module, connection, Offload(offload), follows_rates=rates is None)
     tagged = Delivery().tag(example_batch)
-    num_leaves = len(_pytree.tree_leaves(example_batch))
+    leaves = leaves_of(example_batch)
     try:
         check_module(module)
         release(module)
         args = (inputs or _default_inputs(module))(tagged)
         args = args if isinstance(args, tuple) else (args,)
-        forward_s, effects = _watched(module, args)
+        forward_s, effects = watched(module, args)
         analysis = analyse(module, args, {}, effects, made._offload)
     except NotCaptured as reason:
         made.reason = str(reason)
         _log.warning("hetstream: nothing of %s moves: %s", type(module).__name__, reason)
         return made
     num_workers = connection.client.num_data_workers if connection.client is not None else loader.num_workers
-    batch_bytes = sum(leaf.nbytes for leaf in _pytree.tree_leaves(example_batch) if isinstance(leaf, torch.Tensor))
+    batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
     measured = Rates(forward_s * _STEP_PER_FORWARD, 0.0, num_workers, batch_bytes=batch_bytes)
-    made.begin(analysis, num_leaves, rates or measured, num_checked)
+    made.begin(analysis, len(leaves), rates or with_wire(measured, connection), num_checked)
     return made
-
-
-def inner_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose forward the program has written."""
-    inner = getattr(model, "module", None)
-    wraps = isinstance(model, torch.nn.parallel.DistributedDataParallel) and isinstance(inner, torch.nn.Module)
-    return inner if wraps and inner is not None else model
-
-
-def release(module: torch.nn.Module) -> None:
-    """Give a model that is partitioned its own forward back: the loader that feeds it last has it."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, PartitionedForward):
-        forward.withdraw("another loader feeds this model now")
-
-
-def check_module(module: torch.nn.Module) -> None:
-    """Refuse modules whose forward is not one to be captured.
-
-    Raises:
-        NotCaptured: with the reason.
-    """
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        raise NotCaptured("the model is compiled by torch.compile as a whole: give its inner part to torch.compile")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise NotCaptured("the model is a TorchScript module, whose forward is no Python")
-    if isinstance(module, torch.nn.DataParallel):
-        raise NotCaptured("the model is a DataParallel, which cuts each batch; use DistributedDataParallel")
-    if not module.training:
-        raise NotCaptured("the model is in eval mode; only its training is partitioned")
 
 
 def _default_inputs(module: torch.nn.Module) -> Callable[[Any], tuple[Any, ...]]:
@@ -399,44 +328,3 @@ def _default_inputs(module: torch.nn.Module) -> Callable[[Any], tuple[Any, ...]]
         return tuple(batch[: max(1, number)])
 
     return inputs
-
-
-def _watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Effects]:
-    """Run the forward twice, once to see what it does and once for its time; the program notices nothing of it.
-
-    Returns:
-        Its time, and what was seen.
-
-    Raises:
-        NotCaptured: it cannot be run apart from the program.
-    """
-    twin = _twin(module)
-    state = ModelState(twin, [])
-    if hooked := state.hooked():
-        raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
-
-    def call() -> Any:
-        copied = _pytree.tree_map(
-            lambda value: plain(value).clone() if isinstance(value, torch.Tensor) else value, args
-        )
-        return twin.forward(*copied)
-
-    with restored(module, _pytree.tree_leaves(args)), generators_kept():
-        if any(hasattr(part, "_orig_mod") for part in twin.modules()):
-            call()  # so that the compiler, which reads files and the time, is not taken for the forward
-        _, effects = watch(call)
-        if change := state.change():
-            raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
-        started = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - started
-    return seconds, effects
-
-
-def _twin(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model with the very same parameters and buffers: what its forward does to attributes stays there."""
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    try:
-        return copy.deepcopy(module, dict(tensors))
-    except Exception as error:
-        raise NotCaptured(f"the model cannot be copied: {error!r}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten
 from hetstream.mpi_dataworkers.partitioner.unsent import GIVES_MEMORY, METADATA, MOVES, UnsentLeaf, made, unsent
 
 _pytree: Any = pytree
@@ -64,7 +65,7 @@ class Delivery:
             wanted: numbers of the leaves to tag; None for all.
             spared: the leaves that were not sent, by number, in whose places there are tensors without elements.
         """
-        leaves, spec = _pytree.tree_flatten(batch)
+        leaves, spec = flatten(batch)
         if all(not isinstance(leaf, torch.Tensor) for leaf in leaves):
             return batch
         tagged = [

@@ -48,10 +48,12 @@ class Effects:
     Attributes:
         reasons: why it has no graph, with file and line; empty when it may have one.
         read_globals: the plain values that it read: the table, the name, the value then.
+        asks_for_types: it asks for types or identities of objects.
     """
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
+        self.asks_for_types = False
         self.read_globals: list[tuple[dict[str, Any], str, Any]] = []
 
     def note(self, code: types.CodeType, line: int, what: str) -> None:
@@ -120,6 +122,10 @@ def _read_code(frame: types.FrameType, effects: Effects) -> None:
         name = instruction.argval
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             effects.note(code, line, f"the forward writes the global {name}")
+        elif instruction.opname == "IS_OP":
+            effects.asks_for_types |= instructions[place - 1].argval is not None
+        elif instruction.opname == "LOAD_GLOBAL" and name in ("type", "id") and name not in table:
+            effects.asks_for_types = True
         elif instruction.opname == "LOAD_GLOBAL" and name in table:
             following = instructions[place + 1] if place + 1 < len(instructions) else None
             attribute = following.argval if following is not None and "ATTR" in following.opname else None

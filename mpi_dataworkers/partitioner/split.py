@@ -18,6 +18,7 @@ from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward
 from hetstream.mpi_dataworkers.partitioner.cut import Decision
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten
 from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
 
 _pytree: Any = pytree
@@ -71,7 +72,7 @@ class DataStage:
         """Run for one batch."""
         if self.first is not None:
             batch = self.first(batch)
-        leaves, spec = _pytree.tree_flatten(batch)
+        leaves, spec = flatten(batch)
         if len(leaves) != self.num_leaves or not all(form.fits(leaves[form.number]) for form in self.forms):
             return StagedBatch(batch, ())
         try:

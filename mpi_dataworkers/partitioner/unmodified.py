@@ -6,11 +6,12 @@ module's forward they arrive, and partitions that module in the third step; then
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward, saving_nothing
-from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition, check_module, release
+from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call, leaves_of
+from hetstream.mpi_dataworkers.partitioner.modules import CHANGES_ITS_ARGUMENTS, check_module, release
+from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
+from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
-from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, watch
+from hetstream.mpi_dataworkers.partitioner.rates import with_wire
+from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, is_plain, watch
 
 _log = logging.getLogger(__name__)
 _pytree: Any = pytree
@@ -64,6 +69,15 @@ class _Calls:
         if not self.followers:
             _Module.__call__, self._own = self._own, None
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have modules called as torch does it: a compiler takes what stands there for a part of the model."""
+        stands_in, _Module.__call__ = _Module.__call__, self._own
+        try:
+            yield
+        finally:
+            _Module.__call__ = stands_in
+
     def _called(self, own: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_wrapper = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         if self._depth or is_wrapper or not any(True for _ in module.parameters()):
@@ -73,8 +87,9 @@ class _Calls:
             return own(module, *args, **kwargs)
         self._depth += 1
         try:
-            own_args, own_kwargs = _pytree.tree_map(whole, (args, kwargs))  # what the forward reads, it alone reads
-            return follower.called(functools.partial(own, module, *own_args, **own_kwargs), module, args, kwargs)
+            plain_ones = _pytree.tree_map(whole, (args, kwargs))  # what the forward reads, it alone reads
+            call = OwnCall(functools.partial(own, module), (args, kwargs), plain_ones)
+            return follower.called(call, module, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -111,6 +126,8 @@ class Follower:
         self._batch_bytes = 0
         self._steps = 0
         self._seen: list[tuple[torch.nn.Module, float, float]] = []  # in which module, when, waits until then
+        self._plain_values: dict[int, Any] | None = None  # among the arguments of the first call
+        self._changing = frozenset[int]()
         connection.on_extra = self._deliver
         _calls.add(self)
 
@@ -119,15 +136,13 @@ class Follower:
         if self._steps > _MOST_STEPS:
             self._end("its batches arrive in no model's forward as the loader gives them")
             return batch
-        leaves = _pytree.tree_leaves(batch)
+        leaves = leaves_of(batch)
         self._num_leaves = len(leaves)
         self._batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.delivery = Delivery(read=self._read)
         return self.delivery.tag(batch)
 
-    def called(
-        self, call: Callable[[], Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, call: OwnCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An outermost module is called with leaves of the loader's batch."""
         if not module.training:
             return call()
@@ -138,6 +153,7 @@ class Follower:
             self._end(f"what moves of {type(module).__name__} is of another loader, whose batches it takes as well")
             return call()
         self._seen.append((module, time.monotonic(), self._connection.statistics.counters.wait_s))
+        self._note_plain_values(args, kwargs)
         if len(self._seen) < _STEP_OF_CAPTURE:
             return call()
         release(module)
@@ -147,9 +163,11 @@ class Follower:
         try:
             if change:
                 raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
+            if call.has_changed:
+                raise NotCaptured(CHANGES_ITS_ARGUMENTS)
             check_module(module)
-            with saving_nothing():
-                analysis = analyse(module, args, kwargs, effects, self._offload, self.delivery)
+            with saving_nothing(), _calls.paused():
+                analysis = analyse(module, args, kwargs, effects, self._offload, self.delivery, self._changing)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result
@@ -163,6 +181,15 @@ class Follower:
         self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)
         return result
 
+    def _note_plain_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which arguments that are no tensors are others than in the first call."""
+        leaves = enumerate(flatten_call(args, kwargs)[0])
+        now = {place: value for place, value in leaves if not isinstance(value, torch.Tensor) and is_plain(value)}
+        if self._plain_values is None:
+            self._plain_values = now
+        first = self._plain_values
+        self._changing |= {place for place, value in now.items() if place in first and first[place] != value}
+
     def _has_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         origins = map(origin, _pytree.tree_leaves((args, kwargs)))
         return any(found is not None and found[0] is not self.delivery for found in origins)
@@ -172,7 +199,8 @@ class Follower:
         pairs = zip(self._seen, self._seen[1:], strict=False)
         steps = [after[1] - before[1] - (after[2] - before[2]) for before, after in pairs]
         num_processes = client.num_data_workers if client is not None else self._num_processes
-        return Rates(max(1e-6, min(steps)), 0.0, num_processes, batch_bytes=self._batch_bytes)
+        rates = Rates(max(1e-6, min(steps)), 0.0, num_processes, batch_bytes=self._batch_bytes)
+        return with_wire(rates, self._connection)
 
     def _leave(self) -> None:
         self._connection.on_extra = None

@@ -70,11 +70,16 @@ def parse_peer(peer: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """What a data worker delivered, with the frames of its tensors and the transport it came by."""
+    """What a data worker delivered, with the frames of its tensors and the transport it came by.
+
+    Attributes:
+        began_s: when its beginning had come, on the monotonic clock; None where all of it came at once.
+    """
 
     header: Delivery
     frames: Sequence[Buffer]
     transport: str
+    began_s: float | None = None
 
 
 def transport_of(address: str) -> str:

@@ -165,7 +165,7 @@ class _Source:
 
     def __init__(self, handshake: LoaderHandshake) -> None:
         self.handshake = handshake
-        self.coming: collections.deque[tuple[Delivery, list[Any], list[MPI.Request]]] = collections.deque()
+        self.coming: collections.deque[tuple[Delivery, list[Any], list[MPI.Request], float]] = collections.deque()
 
 
 class MpiReceiver:
@@ -238,7 +238,7 @@ class MpiReceiver:
 
     def _say_goodbye(self) -> None:
         for rank, source in self._sources.items():
-            for _, frames, requests in source.coming:
+            for _, frames, requests, _ in source.coming:
                 for request in requests:
                     request.Cancel()
                 _given_up.append((frames, requests))
@@ -287,7 +287,7 @@ class MpiReceiver:
             frames = [np.empty(size, dtype=np.uint8) for size in envelope.sizes]
             # Frames of one rank are received in the order in which they were sent, which is that of their envelopes.
             requests = [self._comm.Irecv(frame, rank, self._tag + _FRAMES) for frame in frames if frame.nbytes]
-            source.coming.append((message, frames, requests))
+            source.coming.append((message, frames, requests, time.monotonic()))
         else:
             raise ProtocolError(f"{type(message).__name__} is no message for this point of a batch connection")
 
@@ -304,8 +304,8 @@ class MpiReceiver:
         came = under_way = False
         for source in self._sources.values():
             while source.coming and MPI.Request.Testall(source.coming[0][2]):
-                message, frames, _ = source.coming.popleft()
-                self._pass_on(ReceivedBatch(message, [frame.data for frame in frames], self.transport))
+                message, frames, _, began_s = source.coming.popleft()
+                self._pass_on(ReceivedBatch(message, [frame.data for frame in frames], self.transport, began_s))
                 came = True
             under_way = under_way or bool(source.coming)
         return came, under_way

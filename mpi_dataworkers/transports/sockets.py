@@ -115,6 +115,7 @@ class _Connection:
         handshake: how far it has proved the key, until `prove_by`.
         head: the first bytes of a message whose length has not come yet.
         whole, filled: a message of which a part has come, and how much.
+        began_s: when its first part had come.
     """
 
     def __init__(self, accepted: socket.socket, address: str, key: bytes) -> None:
@@ -125,6 +126,7 @@ class _Connection:
         self.head = b""
         self.whole: memoryview | None = None
         self.filled = 0
+        self.began_s: float | None = None
         self._is_tcp = accepted.family == socket.AF_INET
         self._wake_bytes = 1
 
@@ -254,6 +256,7 @@ class SocketReceiver:
         if connection.filled == connection.whole.nbytes:
             whole, connection.whole = connection.whole, None
             self._take(connection, whole, batches)
+            connection.began_s = None
         return count
 
     def _begin(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
@@ -273,7 +276,7 @@ class SocketReceiver:
             whole[:num_here] = self._stage[at : at + num_here]
             at += num_here
             if num_here < num_bytes:
-                connection.whole, connection.filled = whole, num_here
+                connection.whole, connection.filled, connection.began_s = whole, num_here, time.monotonic()
             else:
                 self._take(connection, whole, batches)
         connection.head = bytes(self._stage[at:end])
@@ -298,7 +301,7 @@ class SocketReceiver:
             message = decode(frames[0])
         if not isinstance(message, Delivery):
             raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
-        batches.append(ReceivedBatch(message, frames[1:], transport_of(connection.address)))
+        batches.append(ReceivedBatch(message, frames[1:], transport_of(connection.address), connection.began_s))
 
     def _drop(self, connection: _Connection) -> None:
         descriptor = connection.socket.fileno()

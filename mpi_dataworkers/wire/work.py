@@ -204,6 +204,8 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         wait_s: time that the loop waited for steps.
         elapsed_s: time inside sessions, with the waits; of the open one, up to its last step.
+        moved_bytes: of what operators that a partitioner has moved have computed, in these batches.
+        spared_bytes: of these batches' tensors that were not sent, because only such operators read them.
     """
 
     epochs: int = 0
@@ -220,6 +222,8 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost_steps: int = 0
     lost_shards: int = 0
     skipped: int = 0
+    moved_bytes: int = 0
+    spared_bytes: int = 0
 
 
 class OptimizerCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -279,7 +279,14 @@ def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
         assert words in str(caught.value)
     for change, words in (
         ({"c": wrong["c"]}, "c has 5 values, and its lengths are 6 together"),
-        ({"c": Jagged(torch.arange(3), torch.tensor([4, -2, 1]))}, "c has a negative length"),
+        (
+            {"c": Jagged(torch.arange(3), torch.tensor([4, -2, 1]))},
+            "c has a negative length: row 1 has -2, so its borders fall from 4 to 2",
+        ),
+        (
+            {"c": Jagged(torch.arange(0), torch.tensor([2**63 - 1, 2**63 - 1, 2]))},
+            "c has a list that is longer than all of its values: row 0 has 9223372036854775807",
+        ),
         ({"c": torch.arange(3)}, "a jagged feature is Jagged"),
         ({"b": Nullable(torch.zeros(3), torch.ones(3, dtype=torch.bool))}, "b has missing values"),
         ({"b": torch.zeros(4)}, "one number of rows, 3 here: b has 4"),

@@ -23,7 +23,6 @@ WEIGHTS = torch.linspace(0.0, 1.0, 12).reshape(4, 3)
 def _own_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is compiled here is forgotten, and what that says of a program, too."""
     torch._dynamo.reset()
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar starts a thread that stays
     monkeypatch.setattr(compiled_functions, "reads", False)
     yield
     torch._dynamo.reset()
@@ -89,6 +88,22 @@ def test_a_compiled_function_is_compiled_once_and_a_change_in_place_is_seen() ->
     assert torch.equal(read(second), read(torch.Tensor(second)))
     change(second)
     assert origin(second) is None
+
+
+def test_a_function_that_must_be_compiled_as_a_whole_may_come_to_a_leaf_late(
+    loaders: Callable[..., Any], three: Any
+) -> None:
+    read = torch.compile(lambda values: values.nan_to_num() @ WEIGHTS, backend="aot_eager", fullgraph=True)
+
+    def late() -> Callable[[torch.Tensor], torch.Tensor]:
+        steps = iter(range(10))
+        return lambda values: read(values) if next(steps) >= 7 else torch.ones(1)
+
+    expected, _ = losses_of(loaders, models.Clean, is_partitioned=False, read=late())
+    found, done = losses_of(loaders, models.Clean, is_partitioned=True, read=late(), service=three.name)
+    assert found == expected
+    assert done is not None
+    assert (done.counts.checked, done.counts.partitioned, done.counts.remade) == (3, 7, 0)
 
 
 def whole() -> Any:

@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
 LOADER_OPTIONS: dict[str, Any] = {}
-MOVES = sorted(PROGRAMS.keys() - {"nothing_to_move", "depends_on_data"})
+MOVES = sorted(PROGRAMS.keys() - {"nothing_to_move"})
 FAST = Rates(step_s=1e-4, batch_s=0.0, num_data_workers=1000, wire_bytes_per_s=1e15, receive_bytes_per_s=1e15)
 
 
@@ -99,8 +99,7 @@ def test_nothing_moves_in_a_model_that_begins_with_parameters(loaders: Callable[
 
 
 BAD = {
-    models.InPlace: "aten.nan_to_num_.default (sample_models.py:55) changes it in place",
-    models.DecidesByData: "the forward takes a decision that depends on the data (sample_models.py:61)",
+    models.InPlace: "aten.nan_to_num_.default (sample_models.py:56) changes it in place",
     models.ReadsFile: "io.open (",
     models.ReadsTime: "the forward uses the module time, whose results no graph can hold (sample_models.py:",
     models.DrawsPythonNumbers: "the forward uses the module random",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,3 +256,77 @@ class EmptyJagged(Clean):
         kept = values.long()[values.long() > 1000]
         unique, inverse = torch.unique(kept, return_inverse=True)
         return values + self.table(unique)[inverse].sum(0)
+
+
+class DecidesByGlobals(DecidesByData):
+    """Reads a global and attributes before the decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SimpleNamespace(scaling=SimpleNamespace(scale=2.0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        clean = (torch.nan_to_num(values).clamp(0, 50).log1p() - self.mean) * self.factor * FACTOR
+        return self.layer(self.also(clean * self.settings.scaling.scale))
+
+
+class DecidesInside(nn.Module):
+    """Hands on to a model that decides by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DecidesByData()
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(values)
+
+
+class DecidesTwice(DecidesByData):
+    """Cleans by the same code before and after the decision."""
+
+    def cleaned(self, values: torch.Tensor) -> torch.Tensor:
+        clean = torch.nan_to_num(values).clamp(0, 50).log1p() - self.mean
+        return clean / 2 if clean.sum() > 0 else clean
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.cleaned(values) + self.cleaned(values * 2))
+
+
+class ChangesInPlaceLater(Clean):
+    """Changes a value that was computed before the decision, and the batch."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        clean = torch.nan_to_num(values).clamp(0, 50)
+        if clean.max() > 3:
+            clean.mul_(0.5)
+            values.add_(1)
+        return self.layer(clean + torch.nan_to_num(values))
+
+
+class ChangesAPartLater(Clean):
+    """Changes a part of a value that was computed before the decision."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        clean = torch.nan_to_num(values).clamp(0, 50)
+        first, scaled = clean[:, :1], clean.log1p() - self.mean
+        if scaled.max() > 1:
+            first.zero_()
+        return self.layer(clean + scaled)
+
+
+class DecidesAndNormalises(DecidesByData):
+    """Draws numbers and keeps running statistics behind the decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.dropout(super().forward(values), 0.5, self.training))
+
+
+class DecidesAtOnce(Clean):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if values.sum() > 5:
+            values = values / 2
+        return super().forward(values)

@@ -94,7 +94,8 @@ class Switch:
         self.graph: Any = None
         self.given: tuple[Any, ...] = ()
         self._body: Callable[[Sequence[Any]], Any] | None = None
-        self._compiles: Any = torch._dynamo.optimize(backend=self._compile).callback
+        context: Any = torch._dynamo.optimize(backend=self._compile)
+        self._compiles = context.callback
 
         def uses(*_: Any) -> Any:
             return self._as_written()
@@ -240,8 +241,8 @@ def _with_sizes_inside(graph: torch.fx.GraphModule) -> tuple[int, ...]:
     sizes: dict[str, tuple[Any, int]] = {}
     for node, example in zip(nodes, examples, strict=True):
         if isinstance(example, torch.Tensor):
-            for dimension, size in enumerate(example.shape):
-                sizes.setdefault(str(size), (node, dimension))
+            for dimension, length in enumerate(example.shape):
+                sizes.setdefault(str(length), (node, dimension))
     taken = []
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for number, (node, example) in enumerate(zip(nodes, examples, strict=True)):

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, GraphInput, NotCaptured, capture
+from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload, Verdict, classify, with_open_outputs
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, OperatorCost, Rates
 from hetstream.mpi_dataworkers.partitioner.describe import Observed, describe
-from hetstream.mpi_dataworkers.partitioner.first_graph import FirstGraph, first_graph
+from hetstream.mpi_dataworkers.partitioner.forward_graph import GraphOfForward, graph_of
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
-from hetstream.mpi_dataworkers.partitioner.guards import Forms, Guards, owners
+from hetstream.mpi_dataworkers.partitioner.guards import Guards, owners
 from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
 from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread
 from hetstream.mpi_dataworkers.partitioner.modules import unread_values
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
 from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, is_plain
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
-
-_pytree: Any = pytree
 
 
 @dataclass(frozen=True)
@@ -121,28 +117,11 @@ def analyse(
     origins = _origins(flat, delivery)
     values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
     unread = _unread(module, values, spec, effects, changing)
-    call_with = _pytree.tree_unflatten(values, spec)
-    captured, first, why_not_all, inputs = _captured(module, call_with, values, frozenset(origins))
-    places = first.places if first is not None else {place: place for place in origins}
-    leaves = {place: number for place, (_, number) in origins.items() if place in places.values()}
-    if not leaves:
-        raise NotCaptured(f"not all of the forward moves: {why_not_all}; its beginning takes no tensor of the batch")
-    numbers = {number: leaves[place] for number, place in places.items() if place in leaves}
-    plain_values = {place: value for place, value in enumerate(values) if not isinstance(value, torch.Tensor)}
-    tables = owners(module)
-    own = _own_tensors(inputs, tables) if first is not None else {}
-    kinds = (_of_the_batch(graph_input, numbers, own) for graph_input in captured.inputs)
-    captured = replace(captured, inputs=tuple(kinds))
+    found = graph_of(module, values, spec, {place: number for place, (_, number) in origins.items()})
+    captured, inputs = found.captured, found.inputs
+    plain_arguments, types = _plain_arguments(values, unread)
     guards = Guards(
-        captured,
-        first,
-        in_spec=spec,
-        plain_arguments={place: value for place, value in plain_values.items() if place not in unread},
-        unread={place: type(values[place]) for place in unread},
-        leaves=leaves,
-        forms=Forms(inputs, captured.shape_rules, _sizes_of(module, spec, first is None)),
-        state=state,
-        tables=tables,
+        captured, found.first, spec, plain_arguments, types, found.leaves, found.forms, state, owners(module)
     )
     known = _known_values(guards, inputs)
     everything = classify(describe(captured), Offload.ALL)
@@ -152,7 +131,7 @@ def analyse(
         on_host = {name: value.cpu() for name, value in known.items()}
         by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
     graph = describe(captured, seen, failed | failed_there)
-    if first is not None:
+    if found.first is not None:
         graph = with_open_outputs(graph)
     return Analysis(
         captured=captured,
@@ -160,16 +139,10 @@ def analyse(
         verdicts=classify(graph, offload),
         costs=_costs(seen, by_worker, known, (share, share_there)),
         numbers=frozenset(name for name, observed in seen.items() if observed.type_name == "number"),
-        leaves={
-            graph_input.name: LeafForm(
-                numbers[graph_input.argument], inputs[graph_input.argument].dtype, inputs[graph_input.argument].dim()
-            )
-            for graph_input in captured.inputs
-            if graph_input.kind is Kind.LEAF
-        },
+        leaves=_leaf_forms(found),
         guards=guards,
         seconds=time.perf_counter() - started,
-        why_not_all=why_not_all,
+        why_not_all=found.why_not_all,
     )
 
 
@@ -226,64 +199,20 @@ def _unread(
     return found
 
 
-def _captured(
-    module: torch.nn.Module, call_with: tuple[Any, Any], values: Sequence[Any], leaves: frozenset[int]
-) -> tuple[CapturedForward, FirstGraph | None, str, Sequence[Any]]:
-    """The graph of a forward, or of its beginning and why not of all; and what goes into it.
-
-    Raises:
-        NotCaptured: there is neither.
-    """
-    try:
-        return capture(module, *call_with), None, "", values
-    except NotCaptured as reason:
-        why_not_all = str(reason)
-    try:
-        first, inputs = first_graph(module, call_with, values, leaves)
-    except NotCaptured as reason:
-        raise NotCaptured(f"{why_not_all}; nor is there a graph of its beginning: {reason}") from reason
-    return first.captured, first, why_not_all, inputs
+def _plain_arguments(values: Sequence[Any], unread: frozenset[int]) -> tuple[dict[int, Any], dict[int, type]]:
+    """The arguments that are no tensors: values of those that must stay, types of those that may change."""
+    plain_values = {place: value for place, value in enumerate(values) if not isinstance(value, torch.Tensor)}
+    fixed = {place: value for place, value in plain_values.items() if place not in unread}
+    return fixed, {place: type(values[place]) for place in unread}
 
 
-def _sizes_of(module: torch.nn.Module, spec: Any, is_whole: bool) -> Callable[[Sequence[Any]], Mapping[str, Any]]:
-    """Gives what the rules of torch.export for sizes are about, of the inputs of a graph."""
-    signature = inspect.signature(module.forward)
-
-    def sizes(inputs: Sequence[Any]) -> Mapping[str, Any]:
-        if not is_whole:
-            return {"inputs": tuple(inputs)}
-        args, kwargs = _pytree.tree_unflatten(list(inputs), spec)
-        return signature.bind(*args, **kwargs).arguments
-
-    return sizes
-
-
-def _own_tensors(
-    inputs: Sequence[Any], tables: Mapping[str, tuple[dict[str, Any], str]]
-) -> dict[int, tuple[Kind, str]]:
-    """Those inputs of a graph that are the model's own tensors: what they are, and their qualified names."""
-    targets = {id(table[name]): target for target, (table, name) in tables.items()}
-    own = {number: value for number, value in enumerate(inputs) if id(value) in targets}
-    return {
-        number: (Kind.PARAMETER if isinstance(value, torch.nn.Parameter) else Kind.BUFFER, targets[id(value)])
-        for number, value in own.items()
+def _leaf_forms(found: GraphOfForward) -> dict[str, LeafForm]:
+    """Which leaf of the batch each such input of the graph is, and its form."""
+    named = {
+        graph_input.name: graph_input.argument for graph_input in found.captured.inputs if graph_input.kind is Kind.LEAF
     }
-
-
-def _of_the_batch(
-    graph_input: GraphInput, leaves: Mapping[int, int], own: Mapping[int, tuple[Kind, str]]
-) -> GraphInput:
-    """An input of the graph, whose kind is LEAF only if it is a leaf of the batch.
-
-    Args:
-        graph_input: as it was captured.
-        leaves: numbers of the leaves of the batch, by the number of the argument.
-        own: the model's tensors among the arguments, of a graph that takes them as such.
-    """
-    if graph_input.kind is not Kind.LEAF or graph_input.argument in leaves:
-        return graph_input
-    kind, target = own.get(graph_input.argument, (Kind.PLAIN, ""))
-    return replace(graph_input, kind=kind, target=target)
+    tensors = {name: found.inputs[argument] for name, argument in named.items()}
+    return {name: LeafForm(found.numbers[named[name]], tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
 
 
 def _known_values(guards: Guards, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -73,9 +73,9 @@ def watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Effe
             _pytree.tree_map(lambda value: plain(value).clone() if isinstance(value, torch.Tensor) else value, args)
             for _ in range(2)
         )
-        one = OwnCall(twin.forward, (ours, {}), (own, {}))
-        result = one()
-        changes.append(one.has_changed)
+        own_call = OwnCall(twin.forward, (ours, {}), (own, {}))
+        result = own_call()
+        changes.append(own_call.has_changed)
         return result
 
     with restored(module, leaves_of(args)), generators_kept():

@@ -60,9 +60,7 @@ def _containers(theirs: Any, own: Any) -> Iterator[tuple[Any, Any]]:
 
 def _change(theirs: Any, before: Any, after: Any) -> bool:
     """Change a container as another one was changed; whether it was."""
-    if len(before) == len(after) and all(
-        one is other for one, other in zip(_parts(before), _parts(after), strict=True)
-    ):
+    if len(before) == len(after) and all(was is now for was, now in zip(_parts(before), _parts(after), strict=True)):
         return False
     if isinstance(theirs, dict):
         for name in before:

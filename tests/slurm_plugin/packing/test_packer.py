@@ -217,6 +217,7 @@ def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
     [
         ({"comment": "hetstream:gpus=many"}, "write a number"),
         ({"comment": "hetstream:gpu-memory=big"}, "write a size such as 16G"),
+        ({"comment": "hetstream:gpus=2"}, "its agents keep to one"),
         ({"dependency": "afterok:3"}, "it waits for afterok:3"),
         ({"eligible_s": NOW_S + 100}, "it may begin in 90 s"),
         ({"reason": "launch_failed_requeued_held"}, "Slurm could not start it"),
@@ -241,11 +242,11 @@ def test_a_job_that_cannot_be_requeued_is_not_placed(site: Site) -> None:
 def test_a_gang_over_nodes_starts_at_once_and_counts_its_room(site: Site) -> None:
     slurm = site.slurm
     slurm.num_nodes = 2
-    slurm.submit(7, "hetstream:gpus=2", num_nodes=2, num_cpus=24)
+    slurm.submit(7, num_nodes=2, num_cpus=26)
     slurm.submit(8)
     site.look()
-    assert slurm.calls[0][2:4] == ("ReqNodeList=g[1-2]", "Gres=opp:p0:1,opp:p1:1")
-    assert slurm.jobs[8].priority == 0
+    assert slurm.calls[0][2:4] == ("ReqNodeList=g[1-2]", "Gres=opp:p0:1")
+    assert slurm.jobs[8].priority == 0  # the other GPUs are free, and CPUs are not: 16 - 13
     slurm.start()
     assert "started" in site.look()
 

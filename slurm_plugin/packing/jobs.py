@@ -199,11 +199,14 @@ def wrong_place(job: OpportunisticJob, got: tuple[Gres, ...] | None) -> str:
 
 
 def slots_of(gres: Iterable[Gres]) -> Counter[int]:
-    """Opportunistic jobs by number of the GPU: what a node has room for, or has."""
+    """Opportunistic jobs by number of the GPU: what a node has room for, or has.
+
+    22.05 also lists what a job had at its start before, with 0.
+    """
     found = Counter[int]()
     for resource in gres:
         kind = _TYPE.fullmatch(resource.type) if resource.name == GRES else None
-        if kind:
+        if kind and resource.count:
             found[int(kind[1])] += resource.count
     return found
 

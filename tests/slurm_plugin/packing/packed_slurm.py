@@ -125,7 +125,7 @@ class PackedSlurm:
         return {}
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
-        counts: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter({("opp", "p9"): 0})  # as 22.05 lists those of the start before
         for gres in self.given[int(job_id)]:
             counts[gres.name, gres.type] += gres.count
         return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())

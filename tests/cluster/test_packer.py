@@ -1,0 +1,157 @@
+"""The packer on a real Slurm: placed, compared, taken away and placed elsewhere; and death at each point."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
+from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from tests.conftest import WaitUntil
+
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+GIB = 1 << 30
+# Nobody rests: the test is not to wait for minutes.
+RULES = PackingRules(settle_s=0.0, first_delay_s=0.0)
+
+
+@dataclass
+class Site:
+    """A cluster, what its nodes would tell, and a packer that can be replaced by another one."""
+
+    record: ClusterRecord
+    directory: Path
+    used: dict[int, float] = field(default_factory=lambda: {0: 0.2, 1: 0.4})
+    sharing: dict[int, tuple[SharingNow, ...]] = field(default_factory=dict)
+    events: list[PackingEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slurm = PackingSlurm(dict(self.record.environment(os.environ)))
+        self.restart()
+
+    def restart(self) -> None:
+        self.packer = Packer(self.slurm, self.readings, {"opp"}, self.events.append, acting=True, rules=RULES)
+
+    def readings(self) -> ShowGpus:
+        gpus = [
+            GpuNow(index, f"GPU-{index}", used, 40 * GIB, sharing=self.sharing.get(index, ()))
+            for index, used in self.used.items()
+        ]
+        return ShowGpus((NodeGpus("gpu0", 1.0, tuple(gpus)),), {})
+
+    def run(self, *argv: str) -> str:
+        done = subprocess.run(
+            argv, cwd=self.directory, env=dict(self.record.environment(os.environ)), capture_output=True, text=True,
+            check=True, timeout=60,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    def submit(self, *words: str) -> str:
+        return self.run(*OWNER, "sbatch", "--parsable", "--time=5", "--mem=100", "-popp", *words, "job.sh")
+
+    def show(self, job: str) -> str:
+        return self.run("scontrol", "--details", "--oneliner", "show", "job", job)
+
+    def has(self, event: str, job: str) -> bool:
+        """Whether the packer says something of a job by now; it looks again."""
+        self.packer.step()
+        return any((found.event, found.job) == (event, job) for found in self.events)
+
+    def runs_on(self, job: str) -> str:
+        """The GRES of a job that runs."""
+        shown = self.show(job)
+        found = re.search(r" GRES=(\S+)", shown) if "JobState=RUNNING" in shown else None
+        return ",".join(
+            f"{gres.name}:{gres.type}:{gres.count}" for gres in parse_gres(found[1] if found else "") if gres.count
+        )
+
+
+@pytest.fixture(scope="module")
+def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
+    name = f"pytest-{os.getpid()}-packer-{release.replace('.', '')}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
+    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
+        yield devcluster
+
+
+@pytest.fixture
+def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
+    directory = running.out_dir / re.sub(r"\W", "-", request.node.name)
+    directory.mkdir()
+    directory.chmod(0o1777)
+    (directory / "job.sh").write_text("#!/bin/bash\nexec sleep 300\n")
+    site = Site(running.record, directory)
+    yield site
+    FAULTS.clear()
+    print(*site.events, site.run("scontrol", "show", "job"), sep="\n")  # shown if the test failed
+    jobs = site.run("squeue", "-h", "-o", "%A").split()
+    if jobs:
+        site.run("scancel", *jobs)
+    wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
+
+
+def test_a_job_is_placed_compared_taken_away_and_placed_elsewhere(site: Site, wait_until: WaitUntil) -> None:
+    job = site.submit("--comment=mine hetstream:gpu-memory=8G")
+    wait_until(lambda: site.has("started", job), 60, "the start")
+    assert site.runs_on(job) == "opp:p0:1"
+    assert "Comment=hetstream:gpu=0 mine hetstream:gpu-memory=8G" in site.show(job)
+    # Its GPU's node reports it; the other GPU is the better one by now.
+    site.sharing, site.used = {0: (SharingNow(job, 0.0, "it goes on although it should pause"),)}, {0: 0.9, 1: 0.4}
+    assert site.has("evicted", job)
+    site.sharing = {}
+    wait_until(lambda: "JobState=PENDING" in site.show(job), 60, "the requeue")
+    shown = site.show(job)
+    assert "Priority=0 " in shown
+    assert re.search(r"AdminComment=hetstream:evicted=1@\d+@gpu0:0 ", shown), shown
+    site.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not the two minutes that Slurm waits
+    site.events.clear()
+    wait_until(lambda: site.has("started", job), 90, "the second start")
+    assert site.runs_on(job) == "opp:p1:1"
+
+
+def test_what_slurm_gives_is_compared(site: Site, wait_until: WaitUntil) -> None:
+    """Root gives the job another GPU between the packer's update and its start."""
+    job = site.submit()
+    site.used = {0: 0.2}
+    assert site.has("placed", job)
+    wait_until(lambda: site.runs_on(job), 60, "the start")
+    site.run("scontrol", "update", f"JobId={job}", "AdminComment=hetstream:placed=gpu0:1@1795000000@0")
+    assert site.has("evicted", job)
+    assert "was placed on GPU 1" in site.events[-1].reason
+
+
+@pytest.mark.parametrize("point", ["packer.updated", "packer.released", "packer.requeued"])
+def test_a_packer_that_dies_leaves_nothing_that_the_next_one_does_not_repair(
+    site: Site, tmp_path: Path, wait_until: WaitUntil, point: str
+) -> None:
+    job = site.submit()
+    FAULTS.clear()
+    if point == "packer.requeued":
+        wait_until(lambda: site.has("started", job), 60, "the start")
+        site.sharing = {0: (SharingNow(job, 0.0, "it goes on although it should pause"),)}
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+    with pytest.raises(OSError, match="No space"):
+        site.packer.step()
+    site.sharing, site.events = {}, []
+    site.restart()
+    if point == "packer.requeued":
+        wait_until(lambda: site.has("taken back", job), 60, "the note")
+        site.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_until(lambda: site.has("started", job), 90, "the start by another packer")
+    assert re.fullmatch(r"opp:p[01]:1", site.runs_on(job))

@@ -108,6 +108,7 @@ HOMES = {
         "mpi_dataworkers/dispatcher/exposition.py",
         "mpi_dataworkers/dispatcher/metrics.py",
         "slurm_plugin/render/metrics.py",
+        "slurm_plugin/render/gpu_metrics.py",
     ),
     "scipy": ("slurm_plugin/model/fit.py",),
     "pymoo": ("slurm_plugin/model/nsga2.py",),

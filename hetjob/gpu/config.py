@@ -56,9 +56,11 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
     host_bytes = environ.get("HETSTREAM_GPU_HOST_BYTES", str(_DEFAULT_HOST_BYTES))
     if not host_bytes.isdecimal():
         problems.append(f"HETSTREAM_GPU_HOST_BYTES={host_bytes}: use a whole number of bytes")
-    coordinator_uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", environ)
-    if coordinator_uid and not coordinator_uid.isdecimal():
-        problems.append(f"HETSTREAM_GPU_COORDINATOR_UID={coordinator_uid}: use the number of a user")
+    coordinator_uid = None
+    try:
+        coordinator_uid = coordinator_uid_of(environ)
+    except OptionsError as error:
+        problems.append(str(error))
     if problems:
         raise OptionsError("; ".join(problems))
     return SharingSettings(
@@ -67,7 +69,19 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         job=environ.get("SLURM_JOB_ID") or f"process {os.getpid()}",
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
-        coordinator_uid=int(coordinator_uid) if coordinator_uid else None,
+        coordinator_uid=coordinator_uid,
         config_file="" if "HETSTREAM_GPU_SOCKET" in environ else environ.get("GPU_CONFIG_FILE", ""),
         status_file=environ.get("GPU_STATUS_FILE", ""),
     )
+
+
+def coordinator_uid_of(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The user that the coordinator may run as, beside root and this user; None: nobody else.
+
+    Raises:
+        OptionsError: what is given is no user's number.
+    """
+    uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", environ)
+    if uid and not uid.isdecimal():
+        raise OptionsError(f"HETSTREAM_GPU_COORDINATOR_UID={uid}: use the number of a user")
+    return int(uid) if uid else None

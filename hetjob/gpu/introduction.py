@@ -102,30 +102,21 @@ class Connection:
     """
 
     def __init__(self, path: str, introduction: Introduction, coordinator_uid: int | None = None) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        descriptors: list[int] = []
-        try:
-            connection.settimeout(_ANSWER_S)
-            connection.connect(path)
-            _check_user(path, peer_of(connection)[1], coordinator_uid)
-            connection.send(encode(msgspec.structs.replace(introduction, now_ns=time.monotonic_ns())))
-            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
-            self.job_class = _check(path, message, descriptors)
-            self._orders = Page(descriptors[0], Order, writable=False)
-            self._statistics = Page(descriptors[1], Statistics, writable=True)
-            connection.setblocking(False)
-        except OSError as error:
-            connection.close()
-            raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
-        except ValueError as error:  # a file that is shorter than a page
-            connection.close()
-            raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with contextlib.ExitStack() as undo:
+            introduction = msgspec.structs.replace(introduction, now_ns=time.monotonic_ns())
+            connection, answer, descriptors = ask(path, encode(introduction), coordinator_uid, num_descriptors=2)
+            undo.callback(connection.close)
+            try:
+                self._orders = Page(descriptors[0], Order, writable=False)
+                self._statistics = Page(descriptors[1], Statistics, writable=True)
+            except ValueError as error:  # a file that is shorter than a page
+                raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            undo.pop_all()
+        self.job_class = answer.job_class
+        connection.setblocking(False)
         self._connection = connection
         self.is_lost = False
 
@@ -165,6 +156,41 @@ class Connection:
         self._statistics.close()
 
 
+def ask(
+    path: str, message: bytes, coordinator_uid: int | None, num_descriptors: int
+) -> tuple[socket.socket, Answer, list[int]]:
+    """Send the first message of a connection to the coordinator, and wait for its answer.
+
+    Args:
+        path: of its socket.
+        message: an introduction, or what asks for its table.
+        coordinator_uid: user that it may run as, beside root and this user; None: nobody else.
+        num_descriptors: that its answer brings.
+
+    Returns:
+        The connection, the answer and the descriptors; all of them are the caller's to close.
+
+    Raises:
+        GpuCoordinatorError, GpuJobRefused: as `Connection`.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(_ANSWER_S)
+        connection.connect(path)
+        _check_user(path, peer_of(connection)[1], coordinator_uid)
+        connection.send(message)
+        text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, num_descriptors, socket.MSG_CMSG_CLOEXEC)
+        return connection, _check(path, text, len(descriptors), num_descriptors), descriptors
+    except BaseException as error:
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(error, OSError):
+            raise GpuCoordinatorError(f"no coordinator of GPUs answers at {path}: {error}") from error
+        raise
+
+
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end of a Unix socket, by the kernel's word."""
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -180,7 +206,7 @@ def _check_user(path: str, uid: int, coordinator_uid: int | None) -> None:
         )
 
 
-def _check(path: str, message: bytes, descriptors: list[int]) -> JobClass:
+def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> Answer:
     try:
         version = decode(message, _Version).version
         answer = decode(message, Answer) if version == VERSION else None
@@ -193,9 +219,9 @@ def _check(path: str, message: bytes, descriptors: list[int]) -> JobClass:
         )
     if answer.refusal:
         raise GpuJobRefused(f"the coordinator of this node's GPUs refuses this process: {_one_line(answer.refusal)}")
-    if len(descriptors) != 2:
-        raise GpuCoordinatorError(f"the coordinator at {path} sent {len(descriptors)} descriptors instead of 2")
-    return answer.job_class
+    if num_descriptors != expected:
+        raise GpuCoordinatorError(f"the coordinator at {path} sent {num_descriptors} descriptors instead of {expected}")
+    return answer
 
 
 def _one_line(text: str) -> str:

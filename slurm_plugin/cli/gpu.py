@@ -9,6 +9,8 @@ import importlib
 _ACTIONS = {
     "coordinator": "coordinate the jobs on this node's GPUs",
     "run": "run a training program that shares its GPU",
+    "top": "who is on this node's GPUs, and how they fare",
+    "exporter": "the same for Prometheus",
     "emulate": "make an emulated GPU, to try all this on a machine without one",
 }
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.find_service import check_running, find_address_file
+from hetstream.slurm_plugin.cli.screen import draw, drawing
 from hetstream.slurm_plugin.render.top import render
 
 EPILOG = """\
@@ -32,9 +31,6 @@ exit codes:
   1  the job has no service that answers, or Slurm could not say where it would be
   2  the command line is wrong, or names no job where there are several services or none
 """
-# https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
-_HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -83,34 +79,15 @@ def run(args: argparse.Namespace) -> int:
     once = args.once or not terminal
     color = terminal and not os.environ.get("NO_COLOR")
     live = not once and not args.json
-    with StatusClient(running_service(path)) as client, _drawing() if live else contextlib.nullcontext():
+    with StatusClient(running_service(path)) as client, drawing() if live else contextlib.nullcontext():
         while True:
             status = client.fetch()
             if args.json:
                 print(msgspec.json.encode(status).decode(), flush=True)
             elif live:
-                _draw(render(status, path.parent.name, color))
+                draw(render(status, path.parent.name, color))
             else:
                 print("\n".join(render(status, path.parent.name, color)))
             if once:
                 return 0
             time.sleep(args.interval)
-
-
-@contextlib.contextmanager
-def _drawing() -> Iterator[None]:
-    """A terminal on whose screen tables are drawn: long lines are cut and not wrapped."""
-    print(f"{_NO_WRAP}{_CLEAR}", end="")
-    try:
-        yield
-    finally:
-        print(_WRAP, end="", flush=True)
-
-
-def _draw(lines: Sequence[str]) -> None:
-    """Draw over the table before; a screen that is cleared first would flicker."""
-    height = shutil.get_terminal_size().lines - 1
-    if len(lines) > height:
-        lines = [*lines[: height - 1], f"... {len(lines) - height + 1} more; --once shows all"]
-    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
-    print(f"{_HOME}{text}{_CLEAR_BELOW}", end="", flush=True)

@@ -38,6 +38,7 @@ class GpuState:
         raised_ns: when a limit was raised last.
         lowered_ns: since when a job has held more than it may, by name.
         paused: since when a job should be paused, and the mini-batches that it had made then, by name.
+        alone_ns: shortest mini-batch of an opportunistic job while nobody else was there, by name.
     """
 
     pacing: Pacing = field(default_factory=Pacing)
@@ -46,6 +47,7 @@ class GpuState:
     raised_ns: int = 0
     lowered_ns: Mapping[str, int] = field(default_factory=dict)
     paused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    alone_ns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
     Returns:
         The new state, and each job's decision by its name.
     """
-    seen = replace(seen, jobs=tuple(_believed(job, now_ns) for job in seen.jobs))
+    seen = replace(seen, jobs=tuple(believed(job, now_ns) for job in seen.jobs))
     guaranteed = seen.guaranteed
     if guaranteed and guaranteed.statistics:
         advanced = pacing.advance(state.pacing, guaranteed.name, guaranteed.statistics, bool(seen.opportunistic))
@@ -83,7 +85,7 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
         state = replace(state, pacing=advanced)
     elif not guaranteed and not seen.is_reserved:
         state = replace(state, pacing=Pacing())
-    state = _limit_memory(state, seen, now_ns)
+    state = replace(_limit_memory(state, seen, now_ns), alone_ns=_alone_ns(state, seen))
     valid_until_ns = now_ns + VALID_NS
     decisions = {}
     if guaranteed:
@@ -96,7 +98,7 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
     return _watched(state, seen, decisions, now_ns)
 
 
-def _believed(job: SharingJob, now_ns: int) -> SharingJob:
+def believed(job: SharingJob, now_ns: int) -> SharingJob:
     """The job without statistics that cannot be: what is in the future, or below nothing."""
     record = job.statistics
     if record is None:
@@ -104,6 +106,16 @@ def _believed(job: SharingJob, now_ns: int) -> SharingJob:
     values = [getattr(record, attribute.name) for attribute in fields(Statistics)]
     is_possible = min(values) >= 0 and max(record.updated_ns, record.boundary_ns) <= now_ns
     return job if is_possible and record.is_idle in (0, 1) else replace(job, statistics=None)
+
+
+def _alone_ns(state: GpuState, seen: Measurements) -> dict[str, int]:
+    """`GpuState.alone_ns`, one reading later."""
+    known = {job.name: state.alone_ns[job.name] for job in seen.opportunistic if job.name in state.alone_ns}
+    if len(seen.jobs) == len(seen.opportunistic) == 1 and not seen.is_reserved:
+        job = seen.jobs[0]
+        if job.statistics and job.statistics.mini_batch_ns:
+            known[job.name] = min(job.statistics.mini_batch_ns, known.get(job.name, job.statistics.mini_batch_ns))
+    return known
 
 
 def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int) -> tuple[Order, str]:

@@ -29,7 +29,9 @@ from hetstream.hetjob.gpu.throttle import is_good_news
 from hetstream.slurm_plugin.coordinator.admission import Admission, Peer
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, decide
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
+from hetstream.slurm_plugin.coordinator.look import asks_to_look, sealed_file
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row, of_user
 
 _log = logging.getLogger(__name__)
 
@@ -68,29 +70,10 @@ class _Member:
 @dataclass
 class _SharedGpu:
     gpu: Gpu
+    seen: Measurements
     state: GpuState = field(default_factory=GpuState)
+    decisions: dict[str, Decision] = field(default_factory=dict)
     is_reserved: bool = False
-
-
-@dataclass(frozen=True)
-class MemberView:
-    """One process, for people.
-
-    Attributes:
-        gpu, job, job_class, pid, uid: who.
-        decision: what it is to do, and why.
-        statistics: what it says.
-        alone_ns: how long a mini-batch of the guaranteed job takes alone; 0: not known.
-    """
-
-    gpu: str
-    job: str
-    job_class: JobClass
-    pid: int
-    uid: int
-    decision: Decision | None
-    statistics: Statistics | None
-    alone_ns: int
 
 
 class Coordinator:
@@ -108,7 +91,8 @@ class Coordinator:
 
     def __init__(self, path: Path, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._admission = admission
-        self._gpus = {gpu.name: _SharedGpu(gpu) for gpu in gpus}
+        self._gpus = {gpu.name: _SharedGpu(gpu, Measurements(gpu.capacity_bytes)) for gpu in gpus}
+        self._tables: dict[int | None, bytes] = {}  # of this renewal, by who may see them; None: who may see all
         self._members: list[_Member] = []
         self._places: Places[_Member] = Places(_MOST_PROCESSES, _MOST_OF_USER)
         self._num_admitted = 0
@@ -138,22 +122,6 @@ class Coordinator:
         with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
-    def members(self) -> list[MemberView]:
-        """Who is on the GPUs."""
-        views = []
-        for member in self._members:
-            if member.gpu:
-                shared = self._gpus[member.gpu]
-                alone = shared.state.pacing.alone
-                record = member.statistics.read() if member.statistics else None
-                views.append(
-                    MemberView(
-                        member.gpu, member.job, member.job_class, member.peer.pid, member.peer.uid,
-                        member.decision, record, int(alone.mean_ns) if alone else 0,
-                    )
-                )  # fmt: skip
-        return views
-
     def _step(self) -> None:
         ready = self._selector.select(RENEW_S if self._members else _GRANTS_S)
         self._listen_to_all_again()
@@ -172,6 +140,7 @@ class Coordinator:
         if now_s - self._news_counted_s < RENEW_S:
             return
         self._news_counted_s = now_s
+        self._tables.clear()
         for member in self._members:
             member.num_news = 0
         for member in self._resting:
@@ -230,6 +199,9 @@ class Coordinator:
             self._drop(member, f"refused: {error}")
 
     def _admit(self, member: _Member, message: bytes) -> None:
+        if asks_to_look(message):
+            self._show(member)
+            return
         introduction = read_introduction(message)
         if introduction.gpu not in self._gpus:
             raise GpuJobRefused(f"GPU {introduction.gpu!r} is not shared here; shared are: {', '.join(self._gpus)}")
@@ -258,10 +230,36 @@ class Coordinator:
             member.gpu, member.job, member.job_class.value, member.peer.pid, member.peer.uid,
         )  # fmt: skip
 
+    def _show(self, member: _Member) -> None:
+        """Send the table. It is made once in a renewal: many who look hold up nobody's orders."""
+        uid = member.peer.uid
+        sees_all = uid in (0, os.geteuid())
+        seen_by = None if sees_all else uid
+        if seen_by not in self._tables:
+            self._tables[seen_by] = self._table(seen_by)
+        descriptor = sealed_file(self._tables[seen_by])
+        try:
+            with contextlib.suppress(OSError):  # it has gone already
+                socket.send_fds(member.connection, [encode(Answer(VERSION))], [descriptor])
+        finally:
+            os.close(descriptor)
+        self._drop(member)
+
+    def _table(self, uid: int | None) -> bytes:
+        who = {member.name: Who(member.job, member.peer.uid, member.peer.pid) for member in self._members}
+        now_ns = time.monotonic_ns()
+        rows = [
+            gpu_row(name, shared.state, shared.seen, shared.decisions, who, now_ns)
+            for name, shared in self._gpus.items()
+        ]
+        shown = tuple(rows) if uid is None else of_user(rows, uid)
+        return encode(GpuTable(TABLE_VERSION, socket.gethostname(), time.time(), shown))
+
     def _decide(self, shared: _SharedGpu) -> None:
         members = [member for member in self._members if member.gpu == shared.gpu.name]
         if not members and not shared.is_reserved:
-            shared.state = GpuState()
+            shared.state, shared.decisions = GpuState(), {}
+            shared.seen = Measurements(shared.gpu.capacity_bytes)
             return
         jobs = tuple(
             SharingJob(
@@ -273,11 +271,11 @@ class Coordinator:
             )
             for member in members
         )
-        seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved)
+        shared.seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved)
         now_ns = time.monotonic_ns()
-        shared.state, decisions = decide(shared.state, seen, now_ns)
+        shared.state, shared.decisions = decide(shared.state, shared.seen, now_ns)
         for member in members:
-            decision = decisions.get(member.name)
+            decision = shared.decisions.get(member.name)
             if decision is None or member.orders is None:
                 continue
             member.orders.write(decision.order)
@@ -310,7 +308,8 @@ class Coordinator:
         if (admitted.job, admitted.job_class) != (member.job, member.job_class):
             self._drop(member, f"it has become {admitted.job_class.value} and of job {admitted.job}")
 
-    def _drop(self, member: _Member, why: str) -> None:
+    def _drop(self, member: _Member, why: str = "") -> None:
+        """Have no more to do with a process; without a reason there is nothing to say about it."""
         self._members.remove(member)
         self._places.leave(member)
         if member in self._resting:
@@ -321,7 +320,8 @@ class Coordinator:
         for page in (member.orders, member.statistics):
             if page is not None:
                 page.close()
-        _log.info("GPU left gpu=%s job=%s pid=%d: %s", member.gpu, member.job, member.peer.pid, why)
+        if why:
+            _log.info("GPU left gpu=%s job=%s pid=%d: %s", member.gpu, member.job, member.peer.pid, why)
 
     def _close(self) -> None:
         for member in list(self._members):

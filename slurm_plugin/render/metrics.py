@@ -6,7 +6,8 @@ was seen before is not shown as if it were now. Units are Prometheus's: seconds,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from hetstream.base.installed import install_command
 from hetstream.slurm_plugin.client.model import Node, Partition
@@ -143,17 +144,27 @@ class ClusterCollector(Collector):
         return prometheus_client.generate_latest(registry).decode()
 
 
+class ReadingCollector(Protocol):
+    """A collector with a newest reading."""
+
+    reading: Any
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of that reading."""
+
+
 class MetricsServer:
     """Serves a collector at `http://HOST:PORT/metrics` until it is closed.
 
     Args:
         host, port: where; port 0 finds a free one.
+        collector: of the metrics.
 
     Raises:
         ServeError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, collector: ClusterCollector) -> None:
+    def __init__(self, host: str, port: int, collector: ReadingCollector) -> None:
         exposition = Exposition(collector)
         self._server = listening(host, port, lambda path, accept: exposition.document(path, accept, collector.reading))
         self.url = f"{self._server.url}metrics"

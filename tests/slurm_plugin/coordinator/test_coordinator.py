@@ -153,7 +153,7 @@ def test_a_coordinator_of_another_version_is_refused_with_a_line(
 ) -> None:
     message = encode(introduction.Answer(VERSION + 1))
     with pytest.raises(GpuJobRefused, match=f"speaks protocol {VERSION + 1}, and this hetstream protocol {VERSION}"):
-        introduction._check(str(path), message, [])
+        introduction._check(str(path), message, 0, 2)
 
 
 def test_a_gpu_that_is_not_shared_is_refused(path: Path, coordinator: Coordinator) -> None:

@@ -1,0 +1,92 @@
+"""The table of `hetstream gpu top`: (GpuTable) -> lines of text. Pure."""
+
+from __future__ import annotations
+
+import pwd
+
+from hetstream.base.text import printable
+from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
+from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, size_words, table
+
+# What a guaranteed job should not lose, and what it may not.
+_SLOWER_SOME, _SLOWER_MUCH = 1.02, 1.05
+_BOUND = JobClass.OPPORTUNISTIC.value
+_HEAD = [
+    "GPU",
+    "JOB",
+    "CLASS",
+    "USER",
+    "PID",
+    "NOW",
+    "LIMIT",
+    "HELD",
+    "ON HOST",
+    "BUSY TIME",
+    "BATCH",
+    "ALONE",
+    "RATIO",
+]
+_LEFT = ("GPU", "JOB", "CLASS", "USER", "NOW")
+
+
+def render(seen: GpuTable, color: bool = False) -> list[str]:
+    """The lines of one table.
+
+    Args:
+        seen: what to show.
+        color: mark what needs attention with ANSI colours.
+    """
+    lines = [f"{printable(seen.host)}  {len(seen.gpus)} GPU(s) shared"]
+    for row in seen.gpus:
+        lines.append(f"{printable(row.gpu)}  {_gpu_words(row)}")
+    rows = [(row, process) for row in seen.gpus for process in row.processes]
+    if not rows:
+        return [*lines, "", "no process of yours is on them"]
+    lines += ["", *table(_HEAD, [_cells(row, process) for row, process in rows], _LEFT, color)]
+    bound = [process for _, process in rows if process.job_class == _BOUND]
+    lines += (
+        ["", *(printable(f"{process.job} ({process.pid}): {process.reason}") for process in bound)] if bound else []
+    )
+    return lines
+
+
+def _gpu_words(row: GpuRow) -> str:
+    words = [f"{size_words(row.free_bytes)} of {size_words(row.capacity_bytes)} free", row.reason]
+    if row.idle_share is not None:
+        words.append(f"the guaranteed job leaves it idle {row.idle_share:.0%} of the time")
+    return printable("; ".join(words))
+
+
+def _cells(row: GpuRow, process: ProcessRow) -> list[Cell]:
+    ratio = process.batch_s / process.alone_s if process.batch_s and process.alone_s else None
+    is_bound = process.job_class == _BOUND
+    slow = "" if is_bound or not ratio else RED if ratio > _SLOWER_MUCH else YELLOW if ratio > _SLOWER_SOME else ""
+    return [
+        (row.gpu, ""),
+        (process.job, ""),
+        (process.job_class, ""),
+        (_user(process.uid), ""),
+        (str(process.pid), ""),
+        ("disobeys" if process.is_disobedient else process.verdict, RED if process.is_disobedient else ""),
+        ("-" if process.limit_bytes is None else size_words(process.limit_bytes), ""),
+        (size_words(process.held_bytes), ""),
+        (size_words(process.host_bytes), YELLOW if process.host_bytes else ""),
+        (f"{process.share:.0%}" if is_bound else "-", ""),
+        (_time_words(process.batch_s), ""),
+        (_time_words(process.alone_s), ""),
+        (f"{ratio:.2f}" if ratio else "-", slow),
+    ]
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _time_words(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

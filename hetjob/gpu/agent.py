@@ -77,7 +77,7 @@ class Agent:
         self._boundaries = self._boundary_ns = self._mini_batch_ns = self._gap_ns = 0
         self._is_idle = False
         self._limit_bytes = NO_LIMIT
-        self._paused_ns = 0
+        self._paused_ns = self._reported_ns = 0
         self._usual_work_ns = 0
         self._leave_in_forked_children()
 
@@ -91,13 +91,12 @@ class Agent:
             return
         if self._connected_ns == _NEVER_NS:
             self._look_for_coordinator()
-        if self._is_idle:
+        if self._job_class is JobClass.OPPORTUNISTIC:
+            wait_ns = self._wait_ns()
+            if wait_ns:
+                self._pause(wait_ns)
+        if self._is_idle:  # until here, also while it waited
             self._begin_mini_batch()
-        if self._job_class is JobClass.GUARANTEED:
-            return
-        wait_ns = self._wait_ns()
-        if wait_ns:
-            self._pause(wait_ns)
 
     def after_launch(self) -> None:
         """Note what the GPU has done, and keep little enough in flight."""
@@ -164,21 +163,23 @@ class Agent:
 
     def _pause(self, wait_ns: int) -> None:
         began_ns = self._clock()
-        reported_ns = 0
         while wait_ns:
+            if self._clock() - self._reported_ns >= _REPORT_NS:
+                self._look_and_report()
             wait = self._wait or (self._channel.wait if self._channel is not None else time.sleep)
             wait(wait_ns / 1e9)
-            now_ns = self._clock()
-            if now_ns - reported_ns >= _REPORT_NS:
-                reported_ns = now_ns
-                if self._channel is None or not self._channel.look():
-                    self._leave_lost_coordinator()
-                    if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
-                        self._look_for_coordinator()
-                self._apply_limit()
-                self._report(news=False)
             wait_ns = self._wait_ns()
         self._paused_ns += self._clock() - began_ns
+
+    def _look_and_report(self) -> None:
+        """What a process that waits does from time to time."""
+        self._reported_ns = self._clock()
+        if self._channel is None or not self._channel.look():
+            self._leave_lost_coordinator()
+            if self._reported_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
+                self._look_for_coordinator()
+        self._apply_limit()
+        self._report(news=False)
 
     def _apply_limit(self) -> None:
         """Hold as much memory as the order says; without an order, a guaranteed process holds what it needs."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Verdict
 
-# Whoever has to wait looks at the order again after this, if the coordinator has not woken him before.
-LOOK_AGAIN_NS = 10_000_000
+# Whoever has to wait is woken when he may go on, and looks by himself after this: to wait costs next to nothing.
+LOOK_AGAIN_NS = 50_000_000
+# A gap that is open, but too short for the next launch, may be longer by then.
+_LONGER_NS = 10_000_000
 # Debts are forgiven beyond this: a kernel that took a second must not cost a minute.
 _MOST_DEBT_NS = 1_000_000_000
 
@@ -51,9 +53,8 @@ class Throttle:
             return 0 if in_mini_batch else LOOK_AGAIN_NS
         if order.share >= FULL_SHARE or now_ns + work_ns <= order.open_until_ns:
             return 0
-        if order.share <= 0:
-            return LOOK_AGAIN_NS
-        return min(LOOK_AGAIN_NS, max(0, self._rested_ns - now_ns))
+        most_ns = _LONGER_NS if now_ns < order.open_until_ns else LOOK_AGAIN_NS
+        return most_ns if order.share <= 0 else min(most_ns, max(0, self._rested_ns - now_ns))
 
     def worked(self, order: Order | None, now_ns: int, work_ns: int) -> None:
         """Note work that has just ended."""

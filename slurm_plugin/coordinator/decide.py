@@ -80,8 +80,8 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
     guaranteed = seen.guaranteed
     if guaranteed and guaranteed.statistics:
         advanced = pacing.advance(state.pacing, guaranteed.name, guaranteed.statistics, bool(seen.opportunistic))
-        if state.lowered_ns and advanced.phase is Phase.MEASURING:
-            advanced = replace(advanced, history=advanced.history.changed())  # somebody is still on his way out
+        if advanced.phase is Phase.MEASURING and any(_is_leaving(state, job, now_ns) for job in seen.opportunistic):
+            advanced = replace(advanced, history=advanced.history.changed())
         state = replace(state, pacing=advanced)
     elif not guaranteed and not seen.is_reserved:
         state = replace(state, pacing=Pacing())
@@ -106,6 +106,18 @@ def believed(job: SharingJob, now_ns: int) -> SharingJob:
     values = [getattr(record, attribute.name) for attribute in fields(Statistics)]
     is_possible = min(values) >= 0 and max(record.updated_ns, record.boundary_ns) <= now_ns
     return job if is_possible and record.is_idle in (0, 1) else replace(job, statistics=None)
+
+
+def _is_leaving(state: GpuState, job: SharingJob, now_ns: int) -> bool:
+    """Whether a job that holds more than it may is still on its way to a boundary. Later it is stopped where it is."""
+    since_ns = state.lowered_ns.get(job.name)
+    return since_ns is not None and now_ns - since_ns < _FINISH_NS and not _has_given_back(state, job)
+
+
+def _has_given_back(state: GpuState, job: SharingJob) -> bool:
+    """Whether a job has come to a boundary under its limit. What it still holds is in use, and cannot be given back."""
+    record = job.statistics
+    return record is not None and record.is_idle == 1 and record.limit_bytes <= state.limits.get(job.name, 0)
 
 
 def _alone_ns(state: GpuState, seen: Measurements) -> dict[str, int]:
@@ -139,8 +151,7 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     """The same beside a guaranteed job."""
     if record is None:
         return Order(), "the guaranteed job says nothing that can be: paused"
-    over_since_ns = state.lowered_ns.get(job.name)
-    if over_since_ns is not None and now_ns - over_since_ns < _FINISH_NS:
+    if _is_leaving(state, job, now_ns):
         return Order(verdict=Verdict.FINISH), "it is to give memory back at its next boundary"
     needed_bytes = job.statistics.peak_bytes if job.statistics and not job.statistics.host_capacity_bytes else 0
     if needed_bytes > state.limits[job.name]:
@@ -194,12 +205,15 @@ def _watched(
 ) -> tuple[GpuState, dict[str, Decision]]:
     """Who has not kept to his orders, for how long."""
     lowered_ns, paused = {}, {}
+    record = seen.guaranteed.statistics if seen.guaranteed else None
+    is_short = record is None or record.host_bytes > 0  # of memory, the guaranteed job
     for job in seen.opportunistic:
         decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
         complaint = ""
         if job in memory.overdrawn([job], state.limits):
             lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
-            if now_ns - lowered_ns[job.name] > _OBEY_NS:
+            gives = _has_given_back(state, job) and not is_short
+            if now_ns - lowered_ns[job.name] > _OBEY_NS and not gives:
                 complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
         if decision.order.verdict == Verdict.PAUSE:
             paused[job.name] = state.paused.get(job.name, (now_ns, made))

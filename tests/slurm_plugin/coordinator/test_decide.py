@@ -10,6 +10,7 @@ import pytest
 from hetstream.hetjob.gpu.orders import FULL_SHARE, JobClass, Order, Statistics, Verdict
 from hetstream.slurm_plugin.coordinator.decide import VALID_NS, Decision, GpuState, decide
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
+from hetstream.slurm_plugin.coordinator.pacing import Phase
 
 MS = 1_000_000
 GIB = 2**30
@@ -110,6 +111,33 @@ def test_who_does_not_come_to_a_boundary_is_stopped_where_he_is_and_reported_lat
     reported = gpu.decide(9000)["o"]
     assert reported.is_disobedient
     assert "it holds 21,474,836,480 bytes and may hold 0" in reported.reason
+
+
+def test_a_job_that_can_give_nothing_more_back_neither_holds_up_the_measurement_nor_is_reported(gpu: Gpu) -> None:
+    """Its parameters alone are more than the guaranteed job leaves."""
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, peak_bytes=20 * GIB, held_bytes=20 * GIB)
+    gpu.decide()
+    gpu.join("g", JobClass.GUARANTEED)
+    gpu.decide()
+    gpu.update("o", boundaries=6, is_idle=1, held_bytes=5 * GIB, limit_bytes=0)
+    assert gpu.decide(1)["o"].order.verdict == Verdict.PAUSE
+    gpu.settle("g", 100, gap_ms=40, peak_bytes=29 * GIB)
+    gpu.update("o", limit_bytes=gpu.decide()["o"].order.limit_bytes)
+    decision = gpu.decide(11_000)["o"]
+    assert gpu.state.pacing.phase is Phase.SHARING
+    assert not decision.is_disobedient
+    gpu.batch("g", 100, gap_ms=40, peak_bytes=29 * GIB, host_bytes=GIB)
+    gpu.update("o", limit_bytes=0)
+    assert gpu.decide()["o"].is_disobedient  # the guaranteed job goes without for its sake
+
+
+def test_a_job_that_claims_to_hold_much_holds_up_the_measurement_for_a_moment_only(gpu: Gpu) -> None:
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, held_bytes=20 * GIB)
+    gpu.join("g", JobClass.GUARANTEED)
+    for _ in range(40):
+        gpu.update("o", held_bytes=20 * GIB)
+        gpu.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)
+    assert gpu.state.pacing.phase is Phase.SHARING
 
 
 def test_gaps_are_used_up_to_a_part_that_grows_while_the_guaranteed_job_does_not_feel_it(shared: Gpu) -> None:

@@ -1,0 +1,106 @@
+"""An agent with a GPU and a coordinator that the test is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hetstream.hetjob.gpu.agent import Agent
+from hetstream.hetjob.gpu.devices.base import MemoryUse
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
+
+MS = 1_000_000
+VALID_NS = 2**62
+
+
+class FakeGpu:
+    """A GPU that remembers its limit."""
+
+    name = "GPU-1a2b"
+    limit_bytes = NO_LIMIT
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(8, 10, 0, 100)
+
+    def begin_mini_batch(self) -> None: ...
+
+    def set_limit(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+
+    def is_idle(self) -> bool:
+        return True
+
+    def launched(self) -> int:
+        return 0
+
+
+class FakeCoordinator:
+    """Says what it is told to say, and remembers what it heard. While a process waits, `time_goes_by` is called."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self.limit_bytes = NO_LIMIT
+        self.heard: list[Statistics] = []
+        self.time_goes_by: Callable[[], None] = lambda: pytest.fail("it waits")
+
+    def order(self) -> Order:
+        return Order(VALID_NS, self.verdict, self.limit_bytes, FULL_SHARE)
+
+    def report(self, statistics: Statistics, *, news: bool) -> None:
+        self.heard.append(statistics)
+
+    def look(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        self.time_goes_by()
+
+    def close(self) -> None: ...
+
+
+def agent_of(coordinator: FakeCoordinator, gpu: FakeGpu, job_class: JobClass = JobClass.OPPORTUNISTIC) -> Agent:
+    now_ns = [0]
+
+    def clock() -> int:
+        now_ns[0] += MS
+        return now_ns[0]
+
+    return Agent(gpu, job_class, lambda: coordinator, clock)
+
+
+def test_a_job_that_is_to_finish_ends_its_mini_batch_gives_memory_back_and_waits_at_the_boundary() -> None:
+    coordinator, gpu = FakeCoordinator(Verdict.RUN), FakeGpu()
+    agent = agent_of(coordinator, gpu)
+    agent.before_launch()
+    agent.at_boundary()
+    agent.before_launch()
+    coordinator.verdict, coordinator.limit_bytes = Verdict.FINISH, 5
+    agent.before_launch()  # it is on its way, and does not wait
+    assert coordinator.heard[-1].is_idle == 0
+    agent.at_boundary()
+    assert gpu.limit_bytes == 5
+    waited = []
+
+    def go_on_after_a_while() -> None:
+        waited.append(coordinator.heard[-1])
+        coordinator.verdict = Verdict.FINISH if len(waited) < 200 else Verdict.RUN
+
+    coordinator.time_goes_by = go_on_after_a_while
+    agent.before_launch()
+    assert len(waited) == 200
+    # The coordinator sees that it is at its boundary, and keeps to the limit, as long as it waits there.
+    assert {(said.is_idle, said.limit_bytes, said.boundaries) for said in waited} == {(1, 5, 2)}
+    assert waited[-1].updated_ns > waited[0].updated_ns
+    assert coordinator.heard[-1].is_idle == 0
+
+
+def test_a_guaranteed_job_waits_for_nothing_and_says_when_a_mini_batch_begins() -> None:
+    coordinator = FakeCoordinator(Verdict.PAUSE)
+    agent = agent_of(coordinator, FakeGpu(), JobClass.GUARANTEED)
+    agent.before_launch()
+    agent.at_boundary()
+    assert coordinator.heard[-1].is_idle == 1
+    agent.before_launch()
+    assert coordinator.heard[-1].is_idle == 0
+    assert coordinator.heard[-1].gap_ns > 0

@@ -17,6 +17,7 @@ from typing import Protocol
 from hetstream.base.forks import generation
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.devices.base import Device
+from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.orders import NO_LIMIT, JobClass, Order, Statistics
 from hetstream.hetjob.gpu.throttle import Throttle
 
@@ -57,6 +58,7 @@ class Agent:
         connect: makes a channel.
         clock: nanoseconds of CLOCK_MONOTONIC.
         wait: waits for so many seconds, in the place of the channel.
+        follows_forks: a forked child has an agent of its own. Without it, it has none.
     """
 
     def __init__(
@@ -66,11 +68,18 @@ class Agent:
         connect: Callable[[], Channel],
         clock: Callable[[], int] = time.monotonic_ns,
         wait: Callable[[float], None] | None = None,
+        *,
+        follows_forks: bool = False,
     ) -> None:
         self._device, self._job_class, self._connect = device, job_class, connect
         self._clock, self._wait = clock, wait
-        self._throttle = Throttle(job_class)
         self._channel: Channel | None = None
+        self._begin()
+        self._watch_forks(follows_forks)
+
+    def _begin(self) -> None:
+        """As a process begins that has said nothing and heard nothing."""
+        self._throttle = Throttle(self._job_class)
         self._connected_ns = _NEVER_NS
         self._is_missed = False
         self._generation = generation()
@@ -79,7 +88,6 @@ class Agent:
         self._limit_bytes = NO_LIMIT
         self._paused_ns = self._reported_ns = 0
         self._usual_work_ns = 0
-        self._leave_in_forked_children()
 
     def before_launch(self) -> None:
         """Wait until the process may launch. The first launch is when the coordinator hears of the process.
@@ -115,6 +123,7 @@ class Agent:
         """
         if generation() != self._generation:
             return
+        reach("agent.boundary")
         now_ns = self._clock()
         if self._boundary_ns:
             self._mini_batch_ns = now_ns - self._boundary_ns
@@ -126,6 +135,7 @@ class Agent:
             if now_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
                 self._look_for_coordinator()
         self._apply_limit()
+        reach("agent.limited")
         self._report(news=True)
         self._device.begin_mini_batch()
 
@@ -135,7 +145,7 @@ class Agent:
             self._channel.close()
             self._channel = None
 
-    def _leave_in_forked_children(self) -> None:
+    def _watch_forks(self, follows_forks: bool) -> None:
         """A child that kept the connection would keep its parent alive for the coordinator."""
         reference = weakref.ref(self)
 
@@ -143,6 +153,8 @@ class Agent:
             agent = reference()
             if agent is not None:
                 agent.close()
+                if follows_forks:
+                    agent._begin()
 
         os.register_at_fork(after_in_child=leave)
 
@@ -162,6 +174,7 @@ class Agent:
         )
 
     def _pause(self, wait_ns: int) -> None:
+        reach("agent.pausing")
         began_ns = self._clock()
         while wait_ns:
             if self._clock() - self._reported_ns >= _REPORT_NS:

@@ -85,3 +85,8 @@ def coordinator_uid_of(environ: Mapping[str, str] = os.environ) -> int | None:
     if uid and not uid.isdecimal():
         raise OptionsError(f"HETSTREAM_GPU_COORDINATOR_UID={uid}: use the number of a user")
     return int(uid) if uid else None
+
+
+def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
+    return environ.get("HETSTREAM_GPU_FAULT", "")

@@ -21,7 +21,8 @@ from hetstream.hetjob.gpu.antman import FileChannel
 from hetstream.hetjob.gpu.config import SharingSettings
 from hetstream.hetjob.gpu.devices.base import Device
 from hetstream.hetjob.gpu.devices.cuda import CudaGpu, Launches, is_in_use
-from hetstream.hetjob.gpu.devices.emulation import PREFIX, EmulatedGpu, Kernels
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
+from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
@@ -45,7 +46,7 @@ def share_gpu(settings: SharingSettings) -> Agent:
         launches: Any = Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch)
         launches.__enter__()
         return agent
-    agent = _agent(settings, CudaGpu(settings.gpu))
+    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes))
     register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
     if settings.job_class is JobClass.OPPORTUNISTIC:
         launches = Launches(lambda: _or_end(agent.before_launch), agent.after_launch)
@@ -84,7 +85,7 @@ def _agent(settings: SharingSettings, gpu: Device) -> Agent:
             return FileChannel(Path(settings.config_file), status, settings.gpu)
         return Connection(settings.socket, introduction, settings.coordinator_uid)
 
-    return Agent(gpu, settings.job_class, connect)
+    return Agent(gpu, settings.job_class, connect, follows_forks=not settings.gpu.startswith(PREFIX))
 
 
 def _or_end(call: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page
 
@@ -126,7 +127,9 @@ class Connection:
 
     def report(self, statistics: Statistics, *, news: bool) -> None:
         """Write statistics; with `news`, wake the coordinator. Never waits."""
+        reach("agent.reporting")
         self._statistics.write(statistics)
+        reach("agent.reported")
         if news:
             with contextlib.suppress(OSError):  # it is stopped, or gone: `look` says which
                 self._connection.send(NEWS)
@@ -178,9 +181,12 @@ def ask(
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(path)
+        reach("agent.connected")
         _check_user(path, peer_of(connection)[1], coordinator_uid)
         connection.send(message)
+        reach("agent.introduced")
         text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, num_descriptors, socket.MSG_CMSG_CLOEXEC)
+        reach("agent.answered")
         return connection, _check(path, text, len(descriptors), num_descriptors), descriptors
     except BaseException as error:
         connection.close()

@@ -47,7 +47,10 @@ class Page(Generic[T]):
         self._memory = mmap.mmap(descriptor, SIZE_BYTES, mmap.MAP_SHARED, protection)
         self._kind: type[T] = kind
         self._body = struct.Struct(f"<{len(fields(kind))}q")
+        self._length = _HEAD.size + self._body.size + _CHECKSUM.size
         self._number = 0
+        self._seen: tuple[bytes, bytes] | None = None
+        self._newest: T | None = None
 
     def write(self, record: T) -> None:
         """Make this the newest record."""
@@ -58,18 +61,21 @@ class Page(Generic[T]):
         self._memory[start : start + len(content)] = content
 
     def read(self) -> T | None:
-        """The newest whole record; None if there is none."""
-        found = [place for place in (self._read_place(0), self._read_place(_PLACE_BYTES)) if place is not None]
-        return max(found, key=lambda place: place[0])[1] if found else None
+        """The newest whole record; None if there is none. What was read before is not checked again."""
+        seen = self._memory[: self._length], self._memory[_PLACE_BYTES : _PLACE_BYTES + self._length]
+        if seen != self._seen:
+            found = [place for place in map(self._record_of, seen) if place is not None]
+            self._newest = max(found, key=lambda place: place[0])[1] if found else None
+            self._seen = seen
+        return self._newest
 
     def close(self) -> None:
         """Unmap it."""
         self._memory.close()
 
-    def _read_place(self, start: int) -> tuple[int, T] | None:
-        length = _HEAD.size + self._body.size
-        content = self._memory[start : start + length + _CHECKSUM.size]
-        if _CHECKSUM.unpack_from(content, length)[0] != zlib.crc32(content[:length]):
+    def _record_of(self, content: bytes) -> tuple[int, T] | None:
+        checked = content[: -_CHECKSUM.size]
+        if _CHECKSUM.unpack_from(content, len(checked))[0] != zlib.crc32(checked):
             return None
         magic, version, number = _HEAD.unpack_from(content)
         if magic != _MAGIC[self._kind] or version != VERSION:

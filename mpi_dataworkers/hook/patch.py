@@ -1,27 +1,22 @@
-"""Changes how torch's DataLoader makes its iterators, at the moment torch is imported. Imports nothing but the standard
-library, because it runs at the start of every Python process of a job."""
+"""Changes how torch's DataLoader makes its iterators, at the moment torch is imported. Imports little, because it
+runs at the start of every Python process of a job."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-_TARGET = "torch.utils.data.dataloader"
+from hetstream.base.imports import when_imported
+
 _MARK = "_hetstream_stands_in"
 
 
 def install() -> None:
     """Have the loader patched when it is imported, or now if it has been; calling it twice changes nothing."""
-    if _TARGET in sys.modules:
-        _patch(sys.modules[_TARGET])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    when_imported("torch.utils.data.dataloader", _patch)
 
 
 def _patch(module: ModuleType) -> None:
@@ -74,30 +69,3 @@ def _announce() -> None:
     if service is not None:
         with contextlib.suppress(ConfigError):  # the first loader says it
             announce(parse_service(service))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module as Python would, and patches it after it has run."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _TARGET:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
-        return spec
-
-
-class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _patch(module)

@@ -25,6 +25,8 @@ _OBEY_NS = 10_000_000_000
 _SETTLED = 3
 # A job's own count of its memory may be so far below the GPU's: contexts and libraries have some.
 _UNCOUNTED = 0.05
+# ... and further for so long: what it said last may be older than what the GPU counted, or younger.
+_EXPLAIN_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class GpuState:
         raised_ns: when a limit was raised last.
         lowered_ns: since when a job has held more than it may, by name.
         paused: since when a job should be paused, and the mini-batches that it had made then, by name.
+        understated_ns: since when a job says that it holds less than the GPU counts, by name.
         alone_ns: shortest mini-batch of an opportunistic job while nobody else was there, by name.
     """
 
@@ -47,6 +50,7 @@ class GpuState:
     raised_ns: int = 0
     lowered_ns: Mapping[str, int] = field(default_factory=dict)
     paused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    understated_ns: Mapping[str, int] = field(default_factory=dict)
     alone_ns: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -85,7 +89,11 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
         state = replace(state, pacing=advanced)
     elif not guaranteed and not seen.is_reserved:
         state = replace(state, pacing=Pacing())
-    state = replace(_limit_memory(state, seen, now_ns), alone_ns=_alone_ns(state, seen))
+    state = replace(
+        _limit_memory(state, seen, now_ns),
+        alone_ns=_alone_ns(state, seen),
+        understated_ns=_understated_ns(state, seen, now_ns),
+    )
     valid_until_ns = now_ns + VALID_NS
     decisions = {}
     if guaranteed:
@@ -130,13 +138,24 @@ def _alone_ns(state: GpuState, seen: Measurements) -> dict[str, int]:
     return known
 
 
+def _understated_ns(state: GpuState, seen: Measurements, now_ns: int) -> dict[str, int]:
+    """`GpuState.understated_ns`, one reading later."""
+    uncounted_bytes = seen.capacity_bytes * _UNCOUNTED
+    return {
+        job.name: state.understated_ns.get(job.name, now_ns)
+        for job in seen.opportunistic
+        if job.statistics and (job.measured_bytes or 0) > job.statistics.held_bytes + uncounted_bytes
+    }
+
+
 def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int) -> tuple[Order, str]:
     """When an opportunistic job may launch."""
     record = job.statistics
+    if seen.is_lost:
+        return Order(), "the GPU does not answer any more: paused"
     if record is None:
         return Order(), "it has said nothing that can be: paused"
-    uncounted = seen.capacity_bytes * _UNCOUNTED
-    if job.measured_bytes is not None and job.measured_bytes > record.held_bytes + uncounted:
+    if now_ns - state.understated_ns.get(job.name, now_ns) > _EXPLAIN_NS:
         return Order(), (
             f"it says that it holds {record.held_bytes:,} bytes, and the GPU counts {job.measured_bytes:,}: paused"
         )

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile
 
-EMULATION = "emulation:"
+_UUID = ("GPU-", "MIG-")
+_READING_S = 0.01
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """What a GPU says of itself.
+
+    Attributes:
+        used_bytes: of its memory, by whomever; None: nobody counts.
+        utilisation: share of the last ten seconds in which anything ran on it; None: nobody counts.
+        held_bytes: by the number of the process; None: nobody counts.
+        is_lost: it answers no more.
+        why_lost: what its driver says of that.
+    """
+
+    used_bytes: int | None = None
+    utilisation: float | None = None
+    held_bytes: Mapping[int, int] | None = None
+    is_lost: bool = False
+    why_lost: str = ""
+
+    def held_by(self, pid: int) -> int | None:
+        """Memory that a process holds; None: nobody counts."""
+        return None if self.held_bytes is None else self.held_bytes.get(pid, 0)
 
 
 class Gpu(Protocol):
@@ -22,8 +48,8 @@ class Gpu(Protocol):
     def capacity_bytes(self) -> int:
         """Memory that jobs may hold together."""
 
-    def held_by(self, pid: int) -> int | None:
-        """Memory that a process holds, by the GPU's own count; None: nobody counts."""
+    def reading(self) -> GpuReading:
+        """What it said last; never waits."""
 
     def close(self) -> None:
         """Stop looking at it."""
@@ -36,9 +62,9 @@ class StatedGpu:
     name: str
     capacity_bytes: int
 
-    def held_by(self, pid: int) -> int | None:  # noqa: ARG002
+    def reading(self) -> GpuReading:
         """Nobody counts."""
-        return None
+        return GpuReading()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -49,12 +75,19 @@ class EmulatedGpu:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._file = EmulatedGpuFile(name.removeprefix(EMULATION))
+        self._file = EmulatedGpuFile(name.removeprefix(PREFIX))
         self.capacity_bytes = self._file.capacity_bytes
+        self._reading = GpuReading()
+        self._read_s = -_READING_S
 
-    def held_by(self, pid: int) -> int | None:
-        """What its file says."""
-        return self._file.held_by(pid)
+    def reading(self) -> GpuReading:
+        """What its file says, or said some milliseconds ago: it takes longer to read than to decide."""
+        now_s = time.monotonic()
+        if now_s - self._read_s >= _READING_S:
+            self._read_s = now_s
+            held_bytes = self._file.held()
+            self._reading = GpuReading(sum(held_bytes.values()), None, held_bytes)
+        return self._reading
 
     def close(self) -> None:
         """Close its file."""
@@ -62,17 +95,23 @@ class EmulatedGpu:
 
 
 def open_gpu(text: str) -> Gpu:
-    """A GPU by its name: `emulation:FILE`, or `NAME=BYTES` for one of that size.
+    """A GPU by its name: a UUID, `emulation:FILE`, or `NAME=BYTES` for one of that size.
 
     Raises:
         UsageError: it is neither.
     """
-    if text.startswith(EMULATION):
+    if text.startswith(PREFIX):
         try:
             return EmulatedGpu(text)
         except (OSError, ValueError) as error:
             raise UsageError(f"--gpu {text}: {error}") from error
-    name, _, size = text.partition("=")
+    name, equals, size = text.partition("=")
+    if text.startswith(_UUID) and not equals:
+        from hetstream.slurm_plugin.coordinator.nvml import NvmlGpu
+
+        return NvmlGpu(text)
     if not name or not size.isdecimal() or int(size) <= 0:
-        raise UsageError(f"--gpu {text}: write NAME=BYTES, such as GPU-1a2b=150000000000, or emulation:FILE")
+        raise UsageError(
+            f"--gpu {text}: write a UUID of nvidia-smi -L, NAME=BYTES, such as GPU-1a2b=150000000000, or emulation:FILE"
+        )
     return StatedGpu(name, int(size))

@@ -40,11 +40,13 @@ class Measurements:
         capacity_bytes: memory that its jobs may hold together.
         jobs: those with an agent.
         is_reserved: a guaranteed job has the GPU, with or without an agent.
+        is_lost: the GPU answers no more.
     """
 
     capacity_bytes: int
     jobs: tuple[SharingJob, ...] = ()
     is_reserved: bool = False
+    is_lost: bool = False
 
     @property
     def guaranteed(self) -> SharingJob | None:

@@ -1,8 +1,9 @@
 """How much of the GPU's time opportunistic jobs have beside a guaranteed one, by feedback on its mini-batches. Pure.
 
-They use two kinds of time. *Gaps*, in which the guaranteed job has nothing on the GPU, cost it little: what is running
-when a gap ends. A *share* of the rest costs it about as much as they get. So gaps come first, and a share is raised in
-small steps, until mini-batches take longer than they do alone, and halved then.
+They use two kinds of time. *Gaps*, in which the guaranteed job has nothing on the GPU, cost it little, and about the
+same however much of them is used: caches, and what is running when a gap ends. A *share* of the rest costs it about as
+much as they get. So gaps come first, up to all that the guaranteed job may lose. A share is raised in small steps while
+half of that is left, and halved when it is gone.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ def _judge(pacing: Pacing, pace: Pace) -> Pacing:
         return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=f"{seen}: measured anew")
     if slowdown < -TOLERANCE - by_chance:
         return replace(pacing, history=history, alone=pace, reason=f"{seen}: it has become faster")
-    if slowdown > TOLERANCE / 2:
-        return replace(pacing, history=history, reason=f"{seen}: left as it is")
-    if pacing.gap_use < FULL_SHARE and not pacing.has_no_gaps:
+    if slowdown <= TOLERANCE and pacing.gap_use < FULL_SHARE and not pacing.has_no_gaps:
         gap_use = min(FULL_SHARE, pacing.gap_use + _GAP_USE_STEP)
         return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: more of its gaps")
+    if slowdown > TOLERANCE / 2:
+        return replace(pacing, history=history, reason=f"{seen}: left as it is")
     # Beside a job without gaps, a share costs as much as it is, also where chance hides that.
     hidden = pacing.has_no_gaps and by_chance > TOLERANCE
     most = int(TOLERANCE * FULL_SHARE) if hidden else _MOST_SHARE

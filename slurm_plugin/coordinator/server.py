@@ -22,6 +22,7 @@ from hetstream.base.files import writable_above
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.introduction import MOST_BYTES, NEWS, Answer, Introduction, peer_of, read_introduction
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
@@ -157,6 +158,7 @@ class Coordinator:
             self._enter(connection)
 
     def _enter(self, connection: socket.socket) -> None:
+        reach("coordinator.accepted")
         connection.setblocking(False)
         pid, uid = peer_of(connection)
         self._num_admitted += 1
@@ -199,6 +201,7 @@ class Coordinator:
             self._drop(member, f"refused: {error}")
 
     def _admit(self, member: _Member, message: bytes) -> None:
+        reach("coordinator.heard")
         if asks_to_look(message):
             self._show(member)
             return
@@ -218,6 +221,7 @@ class Coordinator:
         try:
             member.statistics, statistics_descriptor = make_statistics()
             try:
+                reach("coordinator.pages_made")
                 answer = encode(Answer(VERSION, job_class=member.job_class))
                 with contextlib.suppress(OSError):  # it has gone already: seen at its connection
                     socket.send_fds(member.connection, [answer], [order_descriptor, statistics_descriptor])
@@ -225,6 +229,7 @@ class Coordinator:
                 os.close(statistics_descriptor)
         finally:
             os.close(order_descriptor)
+        reach("coordinator.answered")
         _log.info(
             "GPU shared gpu=%s job=%s class=%s pid=%d uid=%d",
             member.gpu, member.job, member.job_class.value, member.peer.pid, member.peer.uid,
@@ -249,8 +254,8 @@ class Coordinator:
         who = {member.name: Who(member.job, member.peer.uid, member.peer.pid) for member in self._members}
         now_ns = time.monotonic_ns()
         rows = [
-            gpu_row(name, shared.state, shared.seen, shared.decisions, who, now_ns)
-            for name, shared in self._gpus.items()
+            gpu_row(shared.gpu, shared.state, shared.seen, shared.decisions, who, now_ns)
+            for shared in self._gpus.values()
         ]
         shown = tuple(rows) if uid is None else of_user(rows, uid)
         return encode(GpuTable(TABLE_VERSION, socket.gethostname(), time.time(), shown))
@@ -261,24 +266,27 @@ class Coordinator:
             shared.state, shared.decisions = GpuState(), {}
             shared.seen = Measurements(shared.gpu.capacity_bytes)
             return
+        reading = shared.gpu.reading()
         jobs = tuple(
             SharingJob(
                 member.name,
                 member.job_class,
                 member.since_ns,
                 member.statistics.read() if member.statistics else None,
-                shared.gpu.held_by(member.peer.pid),
+                reading.held_by(member.peer.pid),
             )
             for member in members
         )
-        shared.seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved)
+        shared.seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost)
         now_ns = time.monotonic_ns()
         shared.state, shared.decisions = decide(shared.state, shared.seen, now_ns)
+        reach("coordinator.decided")
         for member in members:
             decision = shared.decisions.get(member.name)
             if decision is None or member.orders is None:
                 continue
             member.orders.write(decision.order)
+            reach("coordinator.ordered")
             before = member.decision.order if member.decision else None
             if member.job_class is JobClass.OPPORTUNISTIC and is_good_news(before, decision.order, now_ns):
                 with contextlib.suppress(OSError):  # it does not read, or is gone: seen at its connection

@@ -16,6 +16,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Verdict
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, believed
+from hetstream.slurm_plugin.coordinator.gpus import Gpu
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
 
 TABLE_VERSION = 1
@@ -80,6 +81,9 @@ class GpuRow(msgspec.Struct, frozen=True):
         idle_share: of the guaranteed job's mini-batches of late, in which it had nothing on the GPU, 0 to 1; None: no
             mini-batch was seen.
         free_bytes: what the jobs with agents leave of its memory: by their peaks, not by what they hold at this moment.
+        used_bytes: of its memory by its own count, by whomever; None: nobody counts.
+        utilisation: share of the last ten seconds in which anything ran on it, 0 to 1; None: nobody counts.
+        is_lost: it answers no more.
         processes: on it, in the order in which they came; a user who may see his own alone has those.
     """
 
@@ -90,6 +94,9 @@ class GpuRow(msgspec.Struct, frozen=True):
     is_reserved: bool
     idle_share: float | None
     free_bytes: int
+    used_bytes: int | None
+    utilisation: float | None
+    is_lost: bool
     processes: tuple[ProcessRow, ...]
 
 
@@ -119,7 +126,7 @@ class Who:
 
 
 def gpu_row(
-    gpu: str,
+    gpu: Gpu,
     state: GpuState,
     seen: Measurements,
     decisions: Mapping[str, Decision],
@@ -129,7 +136,7 @@ def gpu_row(
     """The row of one GPU.
 
     Args:
-        gpu: its name.
+        gpu: it.
         state, decisions: what `decide` returned last.
         seen: what it had seen.
         who: is behind each name that `seen` has.
@@ -137,16 +144,20 @@ def gpu_row(
     """
     jobs = [believed(job, now_ns) for job in seen.jobs]
     recent = state.pacing.history.recent[-_RECENT:]
+    reading = gpu.reading()
     total_ns = sum(batch.duration_ns for batch in recent)
     needed_bytes = sum(_peak_bytes(job) for job in jobs)
     return GpuRow(
-        gpu=gpu,
+        gpu=gpu.name,
         capacity_bytes=seen.capacity_bytes,
         phase=state.pacing.phase.name.lower(),
         reason=state.pacing.reason,
         is_reserved=seen.is_reserved or seen.guaranteed is not None,
         idle_share=min(1.0, sum(batch.gap_ns for batch in recent) / total_ns) if total_ns else None,
         free_bytes=max(0, seen.capacity_bytes - needed_bytes),
+        used_bytes=reading.used_bytes,
+        utilisation=reading.utilisation,
+        is_lost=reading.is_lost,
         processes=tuple(
             _process_row(job, who[job.name], decisions[job.name], state, now_ns)
             for job in jobs

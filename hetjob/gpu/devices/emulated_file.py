@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+# What the names of emulated GPUs begin with.
+PREFIX = "emulation:"
 _HEAD = struct.Struct("<8sqqqq")  # magic, capacity, core, segment, bytes a second over the bus
 _PLACE = struct.Struct("<qq")  # process, bytes held
 _PLACES = 32
@@ -66,6 +68,14 @@ class EmulatedGpuFile:
         """What a process holds."""
         with self._locked():
             return sum(held for holder, held in self._living() if holder == pid)
+
+    def held(self) -> dict[int, int]:
+        """What each process holds."""
+        held: dict[int, int] = {}
+        with self._locked():
+            for pid, num_bytes in self._living():
+                held[pid] = held.get(pid, 0) + num_bytes
+        return held
 
     def close(self) -> None:
         """Hold nothing any more."""

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 from hetstream.base.forks import generation
 from hetstream.hetjob.gpu.devices.allocator import Allocator, Place
 from hetstream.hetjob.gpu.devices.base import MemoryUse
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile
 
-PREFIX = "emulation:"
 # Numbers, and other tensors that a GPU would keep in parameters of kernels.
 _LEAST_BYTES = 1024
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -104,3 +105,24 @@ def test_a_guaranteed_job_waits_for_nothing_and_says_when_a_mini_batch_begins() 
     agent.before_launch()
     assert coordinator.heard[-1].is_idle == 0
     assert coordinator.heard[-1].gap_ns > 0
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_forked_child_that_uses_the_gpu_has_an_agent_of_its_own(follows: bool) -> None:
+    made: list[FakeCoordinator] = []
+
+    def connect() -> FakeCoordinator:
+        made.append(FakeCoordinator(Verdict.RUN))
+        return made[-1]
+
+    agent = Agent(FakeGpu(), JobClass.OPPORTUNISTIC, connect, follows_forks=follows)
+    agent.before_launch()
+    agent.at_boundary()
+    pid = os.fork()
+    if pid == 0:
+        agent.before_launch()
+        agent.at_boundary()
+        os._exit(len(made) + 10 * made[-1].heard[-1].boundaries)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (12 if follows else 11)
+    assert len(made) == 1

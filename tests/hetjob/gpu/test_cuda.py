@@ -12,6 +12,7 @@ import torch
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.devices.base import MemoryUse
 from hetstream.hetjob.gpu.devices.cuda import CudaGpu
+from hetstream.hetjob.gpu.devices.host_pool import HostPool
 from hetstream.hetjob.gpu.orders import NO_LIMIT
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -62,6 +63,33 @@ def test_a_lower_limit_gives_cached_memory_back_and_a_higher_one_lets_it_grow() 
         torch.empty(2**28, dtype=torch.uint8, device="cuda")
     gpu.set_limit(NO_LIMIT)
     torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+
+def test_a_torch_without_cuda_has_no_pool_and_says_so() -> None:
+    if hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("this torch has CUDA")
+    with pytest.raises(RuntimeError, match="this PyTorch takes no allocators"):
+        HostPool(2**20)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_finds_no_room_on_the_gpu_is_on_the_host_and_the_next_one_on_the_gpu_again() -> None:
+    gpu = CudaGpu("GPU-1a2b", 2**29)
+    torch.zeros(1, device="cuda")
+    assert gpu.memory().host_capacity_bytes >= 2**28
+    gpu.set_limit(gpu.memory().held_bytes)
+    try:
+        tensor = torch.full((2**26,), 3, dtype=torch.uint8, device="cuda")
+        assert gpu.memory().host_bytes >= 2**26
+        assert int(tensor.sum()) == 3 * 2**26
+        del tensor
+    finally:
+        gpu.set_limit(NO_LIMIT)
+    gpu.begin_mini_batch()
+    tensor = torch.full((2**26,), 3, dtype=torch.uint8, device="cuda")
+    assert gpu.memory().host_bytes == 0
+    del tensor
 
 
 @pytest.mark.gpu

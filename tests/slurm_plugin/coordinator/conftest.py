@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.slurm_plugin.coordinator.table import ProcessRow
 from tests.conftest import WaitUntil
 
 TRAIN = Path(__file__).with_name("programs") / "train.py"
@@ -58,26 +61,47 @@ class Node:
         argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / "gpu0"), "--memory-mib", str(memory_mib)]
         subprocess.run([*argv, "--segment-kib", "256"], check=True, capture_output=True)
 
-    def coordinate(self, *who: str) -> subprocess.Popen[bytes]:
+    def fault(self, point: str, action: str, count: int = 1) -> dict[str, str]:
+        """Variables with which a process dies or stops there; and then `is_struck`."""
+        return {"HETSTREAM_GPU_FAULT": f"{point}:{count}:{action}:{self.directory / f'struck-{point}-{action}'}"}
+
+    def is_struck(self, point: str, action: str) -> bool:
+        return (self.directory / f"struck-{point}-{action}").exists()
+
+    def coordinate(self, *who: str, faults: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start a coordinator, and wait until it listens."""
         self.log = self.directory / f"coordinator-{len(self.processes)}.err"
         argv = [*HETSTREAM, "gpu", "coordinator", "--gpu", self.gpu, "--socket", str(self.socket)]
         with self.log.open("wb") as log:
-            process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=log)
+            process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=log, env={**os.environ, **faults})
         self.processes.append(process)
         self.wait_until(lambda: "coordinating" in self.log.read_text(), 60, "the coordinator's line")
         return process
 
-    def train(self, job_class: str, *, steps: int = 100_000, width: int = 256, wait_ms: float = 0) -> Program:
+    def train(
+        self,
+        job_class: str,
+        *,
+        steps: int = 100_000,
+        width: int = 256,
+        wait_ms: float = 0,
+        grows: str = "",
+        faults: Mapping[str, str] = {},
+    ) -> Program:
         """Start a training program."""
         name = f"{job_class}-{len(self.processes)}"
         out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
         argv = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", self.gpu, "--socket", str(self.socket)]
-        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms)]
+        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms), *([grows] if grows else [])]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr)
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **faults})
         self.processes.append(process)
         return Program(process, out, err)
+
+    def shows(self, job_class: str) -> ProcessRow:
+        """What the coordinator's table says of the one process of a class."""
+        (row,) = look(str(self.socket)).gpus
+        return next(process for process in row.processes if process.job_class == job_class)
 
     def goes_on(self, program: Program, steps: int, timeout_s: float = 60) -> None:
         """Wait for so many more steps."""

@@ -25,7 +25,7 @@ class Gpu:
         self.now_ns = 1_000_000 * MS
         self.state = GpuState()
         self.jobs: dict[str, SharingJob] = {}
-        self.is_reserved = False
+        self.is_reserved = self.is_lost = False
 
     def join(self, name: str, job_class: JobClass, **record: int) -> None:
         statistics = Statistics(updated_ns=self.now_ns, host_capacity_bytes=HOST, **record)
@@ -38,7 +38,7 @@ class Gpu:
 
     def decide(self, advance_ms: float = 0) -> dict[str, Decision]:
         self.now_ns += int(advance_ms * MS)
-        seen = Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved)
+        seen = Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost)
         self.state, decisions = decide(self.state, seen, self.now_ns)
         return decisions
 
@@ -230,9 +230,19 @@ def test_a_guaranteed_job_without_an_agent_lets_nobody_on(gpu: Gpu) -> None:
 
 def test_a_job_that_lies_about_its_memory_is_frozen(shared: Gpu) -> None:
     shared.jobs["o"] = replace(shared.jobs["o"], measured_bytes=20 * GIB)
-    decision = shared.decide()["o"]
+    assert shared.decide()["o"].order.verdict == Verdict.RUN  # it may have grown since it said how much
+    shared.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)
+    decision = shared.decide(1001)["o"]
     assert decision.order.verdict == Verdict.PAUSE
     assert "the GPU counts 21,474,836,480" in decision.reason
+
+
+def test_on_a_gpu_that_has_vanished_nobody_goes_on_but_the_guaranteed_job(shared: Gpu) -> None:
+    shared.is_lost = True
+    decisions = shared.decide()
+    assert decisions["o"].order.verdict == Verdict.PAUSE
+    assert "does not answer any more" in decisions["o"].reason
+    assert decisions["g"].order.verdict == Verdict.RUN
 
 
 def test_a_job_that_goes_on_while_it_should_pause_is_reported(gpu: Gpu) -> None:

@@ -21,6 +21,7 @@ from hetstream.hetjob.gpu.orders import JobClass, Verdict
 from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs
+from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
 from hetstream.slurm_plugin.coordinator.look import Look, look
 from hetstream.slurm_plugin.coordinator.measurements import Measurements
 from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row, read_table
@@ -64,7 +65,7 @@ def shared() -> GpuTable:
         gpu.batch("g", 110, gap_ms=40)
     decisions = gpu.decide()
     seen = Measurements(CAPACITY, tuple(gpu.jobs.values()))
-    row = gpu_row(GPU, gpu.state, seen, decisions, WHO, gpu.now_ns + 500 * MS)
+    row = gpu_row(StatedGpu(GPU, CAPACITY), gpu.state, seen, decisions, WHO, gpu.now_ns + 500 * MS)
     return GpuTable(TABLE_VERSION, "gpu0", 0.0, (row,))
 
 
@@ -88,7 +89,14 @@ def test_what_cannot_be_is_not_shown_as_if_it_had_been_said() -> None:
     gpu = Gpu()
     gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=-5, paused_ns=-1)
     decisions = gpu.decide()
-    row = gpu_row(GPU, gpu.state, Measurements(CAPACITY, tuple(gpu.jobs.values())), decisions, WHO, gpu.now_ns)
+    row = gpu_row(
+        StatedGpu(GPU, CAPACITY),
+        gpu.state,
+        Measurements(CAPACITY, tuple(gpu.jobs.values())),
+        decisions,
+        WHO,
+        gpu.now_ns,
+    )
     (process,) = row.processes
     assert (process.verdict, process.num_batches, process.said_ago_s) == ("pause", 0, None)
     assert row.idle_share is None

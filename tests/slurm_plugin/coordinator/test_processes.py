@@ -8,13 +8,16 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
-from tests.slurm_plugin.coordinator.conftest import TRAIN, Node, Program
+from hetstream.slurm_plugin.coordinator.look import look
+from tests.slurm_plugin.coordinator.conftest import MIB, TRAIN, Node, Program
 
 
-def alone(steps: int, width: int = 256) -> list[str]:
+def alone(steps: int, width: int = 256, *grows: str) -> list[str]:
     """Losses of the program without any sharing."""
-    argv = [sys.executable, str(TRAIN), str(steps), str(width), "0"]
+    argv = [sys.executable, str(TRAIN), str(steps), str(width), "0", *grows]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -108,3 +111,50 @@ def test_an_opportunistic_job_lives_from_idle_gaps_alone(node: Node) -> None:
     made_before = len(guaranteed.losses)
     node.goes_on(opportunistic, 50)  # far more than a first share of the busy time would have room for
     assert len(guaranteed.losses) - made_before <= 12
+
+
+@pytest.mark.slow
+def test_a_guaranteed_job_that_grows_gets_memory_of_the_other_one_and_is_back_on_the_gpu_soon(node: Node) -> None:
+    """A surge: its batches become 64 times as large, and find no room for a mini-batch or two."""
+    node.emulate(memory_mib=64)
+    node.coordinate()
+    guaranteed = node.train("guaranteed", steps=120, width=700, wait_ms=20, grows="4096@60")
+    node.goes_on(guaranteed, 12)
+    opportunistic = node.train("opportunistic", width=1000)
+    node.wait_until(lambda: node.shows("opportunistic").held_bytes > 18 * MIB, 60, "it to have what is left")
+    before = node.shows("guaranteed")
+    assert before.host_bytes == 0
+    node.wait_until(lambda: node.shows("guaranteed").peak_bytes > before.peak_bytes + 20 * MIB, 60, "the surge")
+    node.wait_until(lambda: node.shows("guaranteed").host_bytes == 0, 30, "all of it to be on the GPU")
+    limit_bytes = node.shows("opportunistic").limit_bytes
+    assert limit_bytes is not None
+    assert limit_bytes <= 64 * MIB - node.shows("guaranteed").peak_bytes
+    assert guaranteed.process.wait(60) == 0, guaranteed.said
+    node.goes_on(opportunistic, 5)
+    assert guaranteed.losses == alone(120, 700, "4096@60")
+    made = opportunistic.losses
+    assert made[:20] == alone(20, 1000)
+
+
+@pytest.mark.slow
+def test_two_opportunistic_jobs_that_are_alone_divide_the_gpu_by_trial(node: Node) -> None:
+    """Each of them would have most of it. What is tried moves memory from one to the other; both go on."""
+    node.emulate(memory_mib=64)
+    node.coordinate()
+    programs = [node.train("opportunistic", width=1400) for _ in range(2)]
+    for program in programs:
+        node.goes_on(program, 2)
+    limits: set[tuple[int, ...]] = set()
+
+    def has_tried() -> bool:
+        (row,) = look(str(node.socket)).gpus
+        found = tuple(process.limit_bytes or 0 for process in row.processes)
+        if len(found) == 2 and row.processes[0].num_batches > 1 < row.processes[1].num_batches:
+            assert sum(found) <= 64 * MIB
+            limits.add(found)
+        return len(limits) >= 3
+
+    node.wait_until(has_tried, 90, "three divisions of the memory")
+    for program in programs:
+        node.goes_on(program, 2)
+        assert program.losses[:4] == alone(4, 1400)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 
-# In the order of the help text; each is a module `gpu_NAME` beside this one.
+# In the order of the help text; each is a module `gpu_NAME` beside this one. `suspend` brings `resume` along.
 _ACTIONS = {
     "coordinator": "coordinate the jobs on this node's GPUs",
     "run": "run a training program that shares its GPU",
     "top": "who is on this node's GPUs, and how they fare",
     "exporter": "the same for Prometheus",
+    "suspend": "take a process off its GPU, with its memory: the last resort",
     "emulate": "make an emulated GPU, to try all this on a machine without one",
 }
 

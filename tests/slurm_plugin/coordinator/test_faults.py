@@ -85,9 +85,9 @@ def test_an_opportunistic_process_that_is_stopped_with_its_memory_holds_up_nobod
     """It neither ends its mini-batch nor gives memory back: two seconds later it counts as stopped where it is."""
     node.emulate(memory_mib=64)
     node.coordinate()
-    stopped = node.train("opportunistic", width=1200, faults=node.fault(point, "stop", 9))
+    stopped = node.train("opportunistic", width=1100, faults=node.fault(point, "stop", 9))
     node.wait_until(lambda: node.is_struck(point, "stop"), 120, "it to be stopped")
-    guaranteed = node.train("guaranteed", width=1000, wait_ms=5)
+    guaranteed = node.train("guaranteed", width=1600, wait_ms=5)
     node.wait_until(lambda: node.socket.exists() and has_pace(node), 60, "the guaranteed job's pace to be known")
     node.goes_on(guaranteed, 5)
     assert node.shows("guaranteed").alone_s is not None
@@ -97,8 +97,8 @@ def test_an_opportunistic_process_that_is_stopped_with_its_memory_holds_up_nobod
     node.wait_until(lambda: node.shows("guaranteed").host_bytes == 0, 60, "all of it to be on the GPU")
     end(guaranteed)
     node.goes_on(stopped, 3)
-    assert guaranteed.losses == alone(len(guaranteed.losses), 1000)
-    assert stopped.losses[:10] == alone(10, 1200)
+    assert guaranteed.losses == alone(len(guaranteed.losses), 1600)
+    assert stopped.losses[:10] == alone(10, 1100)
 
 
 def has_pace(node: Node) -> bool:

@@ -1,12 +1,13 @@
 """A GPU under a virtual clock: real agents and the real coordinator's decisions, in no time and always the same.
 
-The GPU does one kernel after the other, in the order of their launches, and whoever launches goes on at once, as with
-CUDA. Of its memory it knows what PyTorch's caching allocator does (`allocator.py`). What it shows is policy; how the
-kernels of two processes slow each other down on a real GPU it cannot know.
+The GPU does one kernel at a time, of the processes in turn, and whoever launches goes on at once, as with CUDA. Of its
+memory it knows what PyTorch's caching allocator does (`allocator.py`). What it shows is policy; how the kernels of two
+processes slow each other down on a real GPU it cannot know.
 """
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
 import threading
@@ -26,6 +27,7 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
         self._waiting: list[tuple[int, int, threading.Semaphore]] = []
+        self._parked: dict[object, threading.Semaphore] = {}
         self._count = itertools.count()
         self._end_ns = 0
         self._over = threading.Semaphore(0)  # nobody is left
@@ -43,6 +45,24 @@ class VirtualClock:
         turn.acquire()
         if self._is_over:
             raise SystemExit
+
+    def park(self, key: object) -> None:
+        """Called by a process: come back when somebody wakes this key.
+
+        Raises:
+            SystemExit: the run is over.
+        """
+        turn = self._parked[key] = threading.Semaphore(0)
+        self._pass_on()
+        turn.acquire()
+        if self._is_over:
+            raise SystemExit
+
+    def wake(self, key: object) -> None:
+        """Have the process that is parked there come back now; without one, nothing."""
+        turn = self._parked.pop(key, None)
+        if turn is not None:
+            heapq.heappush(self._waiting, (self.now_ns, next(self._count), turn))
 
     def run(self, processes: list[Callable[[], None]], seconds: float) -> None:
         """Run processes side by side until it is so much later; what they raise is raised here."""
@@ -78,6 +98,9 @@ class VirtualClock:
 
     def _pass_on(self) -> None:
         """Let the process run whose time comes first. Once the run is over, each ends when it is its turn."""
+        if not self._waiting and self._parked:  # they wait for somebody who is gone
+            self._is_over = True
+            self.wake(next(iter(self._parked)))
         if not self._waiting:
             self._over.release()
             return
@@ -93,7 +116,7 @@ class FakeGpuChip:
     """What the processes of one GPU share.
 
     Args:
-        clock: of all of them.
+        clock: of all of them; `serve` is one of its processes.
         capacity_bytes: of its memory.
         segment_bytes: what allocators take it in; 20 MiB is PyTorch's for tensors of 1 to 10 MiB.
     """
@@ -101,7 +124,18 @@ class FakeGpuChip:
     def __init__(self, clock: VirtualClock, capacity_bytes: int, segment_bytes: int = 20 * _MIB) -> None:
         self.clock, self.capacity_bytes, self.segment_bytes = clock, capacity_bytes, segment_bytes
         self.free_bytes = capacity_bytes
-        self.busy_until_ns = 0
+        self.queues: dict[object, collections.deque[int]] = {}
+
+    def serve(self) -> None:
+        """Do the kernels of all processes, one of each in turn."""
+        while True:
+            waiting = [(key, queue) for key, queue in self.queues.items() if queue]
+            if not waiting:
+                self.clock.park(self)
+            for key, queue in waiting:
+                self.clock.wait_until(self.clock.now_ns + queue[0])
+                queue.popleft()
+                self.clock.wake(key)
 
     def take(self, num_bytes: int) -> bool:
         """As `Allocator` asks."""
@@ -128,19 +162,19 @@ class FakeGpu:
         self.name = name
         self._chip, self._clock = chip, chip.clock
         self._allocator = Allocator(chip.take, chip.give, chip.segment_bytes, host_capacity_bytes)
-        self._ends_ns: list[int] = []
+        self._queue = chip.queues[self] = collections.deque()
         self._busy_ns = 0
 
     def kernel(self, duration_ns: int) -> None:
-        """Launch one; it is done after all that was launched before it, by whomever."""
-        self._chip.busy_until_ns = max(self._chip.busy_until_ns, self._clock.now_ns) + duration_ns
-        self._ends_ns.append(self._chip.busy_until_ns)
+        """Launch one."""
+        self._queue.append(duration_ns)
         self._busy_ns += duration_ns
+        self._clock.wake(self._chip)
 
     def finish(self) -> None:
         """Wait until all is done."""
-        if self._ends_ns:
-            self._clock.wait_until(self._ends_ns[-1])
+        while self._queue:
+            self._clock.park(self)
 
     def allocate(self, num_bytes: int) -> Place:
         """As `Allocator.allocate`."""
@@ -164,12 +198,11 @@ class FakeGpu:
 
     def is_idle(self) -> bool:
         """As `Device.is_idle`."""
-        return not self._ends_ns or self._ends_ns[-1] <= self._clock.now_ns
+        return not self._queue
 
     def launched(self) -> int:
         """As `Device.launched`."""
-        self._ends_ns = [end_ns for end_ns in self._ends_ns if end_ns > self._clock.now_ns]
-        if len(self._ends_ns) > _IN_FLIGHT:
-            self._clock.wait_until(self._ends_ns[-_IN_FLIGHT])
+        while len(self._queue) > _IN_FLIGHT:
+            self._clock.park(self)
         busy_ns, self._busy_ns = self._busy_ns, 0
         return busy_ns

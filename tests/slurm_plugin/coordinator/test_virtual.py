@@ -121,7 +121,7 @@ class Training:
 
 
 def together(node: Node, *trainings: Training, seconds: float) -> None:
-    node.clock.run([node.coordinate, *(training.run for training in trainings)], seconds)
+    node.clock.run([node.coordinate, node.chip.serve, *(training.run for training in trainings)], seconds)
 
 
 def guaranteed(node: Node, wait_ms: float) -> Training:
@@ -131,7 +131,7 @@ def guaranteed(node: Node, wait_ms: float) -> Training:
 
 
 def opportunistic(node: Node) -> Training:
-    return Training(node, "o", JobClass.OPPORTUNISTIC, 20, MS // 10)
+    return Training(node, "o", JobClass.OPPORTUNISTIC, 10, MS // 5)
 
 
 @pytest.mark.parametrize("wait_ms", [70, 13])
@@ -142,7 +142,7 @@ def test_gaps_are_used_and_the_guaranteed_job_does_not_feel_it(wait_ms: float) -
     together(alone, first, seconds=4)
     together(solo, other, seconds=1)
     beside, shared = guaranteed(node, wait_ms), opportunistic(node)
-    together(node, beside, shared, seconds=12)
+    together(node, beside, shared, seconds=11)
     left = wait_ms / (wait_ms + 15)
     assert first.rate(0) / beside.rate(8) <= 1.03
     assert shared.rate(8) / other.rate(0) / left >= 0.85
@@ -176,7 +176,7 @@ def test_a_coordinator_that_dies_stops_the_other_one_within_its_orders_validity_
         node.clock.wait_until(node.clock.now_ns + 2000 * MS)
         node.is_there = False
 
-    node.clock.run([node.coordinate, beside.run, shared.run, die], 4)
+    node.clock.run([node.coordinate, node.chip.serve, beside.run, shared.run, die], 4)
     assert beside.rate(2.5) == pytest.approx(beside.rate(1), rel=0.05)
     assert shared.ended_ns[-1] > START_NS + 1900 * MS
     assert shared.ended_ns[-1] <= START_NS + 2000 * MS + VALID_NS + 5 * MS

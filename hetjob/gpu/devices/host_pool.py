@@ -60,7 +60,8 @@ class HostPool:
         addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
         self._allocator = make(*addresses)
         try:
-            self._pool = torch.cuda.MemPool(self._allocator, use_on_oom=True)
+            make_pool: Any = torch.cuda.MemPool
+            self._pool = make_pool(self._allocator, use_on_oom=True)
         except TypeError as error:
             raise RuntimeError("the pools of this PyTorch are not used when memory is short") from error
         self._fill(min(num_bytes, available_bytes() // _PART_OF_AVAILABLE))

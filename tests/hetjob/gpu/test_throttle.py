@@ -43,7 +43,7 @@ def test_a_job_that_is_to_finish_goes_on_to_its_boundary_and_no_further(throttle
 def test_a_launch_has_to_end_while_the_gpu_is_idle(throttle: Throttle) -> None:
     order = Order(VALID, Verdict.RUN, open_until_ns=NOW + 2 * MS)
     assert throttle.wait_ns(order, NOW, work_ns=2 * MS) == 0
-    assert throttle.wait_ns(order, NOW, work_ns=3 * MS) == LOOK_AGAIN_NS
+    assert 0 < throttle.wait_ns(order, NOW, work_ns=3 * MS) < LOOK_AGAIN_NS  # the gap may be longer by then
 
 
 @pytest.mark.parametrize("share", [10, 250, 900])

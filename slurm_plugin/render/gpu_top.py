@@ -52,14 +52,14 @@ def render(seen: GpuTable, color: bool = False) -> list[str]:
 
 
 def _gpu_words(row: GpuRow) -> str:
-    words = [f"{size_words(row.free_bytes)} of {size_words(row.capacity_bytes)} free", row.reason]
     if row.is_lost:
-        words = ["it does not answer any more"]
+        return "it does not answer any more"
+    facts = [f"{size_words(row.free_bytes)} of {size_words(row.capacity_bytes)} free", row.reason]
     if row.utilisation is not None:
-        words.append(f"{row.utilisation:.0%} in use over ten seconds")
+        facts.append(f"{row.utilisation:.0%} in use over ten seconds")
     if row.idle_share is not None:
-        words.append(f"the guaranteed job leaves it idle {row.idle_share:.0%} of the time")
-    return printable("; ".join(words))
+        facts.append(f"the guaranteed job leaves it idle {row.idle_share:.0%} of the time")
+    return printable("; ".join(facts))
 
 
 def _cells(row: GpuRow, process: ProcessRow) -> list[Cell]:

@@ -17,6 +17,7 @@ from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_o
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, examine, lua_versions
+from hetstream.slurm_plugin.install.doctor_gpus import read_gpus
 from hetstream.slurm_plugin.install.doctor_packing import GRES
 from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.lua_settings import (
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         **_lua_files(directory, snapshot.config),
         **_sharing(snapshot),
     )
-    found = examine(facts)
+    found = examine(facts, read_gpus())
     emit(args, report_of(found, snapshot))
     return EXIT_PROBLEMS if any(finding.level is Level.PROBLEM for finding in found) else 0
 

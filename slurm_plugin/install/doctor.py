@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.read import release_of
+from hetstream.slurm_plugin.install.doctor_gpus import HostGpus, host_gpus
 from hetstream.slurm_plugin.install.doctor_packing import constrains_devices, packing
 from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT
@@ -22,9 +23,15 @@ LUA_VERSIONS = ("5.1", "5.2", "5.3", "5.4")
 LUA_PLUGINS = {"job_submit": "JobSubmitPlugins", "cli_filter": "CliFilterPlugins"}
 
 
-def examine(facts: Facts) -> tuple[Finding, ...]:
-    """All findings, the worst first."""
+def examine(facts: Facts, gpus: HostGpus | None = None) -> tuple[Finding, ...]:
+    """All findings, the worst first.
+
+    Args:
+        facts: on the cluster.
+        gpus: of this host; None: it has none.
+    """
     found = [finding for check in _CHECKS for finding in check(facts)]
+    found += host_gpus(gpus) if gpus else ()
     levels = list(Level)
     return tuple(sorted(found, key=lambda finding: levels.index(finding.level)))
 
@@ -285,4 +292,4 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
     _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
 )  # fmt: skip
-NUM_CHECKS = len(_CHECKS)
+NUM_CHECKS = len(_CHECKS) + 1  # the host's GPUs

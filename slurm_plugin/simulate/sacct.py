@@ -121,9 +121,11 @@ def _job(
     if cpus % 1:
         lines.complain(line, f"AllocCPUS is {quoted(record['AllocCPUS'])}: must be a whole number")
     lines.number(line, record, "ElapsedRaw", 0.0)
+    submit_s, start_s, end_s = times
+    if cpus:
+        _check_clocks(lines, line, submit_s, start_s, end_s)
     if len(lines.problems) > before:
         return None
-    submit_s, start_s, end_s = times
     if submit_s is None:
         lines.complain(line, "Submit is empty")
         return None
@@ -133,10 +135,6 @@ def _job(
     if end_s is None:
         out["still ran"] += 1
         return None
-    if start_s < submit_s - _CLOCK_S:
-        lines.complain(line, f"it started {submit_s - start_s:.0f} s before it was submitted: a clock jumped")
-    if end_s < start_s - _CLOCK_S:
-        lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
     limit = text_or_empty(record.get("TimelimitRaw", "").replace("Partition_Limit", ""))
     limit_min = lines.number(line, {"TimelimitRaw": limit}, "TimelimitRaw", 0.0)
     filled = {name: record.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": job, "AllocCPUS": f"{cpus:.0f}"}
@@ -160,6 +158,14 @@ def _job(
         return None
     limit_s = limit_min * 60 or np.inf
     return _Job(usage, submit_s, max(start_s, submit_s), end_s, max(1, int(num_nodes)), limit_s, memory_gib)
+
+
+def _check_clocks(lines: Lines, line: int, submit_s: float | None, start_s: float | None, end_s: float | None) -> None:
+    """Complain of a job whose times are in another order than they can be."""
+    if submit_s is not None and start_s is not None and start_s < submit_s - _CLOCK_S:
+        lines.complain(line, f"it started {submit_s - start_s:.0f} s before it was submitted: a clock jumped")
+    if start_s is not None and end_s is not None and end_s < start_s - _CLOCK_S:
+        lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
 
 
 def _moment(lines: Lines, line: int, record: Mapping[str, str], name: str) -> float | None:

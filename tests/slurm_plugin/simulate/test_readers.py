@@ -254,6 +254,8 @@ def test_clocks_that_jump_in_an_export_are_problems() -> None:
         "line 2: it ended 3600 s before it started: a clock jumped",
         "line 2: it started 3600 s before it was submitted: a clock jumped",
     )
+    both = problems_of(jumps.replace("|2|16|cpu=16,mem", "|-2|16|cpu=16,mem"))
+    assert [problem.split(":")[0] for problem in both] == ["line 2"] * 3, "all that is wrong with a line, at once"
     wrong = SACCT.replace("|16|cpu=16,mem=16G", "|many|cpu=16,mem=16G").replace("2026-11-20T16:05:00|F", "x|F")
     assert problems_of(wrong)[0].startswith('line 2: AllocCPUS is "many"')
     assert problems_of("JobIDRaw|Submit|Start\n1|a|b\n", "sacct")[0] == "line 1: there is no column End"

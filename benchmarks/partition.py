@@ -1,17 +1,13 @@
-"""What it gains to move the stateless part of a forward to the data workers, and whether the losses stay the same.
-
-    python -m benchmarks.partition [--programs dlrm,deepfm] [--accelerator-ms 3] [--budget-s 300] [--quick]
-    python -m benchmarks.partition --equality [--programs dlrm,deepfm]
+"""`make bench-partition`: what is gained if data workers run the stateless part of a forward, and are losses the same?
 
 Each program (`benchmarks/partition_programs/`) is trained as it is written with torch's DataLoader, with data workers
 for its dataset alone (`--offload off`), and with `--offload auto`: in turn, in rounds of which every second one has the
 opposite order. A step's time is the median of the second half of a run's steps, since before the forward is captured,
-checked and tried; of the rounds' times, it is the median. Each program has its share of `--budget-s`, and begins no
-round that would take more. `--equality` compares the losses of 300 steps instead, with and without data worker
-processes being killed.
+checked and tried. Each program has its share of `--budget-s`, and begins no round that would take more. `--equality`
+compares the losses of 300 steps instead, with and without data worker processes being killed.
 
-EMULATED: this machine has no accelerator. A program's dense layers run on the trainer's CPU with one thread, and each
-step sleeps for `--accelerator-ms` in addition, as if an accelerator worked.
+EMULATED: there is no accelerator. A program's dense layers run on the trainer's CPU with one thread, and each step
+sleeps for `--accelerator-ms` in addition. docs/benchmarks.md explains the rows.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import argparse
 import functools
 import itertools
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -27,27 +24,30 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import say
+from benchmarks import harness, machine
+from benchmarks.harness import Row, row_of, say
 from benchmarks.partition_programs.catalogue import PROGRAMS
+from benchmarks.running import ROOT
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery
 from hetstream.mpi_dataworkers.partitioner.side_effects import watch
 
-ROOT = Path(__file__).resolve().parents[1]
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 KILL_EVERY_S = 1.5
 # The paper's figures for its models, against data workers for the dataset alone; and what no program may lose.
 TARGETS = {"deepfm": 1.6, "wide_and_deep": 1.4}
 LEAST_OF_ORIGINAL = 0.97
 NUM_OPERATORS, MOST_SECONDS = 1000, 10.0
-SYSTEMS = ("original", "dataset only", "auto")
+SYSTEMS = ORIGINAL, ONLY, AUTO = "original", "dataset only", "auto"
+# What `hetstream run` says of the cut that it has chosen.
+PREDICTED = re.compile(r"a step takes ([\d.]+) ms with nothing moved and ([\d.]+) ms with ")
 # A cut is captured, checked and tried in the first 46 steps.
 STEPS, QUICK_STEPS, EQUALITY_STEPS = 160, 100, 300
 ROUNDS, RUN_TIMEOUT_S = 3, 200.0
@@ -61,16 +61,18 @@ class Run:
         step_ms: the median of the second half of the steps.
         losses: as exact numbers.
         num_killed: data worker processes that were killed meanwhile.
+        moved_ms: what the moved operators take in the trainer when nothing is moved.
     """
 
     step_ms: float
     losses: tuple[str, ...]
     num_killed: int = 0
+    moved_ms: float = 0.0
 
 
 def train(name: str, system: str, args: argparse.Namespace, kills: bool = False) -> Run:
     """Train a program in a process of its own."""
-    offload = {"dataset only": "off", "auto": "auto"}.get(system)
+    offload = {ONLY: "off", AUTO: "auto"}.get(system)
     with tempfile.TemporaryDirectory() as directory:
         times, errors = Path(directory) / "times", Path(directory) / "errors"
         command = [sys.executable, "-m", "benchmarks.partition_programs", name, "--steps", str(args.steps)]
@@ -93,7 +95,10 @@ def train(name: str, system: str, args: argparse.Namespace, kills: bool = False)
             raise SystemExit(f"{name}: exit code {process.returncode}\n{errors.read_text()[-2000:]}")
         ends = [float(line) for line in times.read_text().split()]
         steps = [after - at for at, after in itertools.pairwise(ends)]
-        return Run(1e3 * statistics.median(steps[len(steps) // 2 :]), tuple(output.split()), killer.num_killed)
+        predicted = PREDICTED.findall(errors.read_text())
+        moved_ms = float(predicted[-1][0]) - float(predicted[-1][1]) if predicted else 0.0
+        step_ms = 1e3 * statistics.median(steps[len(steps) // 2 :])
+        return Run(step_ms, tuple(output.split()), killer.num_killed, moved_ms)
 
 
 def in_turn(name: str, args: argparse.Namespace) -> dict[str, list[Run]]:
@@ -187,69 +192,80 @@ def long_forward_s() -> float:
     return time.perf_counter() - started
 
 
-def verdict(is_met: bool) -> str:
-    """For the table."""
-    return "met" if is_met else "NOT MET"
-
-
-def times(args: argparse.Namespace) -> list[bool]:
-    """Print each program's times; which targets are met."""
-    met: list[bool] = []
-    print("program          original  dataset only      auto   auto/only  auto/original  differences  rounds")
+def times(args: argparse.Namespace) -> list[Row]:
+    """Each program's times and gains, and how long it takes to capture a long forward."""
+    rows: list[Row] = []
     for name in args.programs.split(","):
         runs = in_turn(name, args)
-        original, only, auto = (statistics.median(run.step_ms for run in runs[system]) for system in SYSTEMS)
-        gain, share = only / auto, original / auto
-        differing = sum(differences(runs["original"][0], run) for run in runs["auto"])
-        print(
-            f"{name:15} {original:7.2f} ms {only:10.2f} ms {auto:7.2f} ms {gain:9.2f} x "
-            f"{share:11.2f} x {differing:12d} {len(runs['auto']):7d}",
-            flush=True,
+        steps_ms = {system: [run.step_ms for run in runs[system]] for system in SYSTEMS}
+        rows += [row_of(name, system, steps_ms[system], "ms a step") for system in SYSTEMS]
+        rows.append(_gain(name, ONLY, steps_ms, TARGETS.get(name)))
+        only_ms, moved_ms = (
+            statistics.median(values) for values in (steps_ms[ONLY], [run.moved_ms for run in runs[AUTO]])
         )
-        found = [differing == 0, share >= LEAST_OF_ORIGINAL, gain >= TARGETS.get(name, 0.0)]
-        for what, is_met in zip(("equal losses", "0.97 of the original", "the paper's gain"), found, strict=True):
-            if not is_met:
-                print(f"    {what}: {verdict(is_met)}")
-        met += found
-    seconds = long_forward_s()
-    met.append(seconds <= MOST_SECONDS)
-    limit = f"at most {MOST_SECONDS:g}: {verdict(met[-1])}"
-    print(f"capture and decision for {NUM_OPERATORS} operators: {seconds:.1f} s, {limit}")
-    return met
+        least = Row(
+            name, f"{ONLY} / without what moved", only_ms / (only_ms - moved_ms), "x", note="by their measured times"
+        )
+        rows += [least, _gain(name, ORIGINAL, steps_ms, LEAST_OF_ORIGINAL)]
+        differing = [float(differences(runs[ORIGINAL][0], run)) for run in runs[AUTO]]
+        rows.append(row_of(name, AUTO, differing, "losses that differ", at_most=0.0))
+    seconds = [long_forward_s()]
+    rows.append(row_of(f"{NUM_OPERATORS:,} operators", "capture and decision", seconds, "s", at_most=MOST_SECONDS))
+    return rows
 
 
-def equality(args: argparse.Namespace) -> list[bool]:
-    """Print for each program how many losses differ; whether none do."""
-    met: list[bool] = []
-    print("program         differences  with kills  (killed)")
+def _gain(name: str, against: str, steps_ms: dict[str, list[float]], at_least: float | None) -> Row:
+    """How many times as fast the trainer is with `--offload auto`, by the medians."""
+    ratio = statistics.median(steps_ms[against]) / statistics.median(steps_ms[AUTO])
+    ratios = [other / own for other, own in zip(steps_ms[against], steps_ms[AUTO], strict=True)]
+    row = Row(name, f"{against} / {AUTO}", ratio, "x", (min(ratios), max(ratios)), samples=tuple(ratios))
+    if at_least is None:
+        return row
+    return replace(row, target=f">= {at_least:g}", met=ratio >= at_least)
+
+
+def equality(args: argparse.Namespace) -> list[Row]:
+    """For each program how many losses differ."""
+    rows: list[Row] = []
     for name in args.programs.split(","):
-        original, auto = train(name, "original", args), train(name, "auto", args)
-        hurt = train(name, "auto", args, kills=True)
-        differing = differences(original, auto), differences(original, hurt)
-        print(f"{name:15} {differing[0]:11d} {differing[1]:11d} {hurt.num_killed:9d}", flush=True)
-        met.append(differing == (0, 0))
-    return met
+        original, auto = train(name, ORIGINAL, args), train(name, AUTO, args)
+        hurt = train(name, AUTO, args, kills=True)
+        say(f"{name}: {differences(original, auto)} and {differences(original, hurt)} differ, {hurt.num_killed} killed")
+        for system, run in ((AUTO, auto), (f"{AUTO}, data workers killed", hurt)):
+            row = row_of(name, system, [float(differences(original, run))], "losses that differ", at_most=0.0)
+            rows.append(replace(row, note=f"{run.num_killed} killed" if run.num_killed else ""))
+    return rows
 
 
 def main() -> int:
-    """Measure, print, and say with the exit code whether all targets are met."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, help=f"{STEPS}, or {EQUALITY_STEPS} with --equality")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--budget-s", type=float, default=300.0, help="time for all programs, about")
-    parser.add_argument("--data-workers", type=int, default=2)
-    parser.add_argument("--accelerator-ms", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="at the most (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=300.0, help="time for all programs, about (%(default)s)")
+    parser.add_argument("--data-workers", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--accelerator-ms", type=float, default=2.0, help="sleep of a step (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"one round of {QUICK_STEPS} steps")
     parser.add_argument("--equality", action="store_true", help="compare losses instead of times, also under kills")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where the JSON file goes")
     args = parser.parse_args()
     if args.quick:
         args.rounds = 1
     if args.steps is None:
         args.steps = QUICK_STEPS if args.quick else EQUALITY_STEPS if args.equality else STEPS
-    text = "EMULATED accelerator: {0.accelerator_ms:g} ms a step; {0.data_workers} data workers; {0.steps} steps"
-    print(text.format(args), flush=True)
-    return 0 if all(equality(args) if args.equality else times(args)) else 1
+    context = {
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
+        "notes": [
+            f"EMULATED accelerator: each step sleeps {args.accelerator_ms:g} ms; {args.data_workers} data workers; "
+            f"{args.steps} steps.",
+            "Without what moved: what a step with data workers for the dataset alone would take if the moved operators "
+            "took no time, by their measured times.",
+        ],
+    }
+    rows = equality(args) if args.equality else times(args)
+    return harness.finish("partition_equality" if args.equality else "partition", args.out, rows, {}, context)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def main() -> int:
         ],
     }
     rows = equality(args) if args.equality else times(args)
-    return harness.finish("partition_equality" if args.equality else "partition", args.out, rows, {}, context)
+    return harness.finish("partition", args.out, rows, {}, context)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, examine, lua_versions
 from hetstream.slurm_plugin.install.doctor_gpus import read_gpus
-from hetstream.slurm_plugin.install.doctor_packing import GRES
+from hetstream.slurm_plugin.install.doctor_packing import GRES, why_no_packing
 from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.lua_settings import (
     OPTIONS,
@@ -141,13 +141,12 @@ def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, Any]:
 def _sharing(snapshot: Snapshot) -> dict[str, Any]:
     """What there is of sharing GPUs on this host."""
     config = snapshot.config
-    plugins = [Path(word) for word in config.get("PluginDir", "").split(":") if os.access(word, os.R_OK | os.X_OK)]
     here = {socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME", "")}
     path = Path(os.environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET))
     uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", os.environ) or ""
     return {
         "node_scripts": {option: _programs(config, option) for option in SCRIPTS},
-        "has_gres_opp_plugin": any((plugin / "gres_opp.so").exists() for plugin in plugins) if plugins else None,
+        "has_gres_opp_plugin": _has_plugin(config, "gres_opp.so"),
         "is_gpu_node": any(
             node.name in here and any(gres.name == GRES for gres in node.gres) for node in snapshot.nodes
         ),
@@ -163,6 +162,20 @@ def _owner_of(path: Path) -> int | None:
         return path.stat().st_uid if path.is_socket() else None
     except OSError:
         return None
+
+
+def why_nobody_is_placed(snapshot: Snapshot) -> str:
+    """Why opportunistic jobs cannot be placed in this cluster, as far as it is seen from here; empty if they can."""
+    directory = Path(snapshot.config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    has_plugin = _has_plugin(snapshot.config, "gres_opp.so")
+    cgroup_conf = _text_of(directory / "cgroup.conf")
+    return why_no_packing(snapshot.version, snapshot.config, cgroup_conf, has_gres_opp_plugin=has_plugin)
+
+
+def _has_plugin(config: Mapping[str, str], name: str) -> bool | None:
+    """Whether Slurm has a plugin; None where PluginDir, which may be several directories, cannot be read here."""
+    directories = [Path(word) for word in config.get("PluginDir", "").split(":") if os.access(word, os.R_OK | os.X_OK)]
+    return any((directory / name).exists() for directory in directories) if directories else None
 
 
 def _programs(config: Mapping[str, str], option: str) -> dict[str, str | None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.slurm_plugin.cli.daemon import settings_of
+from hetstream.slurm_plugin.cli.doctor import why_nobody_is_placed
 from hetstream.slurm_plugin.cli.packing_arguments import add_packing_arguments, gpu_readings, partitions_of
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
@@ -38,7 +39,7 @@ examples:
 
 exit codes:
   0  it was stopped; --once: done
-  1  another packer runs, or, with --once, Slurm could not be read
+  1  another packer runs, Slurm could not be read, or gives nobody access to GPUs of others (see hetstream doctor)
   2  the command line is wrong
 """
 _log = logging.getLogger(__name__)
@@ -77,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--interval={args.interval:g}: must be from 1 to 3600 seconds")
     acting = not (args.observe or args.dry_run)
     say = say_json if args.json else say_log
-    packer = Packer(PackingSlurm(), gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting)
+    slurm = PackingSlurm()
+    problem = why_nobody_is_placed(slurm.snapshot()) if acting else ""
+    if problem:
+        raise HetstreamError(f"nobody can be placed: {problem}. Check: hetstream doctor")
+    packer = Packer(slurm, gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: packer.stopping.set())
     with alone(args.lock) if acting else contextlib.nullcontext():

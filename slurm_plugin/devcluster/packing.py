@@ -17,7 +17,8 @@ from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, node_script
 # The partition of opportunistic jobs, and the GRES by which they stand on GPUs that others hold: type pN is GPU N.
 PARTITION, GRES = "opp", "opp"
 # So many opportunistic jobs at a time. Slurm of 26.05 refuses a device file that is named twice, but not a link to it.
-SLOTS_PER_GPU = 2
+# With constrained devices that takes the GPU from the jobs that have it: Slurm denies what is behind the other slot.
+SLOTS_PER_GPU, CONSTRAINED_SLOTS_PER_GPU = 2, 1
 GUARANTEED_TIER, OPPORTUNISTIC_TIER = 10, 1
 # Beside root, who may place opportunistic jobs: Debian's user "daemon". Slurm lets him with accounting only.
 PACKER_UID = 1
@@ -84,7 +85,8 @@ def settings(spec: ClusterSpec) -> Iterator[str]:
 
 def node_gres(spec: ClusterSpec, group: NodeGroup) -> str:
     """What stands behind a node's GPUs in its line."""
-    return "".join(f",{GRES}:p{number}:{SLOTS_PER_GPU}" for number in range(group.gpus)) if spec.packing else ""
+    count = 1 + len(links(spec, 0))
+    return "".join(f",{GRES}:p{number}:{count}" for number in range(group.gpus)) if spec.packing else ""
 
 
 def gres_lines(spec: ClusterSpec, group: NodeGroup, nodes: str) -> Iterator[str]:
@@ -103,7 +105,8 @@ def gres_lines(spec: ClusterSpec, group: NodeGroup, nodes: str) -> Iterator[str]
 def links(spec: ClusterSpec, number: int) -> tuple[Path, ...]:
     """Links to a GPU's device file, for all of its slots but the first."""
     device = spec.gpu_device(number)
-    return tuple(device.with_name(f"{device.name}.slot{slot}") for slot in range(1, SLOTS_PER_GPU))
+    count = CONSTRAINED_SLOTS_PER_GPU if spec.cgroups else SLOTS_PER_GPU
+    return tuple(device.with_name(f"{device.name}.slot{slot}") for slot in range(1, count))
 
 
 def partitions(spec: ClusterSpec) -> Mapping[str, str]:

@@ -78,16 +78,25 @@ def packing(facts: Facts) -> Iterator[Finding]:
 
 def _slots(facts: Facts) -> Iterator[Finding]:
     """Type pN is GPU N, and the packer takes the GPU from that name."""
-    wrong = []
+    wrong, doubled = [], []
     for node in facts.snapshot.nodes:
         types = {gres.type for gres in node.gres if gres.name == GRES}
         num_gpus = sum(gres.count for gres in node.gres if gres.name == "gpu")
         if types and types != {f"p{number}" for number in range(num_gpus)}:
             wrong.append(node.name)
+        if any(gres.name == GRES and gres.count > 1 for gres in node.gres):
+            doubled.append(node.name)
     if wrong:
         yield Finding(
             Level.PROBLEM, f"Gres={GRES}", compress(wrong), f"not {GRES} of types p0, p1, ..., one for each GPU",
             f"Gres=gpu:2,{GRES}:p0:1,{GRES}:p1:1 on NodeName, and lines Name={GRES} Type=p0 File=... in gres.conf",
+        )  # fmt: skip
+
+    if doubled and facts.cgroup_conf is not None and constrains_devices(facts.cgroup_conf):
+        yield Finding(
+            Level.PROBLEM, f"Gres={GRES}", compress(doubled),
+            "with ConstrainDevices, a second slot keeps jobs from the GPU that they have: Slurm denies its file",
+            f"one slot for each GPU: {GRES}:p0:1",
         )  # fmt: skip
 
 

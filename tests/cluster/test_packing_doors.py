@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterSh
 from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+ROOT = Path(__file__).resolve().parents[2]
 OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 STRANGER = ("setpriv", "--reuid=65533", "--regid=65533", "--clear-groups")
 SHOWN = ("CUDA_VISIBLE_DEVICES", "HETSTREAM_GPU", "HETSTREAM_JOB_CLASS", "HETSTREAM_GPU_SOCKET", "PYTHONPATH")
@@ -208,6 +210,36 @@ def test_a_guaranteed_job_that_needs_the_cpus_has_them_at_once(cluster: Cluster,
     assert cluster.seen(guaranteed, "batch")["HETSTREAM_GPU"] == ""
     gpus = [f"emulation:{cluster.sharing}/gpu{number}" for number in (0, 1)]
     assert cluster.grants() == {guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": gpus}}
+
+
+def test_the_admin_guide_sets_up_this_cluster(cluster: Cluster) -> None:
+    """Its lines are those that the cluster runs with, but for paths, nodes, and slots; its commands work."""
+    guide = (ROOT / "docs" / "admin-guide.md").read_text()
+    section = guide.partition("\n## Opportunistic jobs\n")[2].partition("\n## ")[0]
+    blocks = [(kind, textwrap.dedent(text)) for kind, text in re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)]
+    state_dir = Path(cluster.record.state_dir)
+    places = {
+        "/usr/local/share/hetstream/prolog": str(state_dir), "/dev/nvidia": f"{state_dir}/dev/gpu", "gpu[0-1]": "gpu0",
+        "opp:p0:1": "opp:p0:2", "opp:p1:1": "opp:p1:2",
+    }  # fmt: skip
+    files = {"ini": ["slurm.conf", "gres.conf"], "lua": ["policy.lua"], "sh": ["packing.env"]}
+    for kind, text in blocks:
+        if kind == "console":
+            continue
+        name = files[kind].pop(0)
+        present = [set(line.split()) for line in (state_dir / name).read_text().splitlines()]
+        for ours, theirs in places.items():
+            text = text.replace(ours, theirs)
+        for line in text.splitlines():
+            words = {word for word in line.split() if word != "..."}
+            assert any(words <= words_of_line for words_of_line in present), (name, line)
+    assert files == {"ini": [], "lua": [], "sh": []}
+    (commands,) = (text for kind, text in blocks if kind == "console")
+    for line in commands.splitlines():
+        # On a site, /etc/hetstream/packing.env says it.
+        told = "HETSTREAM_OPPORTUNISTIC_PARTITIONS=opp"
+        done = cluster.run("env", told, str(Path(sys.executable).with_name("hetstream")), *line.split()[2:])
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
 def test_the_doctor_finds_nothing_amiss(cluster: Cluster) -> None:

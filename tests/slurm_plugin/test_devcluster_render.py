@@ -56,6 +56,9 @@ def test_gpus_that_are_shared_have_slots_a_partition_below_and_scripts() -> None
     spec = spec_of(ClusterShape(1, 2, 1), packing=True, lua_plugins=True)
     assert slurm_conf(spec) == (GOLDEN / "packing.slurm.conf").read_text()
     assert gres_conf(spec) == (GOLDEN / "packing.gres.conf").read_text()
+    constrained = spec_of(ClusterShape(1, 2, 1), packing=True, cgroups=True)
+    assert "Gres=gpu:2,opp:p0:1,opp:p1:1" in slurm_conf(constrained)
+    assert gres_conf(constrained).count("\n") == 3
     (node,) = packing.sharing_nodes(spec)
     here = f"{HERE}/sharing/gpu0"
     assert node.coordinator[2:6] == ("--grants", f"{here}/grants", "--socket", f"{here}/gpu.sock")

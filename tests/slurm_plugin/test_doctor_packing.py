@@ -77,6 +77,15 @@ def test_each_gpu_has_one_slot_of_its_number(types: str) -> None:
     assert (only(types=types).level, only(types=types).seen) == (Level.PROBLEM, "g0")
 
 
+def test_a_second_slot_and_constrained_devices_do_not_go_together() -> None:
+    node = replace(gpu_node(), gres=(Gres("gpu", "", 1), Gres("opp", "p0", 2)))
+    snapshot = Snapshot(0.0, "26.05.5", "test", (), (node,), (), GOOD)
+    facts = Facts(snapshot, "26.05.5", "", CONSTRAINED, node_scripts=OURS)
+    (finding,) = packing(facts)
+    assert (finding.level, finding.seen, finding.fix) == (Level.PROBLEM, "g0", "one slot for each GPU: opp:p0:1")
+    assert list(packing(replace(facts, cgroup_conf="ConstrainDevices=no\n"))) == []
+
+
 def test_rules_of_slurm_conf() -> None:
     assert only({"JobSubmitPlugins": "(null)"}).check == "JobSubmitPlugins"
     assert only({"PreemptMode": "CANCEL"}).check == "PreemptMode"

@@ -1,0 +1,70 @@
+"""Shared GPUs where Slurm constrains devices by control groups: what a job can open, and where packing is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.cgroups import why_not
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.conftest import WaitUntil
+
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
+pytestmark = pytest.mark.slurm
+OPENS = "for number in 0 1; do (: <{devices}/gpu$number) 2>/dev/null && echo $number; done; echo told"
+
+
+@pytest.fixture
+def boot_constrained(running_cluster: Any) -> Any:
+    """A function that boots a cluster of a release with shared GPUs and constrained devices."""
+
+    def boot(release: str) -> Any:
+        programs = choose_programs(release, DEFAULT_CACHE_DIR, print)
+        if reason := why_not(programs.version):
+            pytest.skip(reason)
+        name = f"pytest-{os.getpid()}-devices"
+        request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True, cgroups=True)
+        return running_cluster(request, programs)
+
+    return boot
+
+
+def test_slurm_22_05_gives_nobody_access_and_the_packer_says_so(boot_constrained: Any) -> None:
+    with boot_constrained("host") as cluster:
+        environ = {**cluster.env, "HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
+        for words, code in ((["doctor"], 3), (["packer", "--once", "--lock", str(cluster.out_dir / "lock")], 1)):
+            done = subprocess.run([HETSTREAM, *words], env=environ, capture_output=True, text=True, check=False)
+            assert (done.returncode, "gres_opp.so" in done.stdout + done.stderr) == (code, True), (
+                done.stdout + done.stderr
+            )
+
+
+@pytest.mark.slow
+def test_a_job_opens_the_gpu_that_it_shares_and_no_other(boot_constrained: Any, wait_until: WaitUntil) -> None:
+    with boot_constrained("24.11") as cluster:
+        words = ["--parsable", "--mem=100", f"--output={cluster.out_dir}/%j.out"]
+        script = OPENS.format(devices=cluster.state_dir / "dev")
+        held = cluster.run(["sbatch", *words, "-pgpu", "--gpus=1", f"--wrap={script}; sleep 60"]).stdout.strip()
+        seen = {}
+
+        def told(job: str) -> bool:
+            path = cluster.out_dir / f"{job}.out"
+            seen[job] = path.read_text().split() if path.exists() else []
+            return "told" in seen[job]
+
+        wait_until(lambda: told(held), 30, "the guaranteed job")
+        for number in ("0", "1"):
+            job = cluster.run(["sbatch", *words, "-popp", f"--wrap={script}"]).stdout.strip()
+            fields = ["ReqNodeList=gpu0", f"Gres=opp:p{number}:1", f"Comment=hetstream:gpu={number}"]
+            cluster.run(["scontrol", "update", f"JobId={job}", *fields])
+            cluster.run(["scontrol", "release", job])
+            wait_until(lambda job=job: told(job), 30, "the opportunistic job")
+            assert seen[job] == [number, "told"]
+        assert seen[held] == ["0", "told"]

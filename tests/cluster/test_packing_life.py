@@ -1,0 +1,287 @@
+"""The life of an opportunistic job on real Slurm, beside a guaranteed one: placed, evicted, placed again, finished.
+
+Both train for real, on an emulated GPU. Whatever happens, the opportunistic job has the weights and the data of a run
+that nobody disturbed, and the guaranteed one computes at each step what it computes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
+from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.slurm_plugin.coordinator.table import ProcessRow
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.processes import cluster_processes
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.words import COMMENT_MARK
+from tests.conftest import WaitUntil
+
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release, pytest.mark.timeout(400)]
+STEPS = 80
+OPTIONS = "#SBATCH --partition=opp --comment=hetstream:gpu-memory=128M\n"
+# It waits for data between its mini-batches, as long as nobody makes it busy.
+GUARANTEED = Path(__file__).parents[1] / "slurm_plugin" / "coordinator" / "programs" / "train.py"
+GUARANTEED_WORDS = ("1000000", "128", "40")
+# A test has no minutes to wait for.
+RULES = PackingRules(settle_s=0.0, first_delay_s=1.0, longest_delay_s=1.0)
+
+
+@dataclass
+class Site:
+    """A cluster with one GPU, a guaranteed job on it, and a packer that acts when the test says so."""
+
+    record: ClusterRecord
+    directory: Path
+    wait_until: WaitUntil
+    guaranteed: str = ""
+    events: list[PackingEvent] = field(default_factory=list)
+    coordinator_died: bool = False
+    complaint: str = ""
+
+    def __post_init__(self) -> None:
+        self.environ = dict(self.record.environment(os.environ))
+        self.sharing = Path(self.record.state_dir) / "sharing" / "gpu0"
+        self.plan = json.loads((Path(self.record.state_dir) / "run" / "plan.json").read_text())
+        slurm = PackingSlurm(self.environ)
+        self.packer = Packer(slurm, self.told, ["opp"], self.events.append, acting=True, rules=RULES)
+
+    def told(self) -> ShowGpus:
+        """What the node tells of its GPU: as much of it as the coordinator knows."""
+        (gpu,) = look(str(self.sharing / "gpu.sock")).gpus
+        guaranteed = tuple(process.job for process in gpu.processes if process.job_class == "guaranteed")
+        used = 1 - (gpu.idle_share or 0.0) if gpu.is_reserved else 0.0
+        sharing = [process.job for process in gpu.processes if process.job not in guaranteed]
+        now = GpuNow(
+            0, gpu.gpu, used, gpu.free_bytes, is_reserved=gpu.is_reserved, guaranteed=guaranteed,
+            sharing=tuple(SharingNow(one, 0.0, self.complaint) for one in dict.fromkeys(sharing)),
+        )  # fmt: skip
+        return ShowGpus((NodeGpus("gpu0", 0.0, (now,)),), {})
+
+    def run(self, *argv: str) -> str:
+        done = subprocess.run(
+            argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, (argv, done.stderr)
+        return done.stdout
+
+    def start_guaranteed(self) -> None:
+        """Submit it, and wait until it trains."""
+        command = f"exec {sys.executable} {GUARANTEED} {' '.join(GUARANTEED_WORDS)} >losses 2>guaranteed.err"
+        words = ("--partition=gpu", "--gpus=1", "--mem=1G", "--time=20", "--output=guaranteed.out")
+        self.guaranteed = self.run("sbatch", "--parsable", *words, f"--wrap={command}").strip()
+        self.guaranteed_goes_on(5)
+
+    def losses(self) -> list[str]:
+        path = self.directory / "losses"
+        return path.read_text().split() if path.exists() else []
+
+    def guaranteed_goes_on(self, steps: int) -> None:
+        target = len(self.losses()) + steps
+        self.wait_until(lambda: len(self.losses()) >= target, 60, f"{steps} more steps of the guaranteed job")
+
+    def check_guaranteed(self) -> None:
+        """It goes on, in its first start, and has computed what it computes alone."""
+        self.guaranteed_goes_on(3)
+        shown = self.run("scontrol", "show", "job", self.guaranteed)
+        assert "JobState=RUNNING" in shown
+        assert "Restarts=0" in shown
+        losses = self.losses()[:-1]  # the last line may not be whole
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+        words = [sys.executable, str(GUARANTEED), str(len(losses)), GUARANTEED_WORDS[1], "0"]
+        alone = subprocess.run(words, env=environ, capture_output=True, text=True, check=True, timeout=120)
+        assert losses == alone.stdout.split()
+        assert "goes on as if alone" not in (self.directory / "guaranteed.err").read_text() or self.coordinator_died
+
+    def pack_until(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+        """Let the packer act again and again until something is so."""
+
+        def packed() -> object:
+            try:
+                self.packer.step()
+            except HetstreamError:  # slurmctld is busy, or being killed
+                return False
+            return condition()
+
+        self.wait_until(packed, timeout_s, f"{what} ({[event.event for event in self.events]})")
+
+    def happened(self, event: str) -> int:
+        return sum(one.event == event for one in self.events)
+
+    def kill(self, daemon: str) -> None:
+        """SIGKILL of one of the cluster's daemons, also of one that was started again."""
+        self.coordinator_died |= daemon.startswith("coordinator")
+        command = " ".join(self.planned(daemon)["argv"])
+
+        def found() -> list[int]:
+            return [process.pid for process in cluster_processes(self.record) if command in process.command]
+
+        (pid,) = found()
+        os.kill(pid, signal.SIGKILL)
+        self.wait_until(lambda: not found(), 10, f"the end of {daemon}")
+
+    def start_again(self, daemon: str) -> None:
+        """Start it as `up` did, and as systemd would."""
+        planned = self.planned(daemon)
+        environ = {**self.plan["environment"], **planned["environment"]}
+        with open(planned["output"], "ab") as output:
+            subprocess.run(
+                ["setsid", "--fork", *planned["argv"]], env=environ, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, check=True, timeout=10,
+            )  # fmt: skip
+
+    def planned(self, daemon: str) -> dict[str, Any]:
+        """How `up` has started a daemon."""
+        (found,) = (one for one in self.plan["daemons"] if one["name"] == daemon)
+        return dict(found)
+
+    def processes(self, job_class: str) -> list[ProcessRow]:
+        (gpu,) = look(str(self.sharing / "gpu.sock")).gpus
+        return [process for process in gpu.processes if process.job_class == job_class]
+
+
+@pytest.fixture(scope="module")
+def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
+    name = f"pytest-{os.getpid()}-life-{release.replace('.', '')}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 1, 0, 4), packing=True)
+    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
+        yield devcluster
+
+
+@pytest.fixture
+def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
+    """The module's cluster, with a guaranteed job that trains; at the end nothing is left of any job."""
+    directory = running.out_dir / re.sub(r"\W+", "-", request.node.name)
+    directory.mkdir()
+    site = Site(running.record, directory, wait_until)
+    site.start_guaranteed()
+    yield site
+    jobs = site.run("squeue", "-h", "-o", "%A").split()
+    site.run("scancel", *jobs)
+    wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
+    wait_until(lambda: not list(site.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
+    wait_until(lambda: not site.processes("guaranteed") + site.processes("opportunistic"), 10, "an idle GPU")
+
+
+@pytest.fixture
+def job(site: Site) -> Iterator[CheckpointJob]:
+    """An opportunistic job that was submitted, and is held."""
+    job = CheckpointJob(site.directory / "opportunistic", site.environ, STEPS, step_s=0.02, options=OPTIONS)
+    job.submit()
+    shown = site.run("scontrol", "show", "job", job.job_id)
+    assert "JobState=PENDING Reason=JobHeldUser" in shown
+    yield job
+    job.cancel()
+    assert job.shared_memory() == []
+
+
+def test_a_whole_life(site: Site, job: CheckpointJob, tmp_path: Path) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
+    job.wait_for_steps(SAVE_EVERY + 1)
+    (process,) = site.processes("opportunistic")
+    assert process.job == job.job_id
+    assert process.paused_s > 0, "it launched whenever it liked"
+    # The owner of the node needs its CPUs.
+    site.run("sbatch", "--partition=gpu", "--cpus-per-task=2", "--mem=100", "--output=/dev/null", "--wrap=true")
+    job.wait(lambda: "Restarts=1" in site.run("scontrol", "show", "job", job.job_id), "its requeueing")
+    assert site.happened("placed") == 1
+    site.pack_until(lambda: site.happened("taken back"), "the packer's notice")
+    shown = site.run("scontrol", "show", "job", job.job_id)
+    assert "Priority=0" in shown
+    assert COMMENT_MARK not in shown, "a Prolog would give it a GPU"
+    site.pack_until(lambda: site.happened("started") == 2, "a second start")
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    assert job.starts()[-1].step >= SAVE_EVERY, "its state was not kept"
+    site.check_guaranteed()
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_stops_the_opportunistic_job_alone(
+    site: Site, job: CheckpointJob, tmp_path: Path
+) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.kill("coordinator gpu0")
+    site.packer.step()
+    assert site.happened("placed") == 0, "nobody knows how the GPU is"
+    site.guaranteed_goes_on(5)
+    site.start_again("coordinator gpu0")
+    site.pack_until(lambda: site.happened("started"), "a start")
+    job.wait_for_steps(2)
+    site.kill("coordinator gpu0")
+    output = job.directory / "job.out"
+    job.wait(lambda: "this opportunistic job pauses" in output.read_text(errors="replace"), "its pause")
+    trained = len(job.ledger())
+    site.guaranteed_goes_on(10)
+    assert len(job.ledger()) <= trained + 1, "it went on without a coordinator"
+    site.start_again("coordinator gpu0")
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    site.check_guaranteed()
+
+
+@pytest.mark.slow
+def test_a_trainer_with_its_agent_that_is_killed_goes_on_from_memory(
+    site: Site, job: CheckpointJob, tmp_path: Path
+) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.pack_until(lambda: site.happened("started"), "a start")
+    job.wait_for_steps(SAVE_EVERY + 1)
+    job.kill_trainer()
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    assert [start.source for start in job.starts()] == ["", "memory"]
+    site.check_guaranteed()
+
+
+@pytest.mark.slow
+def test_a_slurmd_that_is_killed_takes_no_job_with_it(site: Site, job: CheckpointJob, tmp_path: Path) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.pack_until(lambda: site.happened("started"), "a start")
+    job.wait_for_steps(2)
+    site.kill("slurmd gpu0")
+    trained = len(job.ledger())
+    site.guaranteed_goes_on(10)
+    job.wait(lambda: len(job.ledger()) > trained, "a step without slurmd")
+    site.start_again("slurmd gpu0")
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    site.check_guaranteed()
+
+
+@pytest.mark.slow
+def test_a_job_that_the_packer_takes_away_keeps_its_state(site: Site, job: CheckpointJob, tmp_path: Path) -> None:
+    """Its node reports that it does not keep to its orders."""
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.pack_until(lambda: site.happened("started"), "a start")
+    job.wait_for_steps(SAVE_EVERY + 1)
+    site.complaint = "it goes on although it should pause"
+    site.packer.step()
+    assert site.happened("evicted") == 1
+    site.complaint = ""
+    job.wait(lambda: job.state() == "PENDING", "its requeueing")
+    site.guaranteed_goes_on(5)
+    site.pack_until(lambda: site.happened("started") == 2, "a second start")
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    assert job.starts()[-1].step >= SAVE_EVERY, "its state was not kept"
+    site.check_guaranteed()

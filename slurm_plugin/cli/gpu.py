@@ -11,6 +11,7 @@ _ACTIONS = {
     "run": "run a training program that shares its GPU",
     "top": "who is on this node's GPUs, and how they fare",
     "exporter": "the same for Prometheus",
+    "report": "tell the site daemon of this node's GPUs, for the packer",
     "suspend": "take a process off its GPU, with its memory: the last resort",
     "emulate": "make an emulated GPU, to try all this on a machine without one",
 }

@@ -1,4 +1,4 @@
-"""Changes how torch's DataLoader makes its iterators, at the moment torch is imported. Imports little, because it
+"""Changes how torch's DataLoader and ours begin to iterate, at the moment they are imported. Imports little, because it
 runs at the start of every Python process of a job."""
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _MARK = "_hetstream_stands_in"
 
 
 def install() -> None:
-    """Have the loader patched when it is imported, or now if it has been; calling it twice changes nothing."""
+    """Have the loaders patched when they are imported, or now if they were; calling it twice changes nothing."""
     when_imported("torch.utils.data.dataloader", _patch)
+    when_imported("hetstream.mpi_dataworkers.loader.data_loader", _patch_ours)
 
 
 def _patch(module: ModuleType) -> None:
@@ -26,20 +27,16 @@ def _patch(module: ModuleType) -> None:
     or make an iterator without it.
     """
     loader_kind: Any = module.DataLoader
-    if hasattr(loader_kind, _MARK):
+    if _MARK in vars(loader_kind):
         return
     get_iterator = loader_kind._get_iterator
 
     @functools.wraps(get_iterator)
     def _get_iterator(self: Any) -> Iterator[Any]:
-        from hetstream.mpi_dataworkers.config import offload_from_environment
         from hetstream.mpi_dataworkers.loader.unmodified import connection_of, make_iterator  # torch is complete by now
 
         iterator = make_iterator(self, get_iterator)
-        if (offload := offload_from_environment()) != "off":
-            from hetstream.mpi_dataworkers.partitioner.unmodified import follow
-
-            follow(connection_of(self), offload, self.num_workers)
+        _follow(connection_of(self), self.num_workers)
         return iterator
 
     iterator_kind: Any = module._BaseDataLoaderIter
@@ -56,6 +53,33 @@ def _patch(module: ModuleType) -> None:
     iterator_kind.__init__ = __init__
     setattr(loader_kind, _MARK, True)
     _announce()
+
+
+def _patch_ours(module: ModuleType) -> None:
+    """Look on where our DataLoader begins to iterate: it streams by itself, and the model's forward is to move, too."""
+    loader_kind: Any = module.DataLoader
+    if _MARK in vars(loader_kind):
+        return
+    begin = loader_kind.__iter__
+
+    @functools.wraps(begin)
+    def __iter__(self: Any) -> Iterator[Any]:
+        iterator: Iterator[Any] = begin(self)
+        _follow(self._connection, self.num_workers)
+        return iterator
+
+    loader_kind.__iter__ = __iter__
+    setattr(loader_kind, _MARK, True)
+
+
+def _follow(connection: Any, num_workers: int) -> None:
+    """Have the forward partitioned in which a loader's batches arrive, if that is asked for."""
+    from hetstream.mpi_dataworkers.config import offload_from_environment
+
+    if (offload := offload_from_environment()) != "off":
+        from hetstream.mpi_dataworkers.partitioner.unmodified import follow
+
+        follow(connection, offload, num_workers)
 
 
 def _announce() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import find_unpicklable
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart
+from hetstream.mpi_dataworkers.ops.pipeline import Stages
 from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.wire.messages import Program
 
@@ -34,9 +35,9 @@ def picklable_stage(name: str, value: Any) -> Iterator[str]:
         )
 
 
-def digest_of_stage(stage: Any) -> str:
-    """What tells a batch stage from another one under the same `pipeline_name`; "" without a stage."""
-    if stage is None:
+def digest_of_stages(stages: Stages) -> str:
+    """What tells stages from other ones under the same `pipeline_name`; "" without a stage."""
+    if stages == (None, None):
         return ""
-    pickled = pickle_apart(stage)
-    return " stage " + digest_of(pickled.blob, pickled.buffers, Program("", []), b"")
+    pickled = pickle_apart(stages)
+    return " stages " + digest_of(pickled.blob, pickled.buffers, Program("", []), b"")

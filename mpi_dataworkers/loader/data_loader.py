@@ -141,6 +141,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             buckets=before.buckets or before.stream_buckets,
             batch_stage=before.batch_stage,
             gpu_stage=before.gpu_stage,
+            forward_stage=before.forward_stage,
         )
         if pipeline.num_samples != before.num_samples and (reason := self._why_length_is_fixed(at)):
             raise PipelineError(

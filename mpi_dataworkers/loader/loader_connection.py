@@ -158,12 +158,8 @@ class LoaderConnection:
         values["transport"] = dict(client.batches_by_transport) if client else {}
         return values
 
-    def use_batch_stage(self, batch_stage: BatchStage | None, on_extra: OnExtra | None = None) -> None:
+    def use_batch_stage(self, batch_stage: BatchStage | None) -> None:
         """Use another batch stage, or none; each pass that is open goes on with it at its next step.
-
-        Args:
-            batch_stage: the stage.
-            on_extra: see the class.
 
         Raises:
             OptionsError: it is no function, or cannot be pickled.
@@ -171,11 +167,27 @@ class LoaderConnection:
         """
         if problems := [*batch_stages.picklable_stage("batch_stage", batch_stage)]:
             raise OptionsError("DataLoader: " + "; ".join(problems))
-        pipeline = replace(self.pipeline, batch_stage=batch_stage)
+        self._use(replace(self.pipeline, batch_stage=batch_stage))
+
+    def use_forward_stage(self, forward_stage: BatchStage | None, on_extra: OnExtra | None) -> None:
+        """Have a part of the model's forward run behind the program's own stages, or none of it, as `use_batch_stage`.
+
+        Args:
+            forward_stage: the part.
+            on_extra: see the class.
+
+        Raises:
+            PipelineError: the pipeline cannot be handed to data workers.
+        """
+        self._use(replace(self.pipeline, forward_stage=forward_stage))
+        self.on_extra = on_extra
+
+    def _use(self, pipeline: Pipeline) -> None:
+        """Have data workers use other stages."""
         if self.sent_pipelines is not None and self.sent_pipelines.last is not None:
-            self.sent_pipelines.with_batch_stage(self.sent_pipelines.last, pipeline)
-        self.pipeline, self.on_extra = pipeline, on_extra
-        self.local_workers = None  # the processes that it kept have the stage before
+            self.sent_pipelines.with_stages(self.sent_pipelines.last, pipeline)
+        self.pipeline = pipeline
+        self.local_workers = None  # the processes that it kept have the stages before
 
     def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] | None = None) -> Any:
         """What the program gets of a batch: without the `extra` of a `StagedBatch`, and changed by `on_extra`.

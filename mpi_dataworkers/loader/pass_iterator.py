@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.ops.pipeline import same_stages
 
 
 class StepSource(Protocol):
@@ -28,7 +29,7 @@ class StepSource(Protocol):
         """Begin to make steps. If it raises, `abandon` ends what has begun."""
 
     def restart(self) -> None:
-        """Go on at the next step with the batch stage that the connection has now; steps made ahead are dropped.
+        """Go on at the next step with the stages that the connection has now; steps made ahead are dropped.
 
         Raises:
             HetstreamError: it cannot, and nothing has changed.
@@ -83,15 +84,15 @@ class PassIterator(Iterator[Any]):
         self.shards = source.shards
         self._started = time.monotonic()
         self._is_open = True
-        self._stage = connection.pipeline.batch_stage
+        self._stages = connection.pipeline.stages
         source.begin()
 
     def __next__(self) -> Any:
         waited_s = 0.0  # for this step, and for those before it whose samples were all skipped
         while self._is_open:
-            if self._stage is not self._connection.pipeline.batch_stage:
+            if not same_stages(stages := self._connection.pipeline.stages, self._stages):
                 self._source.restart()
-                self._stage = self._connection.pipeline.batch_stage
+                self._stages = stages
             self._source.prepare()
             started = time.monotonic()
             step = self._source.take()

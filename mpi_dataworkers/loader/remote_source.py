@@ -93,13 +93,13 @@ class RemoteSource:
     ) -> Sharing:
         assert not isinstance(order, ShardOrder)  # `options.py` refuses it
         sent = self._sent
-        return shared.with_others(sent.message.pipeline_id, sent.batch_stage, self.shards.seed, order, num_steps)
+        return shared.with_others(sent.message.pipeline_id, sent.stages, self.shards.seed, order, num_steps)
 
     def restart(self) -> None:
-        """Close the sessions, and open new ones at their positions, with the batch stage that the pipeline has now."""
+        """Close the sessions, and open new ones at their positions, with the stages that the pipeline has now."""
         connection = self._connection
         assert connection.sent_pipelines is not None
-        self._sent = connection.sent_pipelines.with_batch_stage(self._sent, connection.pipeline)
+        self._sent = connection.sent_pipelines.with_stages(self._sent, connection.pipeline)
         self._readers.clear()
         if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
             for session in self._sessions:

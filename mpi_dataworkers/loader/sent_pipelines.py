@@ -21,9 +21,8 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     has_changed,
     pickle_pipeline,
 )
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, Stages, same_stages
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
-from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
@@ -39,13 +38,13 @@ class SentPipeline:
         message: what they are sent.
         pickled: the same here. Its buffers are the dataset's own memory: the program may have written to them since.
         shared_digest: of those that lie in shared memory, as they were sent.
-        batch_stage: the program's own object.
+        stages: the program's own objects.
     """
 
     message: ProvidePipeline
     pickled: PickledPipeline
     shared_digest: str
-    batch_stage: BatchStage | None
+    stages: Stages
 
 
 class SentPipelines:
@@ -64,7 +63,7 @@ class SentPipelines:
         self.last: SentPipeline | None = None
         self._said_kept = False
         self._copied: tuple[str, EnteredPipeline, WriteWatch] | None = None
-        # What was sent with another batch stage, and what it was made of.
+        # What was sent with other stages, and what it was made of.
         self._restaged: tuple[SentPipeline, SentPipeline] | None = None
 
     def now(self, pipeline: Pipeline) -> SentPipeline:
@@ -81,14 +80,14 @@ class SentPipelines:
         except PipelineError as error:
             if self.last is None:
                 raise
-            self.last = self.with_batch_stage(self.last, pipeline)
+            self.last = self.with_stages(self.last, pipeline)
             if changed := _change_since(self.last.pickled, pipeline):
                 raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
             if not self._said_kept:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
             self._said_kept = True
             return self.last
-        self.last = self._sent(pickled, pickled.buffers, self.last, pipeline.batch_stage)
+        self.last = self._sent(pickled, pickled.buffers, self.last, pipeline.stages)
         return self.last
 
     def with_shared_memory(self, sent: SentPipeline) -> SentPipeline:
@@ -108,32 +107,32 @@ class SentPipelines:
                 raise PipelineError(f"its shared memory changed, and the rest cannot be sent again: {error}") from error
             for number in pickled.shared:
                 buffers[number] = pickled.buffers[number]
-        return self._sent(pickled.with_buffers(buffers), pickled.buffers, sent, sent.batch_stage)
+        return self._sent(pickled.with_buffers(buffers), pickled.buffers, sent, sent.stages)
 
-    def with_batch_stage(self, sent: SentPipeline, pipeline: Pipeline) -> SentPipeline:
-        """A pipeline as it was sent, but with the batch stage that it has now: other changes are for the next pass.
+    def with_stages(self, sent: SentPipeline, pipeline: Pipeline) -> SentPipeline:
+        """A pipeline as it was sent, but with the stages that it has now: other changes are for the next pass.
 
         Raises:
             PipelineError: it cannot be pickled, or not be handed over.
         """
-        stage = pipeline.batch_stage
-        if sent.batch_stage is stage:
+        stages = pipeline.stages
+        if same_stages(sent.stages, stages):
             return sent
-        if self._restaged is not None and self._restaged[0] is sent and self._restaged[1].batch_stage is stage:
+        if self._restaged is not None and self._restaged[0] is sent and same_stages(self._restaged[1].stages, stages):
             return self._restaged[1]
         try:
-            is_as_sent = pickle_pipeline(replace(pipeline, batch_stage=sent.batch_stage)).pipeline_id
+            is_as_sent = pickle_pipeline(pipeline.with_stages(sent.stages)).pipeline_id
         except PipelineError:
             is_as_sent = ""  # it holds an open file by now, say
         if is_as_sent != sent.pickled.pipeline_id:
             if sent.pickled.shared:
                 raise PipelineError(
-                    "the batch stage cannot be changed now: the dataset has changed since data workers got it, and "
-                    "holds shared memory, of which they would get a copy. Change the stage between two iterations"
+                    "the stages cannot be changed now: the dataset has changed since data workers got it, and "
+                    "holds shared memory, of which they would get a copy. Change them between two iterations"
                 )
-            pipeline = replace(copy_of(self._private(sent))[0], batch_stage=stage)
+            pipeline = copy_of(self._private(sent))[0].with_stages(stages)
         pickled = pickle_pipeline(pipeline)
-        self.last = self._sent(pickled, pickled.buffers, sent, stage)
+        self.last = self._sent(pickled, pickled.buffers, sent, stages)
         self._restaged = sent, self.last
         return self.last
 
@@ -167,7 +166,7 @@ class SentPipelines:
         pickled: PickledPipeline,
         own: Sequence[Buffer],
         before: SentPipeline | None,
-        batch_stage: BatchStage | None,
+        stages: Stages,
     ) -> SentPipeline:
         """Hand a pipeline over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
         if before is not None and before.pickled.pipeline_id == pickled.pipeline_id:
@@ -176,7 +175,7 @@ class SentPipelines:
             blob, contents = pack(pickled.blob, pickled.buffers, self._directory)
             names = pickled.pipeline_id, pickled.program, pickled.settings
             message = ProvidePipeline(*names, blob, contents, pickled.written)
-        return SentPipeline(message, replace(pickled, buffers=own), pickled.digest_of_shared(), batch_stage)
+        return SentPipeline(message, replace(pickled, buffers=own), pickled.digest_of_shared(), stages)
 
     @property
     def _directory(self) -> Path:

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.mpi_dataworkers.loader.batch_stages import digest_of_stage
-from hetstream.mpi_dataworkers.ops.staged import BatchStage
+from hetstream.mpi_dataworkers.loader.batch_stages import digest_of_stages
+from hetstream.mpi_dataworkers.ops.pipeline import Stages
 from hetstream.mpi_dataworkers.wire.messages import ListedOrder, PlannedOrder, Sharing
 
 SharingMode = Literal["lossless", "window"]
@@ -36,18 +36,18 @@ class SharedStream:
     def with_others(
         self,
         pipeline_id: str,
-        batch_stage: BatchStage | None,
+        stages: Stages,
         seed: int,
         order: PlannedOrder | ListedOrder,
         num_steps: int,
     ) -> Sharing:
         """The key under which sessions of other loaders meet this one's: all that a batch depends on but its place.
 
-        A name says that the pipelines are the same when the loaders are made; their batch stages may be others by now.
+        A name says that the pipelines are the same when the loaders are made; their stages may be others by now.
         """
         pipeline = f"digest {pipeline_id}"
         if self._pipeline_name:
-            pipeline = f"name {self._pipeline_name}" + digest_of_stage(batch_stage)
+            pipeline = f"name {self._pipeline_name}" + digest_of_stages(stages)
         parts = msgspec.msgpack.encode((self.mode, pipeline, seed, order))
         return Sharing(hashlib.blake2b(parts, digest_size=16).hexdigest(), self.mode, num_steps)
 

@@ -96,6 +96,7 @@ def pipeline_of(
     buckets: LengthBuckets | StreamBuckets | None = None,
     batch_stage: BatchStage | None = None,
     gpu_stage: BatchStage | None = None,
+    forward_stage: BatchStage | None = None,
 ) -> Pipeline:
     """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -115,6 +116,7 @@ def pipeline_of(
         num_workers=max(1, loader.num_workers),
         batch_stage=batch_stage,
         gpu_stage=gpu_stage,
+        forward_stage=forward_stage,
     )
 
 

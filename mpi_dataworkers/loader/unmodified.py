@@ -20,7 +20,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, OnExtra, ServiceOptions
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
@@ -37,7 +37,6 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     why_not_streamable,
 )
 from hetstream.mpi_dataworkers.ops.reachable import device_of
-from hetstream.mpi_dataworkers.ops.staged import BatchStage
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
@@ -97,26 +96,6 @@ def connection_of(loader: Any) -> LoaderConnection | None:
     return kept.connection if kept is not None else None
 
 
-def use_batch_stage(loader: Any, batch_stage: BatchStage | None, on_extra: OnExtra | None = None) -> None:
-    """Use another batch stage, or none, from a loader's next step on; see `LoaderConnection.use_batch_stage`.
-
-    A loader that stays local later, because its sampler gives what data workers cannot have, say, runs no stage from
-    there on, and `on_extra` is not called.
-
-    Args:
-        loader: a DataLoader of torch, under the hook.
-        batch_stage, on_extra: as there.
-
-    Raises:
-        PipelineError: it stays local, and the reason has been said.
-        OptionsError: as there.
-    """
-    kept = _kept_by(loader) or _keep(loader, _adopt(loader))
-    if kept.connection is None:
-        raise PipelineError(f"a DataLoader over {type(loader.dataset).__name__} stays local, and has no batch stage")
-    kept.connection.use_batch_stage(batch_stage, on_extra)
-
-
 def notice(iterator: object, loader: Any) -> None:
     """Say once that a loader stays local because its class does not ask DataLoader for an iterator."""
     if isinstance(iterator, StreamedLoaderIter) or isinstance(loader, PlainLoader) or _kept_by(loader) is not None:
@@ -173,12 +152,12 @@ def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> S
     connection = kept.connection
     if connection is None:
         return None
-    sent_pipelines, stage = connection.sent_pipelines, connection.pipeline.batch_stage
+    sent_pipelines, (batch_stage, forward_stage) = connection.sent_pipelines, connection.pipeline.stages
     try:
         if before is not None and sent_pipelines is not None:
-            return sent_pipelines.with_shared_memory(sent_pipelines.with_batch_stage(before, connection.pipeline))
+            return sent_pipelines.with_shared_memory(sent_pipelines.with_stages(before, connection.pipeline))
         # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
-        connection.pipeline = pipeline_of(loader, batch_stage=stage)
+        connection.pipeline = pipeline_of(loader, batch_stage=batch_stage, forward_stage=forward_stage)
         return connection.sent_pipeline() if connection.client is not None else None
     except PipelineError as error:
         _say_local(loader.dataset, str(error))

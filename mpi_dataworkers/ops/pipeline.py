@@ -73,7 +73,16 @@ LARGEST_BASE_SEED = 2**63 - 1
 _MOST_TEXT = 64 << 10
 
 # So that the numbers that a batch stage draws are none of those of samples and of collate functions.
-_STAGE_SEED, _GPU_STAGE_SEED = 0x7374616765, 0x677075
+_STAGE_SEED, _GPU_STAGE_SEED, _FORWARD_STAGE_SEED = 0x7374616765, 0x677075, 0x666F7277617264
+
+
+# A pipeline's `batch_stage` and `forward_stage`.
+Stages = tuple[BatchStage | None, BatchStage | None]
+
+
+def same_stages(one: Stages, other: Stages) -> bool:
+    """Whether they are the very same objects: what they are made of may change unseen."""
+    return one[0] is other[0] and one[1] is other[1]
 
 
 class SampleError(Exception):
@@ -110,6 +119,7 @@ class Pipeline:
         stream_buckets: the same for the elements of an IterableDataset, whose lengths nobody knows before they come.
         batch_stage: what each batch goes through after `collate_fn`, if there is one.
         gpu_stage: what it goes through then, on data workers that have a GPU.
+        forward_stage: what it goes through last, where its last stage runs: operators of the model's forward.
         num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
     """
@@ -123,6 +133,7 @@ class Pipeline:
     stream_buckets: StreamBuckets | None = None
     batch_stage: BatchStage | None = None
     gpu_stage: BatchStage | None = None
+    forward_stage: BatchStage | None = None
     num_workers: int = 1
     own_generators: OwnGenerators | None = field(default=None, compare=False)
 
@@ -259,25 +270,35 @@ class Pipeline:
             raise SampleError(-1) from error
         if self.batch_stage is not None:
             batch = self._staged(self.batch_stage, batch, derive_seed(step_seed, _STAGE_SEED))
-        return self.on_gpu(batch, step_seed)
+        return self.finished(batch, step_seed)
+
+    @property
+    def stages(self) -> Stages:
+        """What may change between two steps."""
+        return self.batch_stage, self.forward_stage
+
+    def with_stages(self, stages: Stages) -> Pipeline:
+        """The same with others."""
+        return replace(self, batch_stage=stages[0], forward_stage=stages[1])
 
     @property
     def before_gpu(self) -> Pipeline:
         """The same without its last stage: what data workers without a GPU run."""
-        return self if self.gpu_stage is None else replace(self, gpu_stage=None)
+        return self if self.gpu_stage is None else replace(self, gpu_stage=None, forward_stage=None)
 
-    def on_gpu(self, batch: Any, step_seed: int) -> Any:
-        """Run the last stage on what `collated` makes without it; `step_seed` as there.
+    def finished(self, batch: Any, step_seed: int) -> Any:
+        """Run the last stages on what `before_gpu` has collated; `step_seed` as in `collated`.
 
         Raises:
             SampleError: user code raised.
         """
-        if self.gpu_stage is None:
-            return batch
-        batch = self._staged(self.gpu_stage, batch, derive_seed(step_seed, _GPU_STAGE_SEED))
-        if device := device_of(batch):
-            error = PipelineError(f"gpu_stage returned a tensor on {device}: give what it makes back with .cpu()")
-            raise SampleError(-1) from error
+        if self.gpu_stage is not None:
+            batch = self._staged(self.gpu_stage, batch, derive_seed(step_seed, _GPU_STAGE_SEED))
+            if device := device_of(batch):
+                error = PipelineError(f"gpu_stage returned a tensor on {device}: give what it makes back with .cpu()")
+                raise SampleError(-1) from error
+        if self.forward_stage is not None:
+            batch = self._staged(self.forward_stage, batch, derive_seed(step_seed, _FORWARD_STAGE_SEED))
         return batch
 
     def _staged(self, stage: BatchStage, batch: Any, seed: int) -> Any:

@@ -69,14 +69,13 @@ class Analysis:
             return cutter.nothing(rates, "offloading is off")
         return cutter.largest(rates) if offload is Offload.ALL else cutter.decide(rates)
 
-    def cut(self, decision: Decision, num_leaves: int, generation: int, first: Any, spares: bool = False) -> Split:
+    def cut(self, decision: Decision, num_leaves: int, generation: int, spares: bool = False) -> Split:
         """The two sides.
 
         Args:
             decision: which operators move.
             num_leaves: of a batch.
             generation: number of the cut.
-            first: the batch stage that the program itself has.
             spares: whether leaves that nothing else reads are not sent.
         """
         buffers = {
@@ -84,7 +83,7 @@ class Analysis:
             for graph_input in self.captured.inputs
             if graph_input.kind is Kind.BUFFER and self.verdicts[graph_input.name].moves
         }
-        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, first, spares)
+        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, spares)
         return split(self.captured, self.graph, decision, inputs, self.numbers)
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import time
@@ -45,6 +46,8 @@ NUM_CHECKED = 3
 _MOST_CHANGES = 8
 # Cuts of which is measured what they gain: what was measured counts for the later ones.
 _MOST_TRIALS = 3
+# Numbers of cuts, in common: one loader may feed two models, and neither takes what was computed for the other.
+_generations = itertools.count(1)
 
 
 class Partition:
@@ -69,7 +72,6 @@ class Partition:
         self._rates = Rates(0.0, 0.0, 0)
         self._generation = 0
         self._num_leaves = 0
-        self._first_stage = connection.pipeline.batch_stage
         self._pace = Pace() if follows_rates else None
         self._trial: Trial | None = None
         self._gain, self._num_trials = 1.0, 0
@@ -132,11 +134,11 @@ class Partition:
             self._stop()
             return
         is_known = decision.moved == before and self.is_active
-        self._generation += 1
+        self._generation = next(_generations)
         self._spares = self._spares and is_known
-        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._first_stage, self._spares)
+        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._spares)
         # Should data workers not take the stage, nothing has changed.
-        self._connection.use_batch_stage(cut.stage, self._deliver)
+        self._connection.use_forward_stage(cut.stage, self._deliver)
         # Numbers that are drawn elsewhere are others than the program's own, so there is nothing to compare.
         draws = any(operator.random for operator in self.analysis.graph.operators if operator.name in decision.moved)
         self._forward.use(cut, is_checked=is_known or draws)
@@ -224,11 +226,12 @@ class Partition:
     def _stop(self) -> None:
         if self._forward is None or self._forward.split is None:
             return
+        stage = self._forward.split.stage
         self._forward.use(None)
         self._forward.uninstall()
         self._trial, self._spares, self._forward.is_paused = None, False, False
-        kept = self._deliver if self._pace is not None else None
-        self._connection.use_batch_stage(self._first_stage, kept)
+        if self._connection.pipeline.forward_stage is stage:  # else another model's, which this loader feeds now
+            self._connection.use_forward_stage(None, self._deliver if self._pace is not None else None)
 
     def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
         """A batch for the program, with what data workers have computed for it."""

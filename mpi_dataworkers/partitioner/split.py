@@ -1,4 +1,4 @@
-"""The two sides of a forward that was cut: a batch stage for data workers, and what is left for the trainer.
+"""The two sides of a forward that was cut: a stage for data workers, and what is left for the trainer.
 
 Called by `partition.py`. Both are `OperatorProgram`s, which need no module of the user's program.
 """
@@ -48,7 +48,7 @@ class LeafForm:
 
 @dataclass(frozen=True)
 class DataStage:
-    """The moved operators, as a batch stage: adds their values to each batch.
+    """The moved operators, as a stage of the pipeline: adds their values to each batch.
 
     A batch of another form, or one that the operators cannot work with, goes without; then the trainer does all.
 
@@ -57,7 +57,6 @@ class DataStage:
         forms: the leaves of the batch that they take, in the order of the program's inputs.
         num_leaves: of a batch.
         generation: which cut this is; the trainer does not use the values of another one.
-        first: the program's own batch stage, which runs before.
         spared: numbers of the leaves that are not sent, if they are contiguous: nothing takes them but the operators.
     """
 
@@ -65,13 +64,10 @@ class DataStage:
     forms: tuple[LeafForm, ...]
     num_leaves: int
     generation: int
-    first: Any = None
     spared: tuple[int, ...] = ()
 
     def __call__(self, batch: Any) -> Any:
         """Run for one batch."""
-        if self.first is not None:
-            batch = self.first(batch)
         leaves, spec = flatten(batch)
         if len(leaves) != self.num_leaves or not all(form.fits(leaves[form.number]) for form in self.forms):
             return StagedBatch(batch, ())
@@ -190,7 +186,6 @@ def split(
         tuple(stage_of.leaves[name] for name in leaves),
         stage_of.num_leaves,
         stage_of.generation,
-        stage_of.first,
         spared_leaves(stage_of.leaves, leaves, decision.not_sent) if stage_of.spares else (),
     )
     staying = tuple(call for call in calls if call.name not in decision.moved)
@@ -209,7 +204,6 @@ class StageInputs:
         buffers: copies of what the forward only reads, by name.
         num_leaves: of a batch.
         generation: which cut this is.
-        first: the program's own batch stage.
         spares: whether leaves that nothing else reads are not sent.
     """
 
@@ -217,7 +211,6 @@ class StageInputs:
     buffers: Mapping[str, torch.Tensor]
     num_leaves: int
     generation: int
-    first: Any = None
     spares: bool = False
 
 

@@ -224,10 +224,11 @@ def follow(connection: LoaderConnection | None, offload: str, num_processes: int
     """Follow a loader's batches, once.
 
     Args:
-        connection: the loader's; None where it stays local, which has been said.
+        connection: the loader's; None where it stays local, which has been said. One for which the program itself has
+            called `partition` is the program's.
         offload: `auto` or `all`.
         num_processes: worker processes of the loader.
     """
-    if connection is not None and connection not in _followed:
+    if connection is not None and connection.on_extra is None and connection not in _followed:
         _followed.add(connection)
         Follower(connection, Offload(offload), num_processes)

@@ -48,13 +48,31 @@ class ParquetDataset(TableDataset):
             if problems:
                 shown = ", ".join(schema.names[:20]) + f" and {len(schema.names) - 20} more" * (len(schema.names) > 20)
                 raise SourceError(f"{path}: {'; '.join(problems)}. The file has: {shown}")
-            return tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+            rows = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+            if wrong := [number for number, count in enumerate(rows) if count < 0]:
+                raise SourceError(f"{path}: row group {wrong[0]}: it is said to have {rows[wrong[0]]} rows")
+            return rows
 
     def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
         with _opened(path, f"row group {number}: ") as file:
-            # One thread: a data worker has one CPU, and a fork would leave the others behind.
-            table = file.read_row_group(number, columns=list(self._types), use_threads=False)
+            table = self._table(file, path, number)
+            num_rows = file.metadata.row_group(number).num_rows
+            if table.num_rows != num_rows:
+                name = next(iter(self._types))
+                raise SourceError(
+                    f"{path}: row group {number}: column {name}: {table.num_rows} rows, and the group has {num_rows}"
+                )
             return {name: self._column(path, number, name, table.column(name)) for name in self._types}
+
+    def _table(self, file: Any, path: Path, number: int) -> Any:
+        # One thread: a data worker has one CPU, and a fork would leave the others behind.
+        try:
+            return file.read_row_group(number, columns=list(self._types), use_threads=False)
+        except _UNREADABLE:
+            for name in self._types:
+                with _opened(path, f"row group {number}: column {name}: ") as one:
+                    one.read_row_group(number, columns=[name], use_threads=False)
+            raise
 
     def _column(self, path: Path, number: int, name: str, chunks: Any) -> Column:
         kind = self._types[name]
@@ -93,11 +111,15 @@ def _is_read_as(found: Any, kind: ColumnType) -> bool:
     return bool(np.can_cast(given, wanted, "safe")) and (given.kind == "f") == (wanted.kind == "f")
 
 
+# What Arrow raises for a file that is none, or is damaged; UnicodeDecodeError for the name of a column.
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+
 @contextmanager
 def _opened(path: Path, where: str = "") -> Iterator[Any]:
     """The file; what Arrow says of it becomes a SourceError."""
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError) as exc:
+    except _UNREADABLE as exc:
         raise SourceError(f"{path}: {where}cannot be read as Parquet: {exc}") from exc

@@ -202,7 +202,7 @@ class StepMaker:
             began = time.monotonic()
             batch = pipeline.before_gpu.make_batch(kept, their_seeds, self._page, team, form)
             self._earlier.missed(time.monotonic() - began)
-            batch = pipeline.on_gpu(batch, their_seeds[0])
+            batch = pipeline.finished(batch, their_seeds[0])
         self._pipelines.check_writes(session.pipeline_id)
         return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
 
@@ -214,7 +214,7 @@ class StepMaker:
             return earlier
         _, their_seeds = leave_out(indices, seeds, without(lease.session.errors, earlier.left_out))
         self._page.at_sample(-1)
-        return msgspec.structs.replace(earlier, batch=pipeline.on_gpu(earlier.batch, their_seeds[0]))
+        return msgspec.structs.replace(earlier, batch=pipeline.finished(earlier.batch, their_seeds[0]))
 
     def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
         """The shard's reader, which stays where the last lease left it."""

@@ -14,13 +14,12 @@ import pytest
 import sample_datasets as datasets
 import sample_stages as stages
 import torch
-from hooking import hooked
+from hooking import connection_of, hooked
 from torch.utils.data import DataLoader as TorchLoader
 
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.unmodified import use_batch_stage
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects, unflatten
 from hetstream.mpi_dataworkers.wire.codec import fuse, split
@@ -356,7 +355,7 @@ def test_the_program_gets_the_batch_and_the_rest_is_told_just_before(three: Any,
         events.append((step, extra))
         return batch
 
-    loader._connection.use_batch_stage(stages.Annotating(), on_extra)
+    loader._connection.on_extra = on_extra
     for number, batch in enumerate(loader):
         events.append(batch)
         step, extra = events[2 * number]
@@ -392,18 +391,11 @@ def test_a_loader_of_torch_changes_its_stage_under_the_hook(hook: str, persisten
         told.append((step, extra[0].tolist()))
         return batch
 
-    use_batch_stage(loader, stages.doubled_beside, on_extra)
+    connection_of(loader).use_forward_stage(stages.doubled_beside, on_extra)
     got += [batch.tolist() for batch in batches]
     assert [got, [batch.tolist() for batch in loader]] == plain, hook
     doubled = [[[2 * value for value in batch] for batch in epoch] for epoch in plain]
     assert told == [*list(enumerate(doubled[0]))[2:], *enumerate(doubled[1])]
-    use_batch_stage(loader, None)
+    connection_of(loader).use_forward_stage(None, None)
     assert len(list(loader)) == 8
     assert len(told) == 14
-
-
-def test_a_loader_that_stays_local_has_no_stage(hook: str) -> None:
-    loader = TorchLoader(datasets.PlainLog(8), 4)
-    with pytest.raises(PipelineError, match="stays local"):
-        use_batch_stage(loader, stages.doubled_beside)
-    assert len(list(loader)) == 2, hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,60 @@ def test_hostile_parquet_files(parquet: Path, tmp_path: Path) -> None:
     bad.write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])  # pages of the first row group
     with pytest.raises(SourceError, match=r"bad\.parquet: row group 0: "):
         ParquetDataset(bad, {"row": "int64"})[0]
+
+
+def test_a_damaged_parquet_file_gives_rows_or_one_error_with_its_name(parquet: Path, tmp_path: Path) -> None:
+    """Bytes that are no text in the name of a column, sizes below 0, pages that are none: whatever was there before."""
+    whole, bad, draw = parquet.read_bytes(), tmp_path / "bad.parquet", random.Random(2)
+    footer = len(whole) - int.from_bytes(whole[-8:-4], "little") - 8
+    said: list[str] = []
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 2, 8])):
+            damaged[draw.randrange(draw.choice([0, footer]), len(damaged))] = draw.randrange(256)
+        bad.write_bytes(damaged)
+        try:
+            dataset = ParquetDataset(bad, TYPES)
+            assert all(set(row) == set(TYPES) for row in dataset.__getitems__(range(len(dataset))))
+        except SourceError as error:
+            said.append(str(error))
+    assert [text for text in said if not text.startswith(f"{bad}: ")] == []
+    assert {"cannot be read as Parquet", "row group 0", "row group 6"} <= {text.split(": ")[1] for text in said}
+
+
+def test_what_is_damaged_in_a_parquet_file_is_named(parquet: Path, tmp_path: Path) -> None:
+    group = pq.ParquetFile(parquet).metadata.row_group(2)
+    (number,) = (index for index in range(group.num_columns) if group.column(index).path_in_schema == "count")
+    column = group.column(number)
+    start, bad = column.dictionary_page_offset or column.data_page_offset, tmp_path / "bad.parquet"
+    whole = bytearray(parquet.read_bytes())
+    whole[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    bad.write_bytes(whole)
+    dataset = ParquetDataset(bad, TYPES)
+    assert dataset[8]["count"] == 1
+    with pytest.raises(SourceError, match=r"bad\.parquet: row group 2: column count: cannot be read as Parquet"):
+        dataset[16]
+
+
+def test_columns_of_types_that_no_feature_has_are_named_together(tmp_path: Path) -> None:
+    columns: dict[str, pa.Array] = {
+        "nested": pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int64()))),
+        "record": pa.array([{"x": 1}]),
+        "text": pa.array(["1"]),
+        "time": pa.array([0], pa.timestamp("s")),
+        "amount": pa.array([1], pa.int64()).cast(pa.decimal128(20, 0)),
+        "large": pa.array([2**63], pa.uint64()),
+        "coded": pa.array([7]).dictionary_encode(),
+        "nothing": pa.array([None]),
+    }
+    path = tmp_path / "types.parquet"
+    pq.write_table(pa.table(columns), path, store_schema=True)
+    types = dict.fromkeys(columns, "int64") | {"nested": "list<int64>"}
+    with pytest.raises(SourceError) as caught:
+        ParquetDataset(path, types)
+    for name in columns:
+        assert f"column {name} holds " in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_column_that_is_there_twice_or_has_no_type(tmp_path: Path) -> None:

@@ -291,6 +291,37 @@ def test_the_dispatcher_may_die_between_the_stages(service: Any, loaders: Any) -
 
 
 @pytest.mark.slow
+def test_all_data_workers_of_both_stages_may_stop_at_once_for_ten_seconds(service: Any, loaders: Any) -> None:
+    """The trainer makes its steps meanwhile; then they offer themselves again, and what they held is worth nothing."""
+    service.start_workers(2)
+    for _ in range(2):
+        service.start_workers(1, "--device", "gpu")
+    pids = {int(pid) for pid in re.findall(r"registered.* pid=(\d+)", service.log("dispatcher"))}
+    assert len(pids) == 4
+    stage = {"batch_stage": stages.Noise(), "gpu_stage": stages.Resting(0.01, service.directory / "rests")}
+    loader, want = (
+        loaders(datasets.Augmented(4000), service=service.name, **stage),
+        loaders(datasets.Augmented(4000), **stage),
+    )
+    batches = iter(loader)
+    got = as_bytes(islice(batches, 10))
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 10:
+            got += as_bytes(islice(batches, 1))
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    made_here = loader.stats()["local_steps"]
+    assert made_here > 0
+    got += as_bytes(batches)
+    assert got == as_bytes(want)
+    assert loader.stats()["local_steps"] < len(got) - 20, "they work again"
+
+
+@pytest.mark.slow
 def test_a_data_worker_with_a_gpu_that_is_stopped_takes_its_sessions_with_it(service: Any, loaders: Any) -> None:
     service.start_workers(1)
     for _ in range(2):

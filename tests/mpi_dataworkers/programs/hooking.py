@@ -12,6 +12,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.hook import patch
 from hetstream.mpi_dataworkers.loader import loader_connection
+from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as OurDataLoader
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipelines
 
@@ -24,8 +25,10 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     with monkeypatch.context() as changed:
         changed.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
         changed.setattr(_Iterator, "__init__", _Iterator.__init__)
-        changed.setattr(DataLoader, patch._MARK, True, raising=False)
-        delattr(DataLoader, patch._MARK)
+        changed.setattr(OurDataLoader, "__iter__", OurDataLoader.__iter__)
+        for kind in (DataLoader, OurDataLoader):
+            changed.setattr(kind, patch._MARK, True, raising=False)
+            delattr(kind, patch._MARK)
         if service is not None:
             changed.setenv("HETSTREAM_SERVICE", service)
         patch.install()

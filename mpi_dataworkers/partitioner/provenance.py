@@ -42,15 +42,21 @@ class Delivery:
         generation: of the partition that they are of.
         was_checked: a forward of it was run both ways, so its later ones are, too: they may be recomputations.
         read: numbers of the leaves whose content something else has read; of several batches together.
+        step: of its loader, counted from when that was first followed.
     """
 
     def __init__(
-        self, cut: Sequence[torch.Tensor] | None = None, generation: int = 0, read: set[int] | None = None
+        self,
+        cut: Sequence[torch.Tensor] | None = None,
+        generation: int = 0,
+        read: set[int] | None = None,
+        step: int = 0,
     ) -> None:
         self.cut = cut
         self.generation = generation
         self.was_checked = False
         self.read: set[int] = set() if read is None else read
+        self.step = step
         self._versions = [value._version for value in cut or ()]
 
     def has_changed_cut(self) -> bool:

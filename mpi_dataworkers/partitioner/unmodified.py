@@ -94,8 +94,13 @@ class _Calls:
             self._depth -= 1
 
     def _follower_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Follower | None:
-        deliveries = {id(found[0]) for value in _pytree.tree_leaves((args, kwargs)) if (found := origin(value))}
-        return next((follower for follower in self.followers if id(follower.delivery) in deliveries), None)
+        deliveries = _deliveries(args, kwargs)
+        return next((follower for follower in self.followers if any(map(follower.gave, deliveries))), None)
+
+
+def _deliveries(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Delivery]:
+    """The batches of which tensors are among arguments."""
+    return [found[0] for value in _pytree.tree_leaves((args, kwargs)) if (found := origin(value)) is not None]
 
 
 _calls = _Calls()
@@ -111,12 +116,10 @@ class Follower:
         num_processes: of the loader in process, which make batches where there are no data workers.
 
     Attributes:
-        delivery: the batch that the program has now.
         partition: what became of it; None as long as it is followed.
     """
 
     def __init__(self, connection: LoaderConnection, offload: Offload, num_processes: int) -> None:
-        self.delivery: Delivery | None = None
         self.partition: Partition | None = None
         self._connection = connection
         self._offload = offload
@@ -131,6 +134,10 @@ class Follower:
         connection.on_extra = self._deliver
         _calls.add(self)
 
+    def gave(self, delivery: Delivery) -> bool:
+        """Whether it is a batch of this loader. It need not be the last one: programs fetch some ahead."""
+        return delivery.read is self._read
+
     def _deliver(self, _step: int, batch: Any, _extra: Sequence[torch.Tensor]) -> Any:
         self._steps += 1
         if self._steps > _MOST_STEPS:
@@ -139,8 +146,7 @@ class Follower:
         leaves = leaves_of(batch)
         self._num_leaves = len(leaves)
         self._batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.delivery = Delivery(read=self._read)
-        return self.delivery.tag(batch)
+        return Delivery(read=self._read, step=self._steps).tag(batch)
 
     def called(self, call: OwnCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An outermost module is called with leaves of the loader's batch."""
@@ -149,7 +155,11 @@ class Follower:
         if any(other is not module for other, _, _ in self._seen):
             self._end("its batches go to several models")
             return call()
-        if self._has_others(args, kwargs) and isinstance(vars(module).get("forward"), PartitionedForward):
+        deliveries = _deliveries(args, kwargs)
+        delivery = max(filter(self.gave, deliveries), key=lambda one: one.step)
+        if any(one is not delivery for one in deliveries) and isinstance(
+            vars(module).get("forward"), PartitionedForward
+        ):
             self._end(f"what moves of {type(module).__name__} is of another loader, whose batches it takes as well")
             return call()
         self._seen.append((module, time.monotonic(), self._connection.statistics.counters.wait_s))
@@ -167,7 +177,7 @@ class Follower:
                 raise NotCaptured(CHANGES_ITS_ARGUMENTS)
             check_module(module)
             with saving_nothing(), _calls.paused():
-                analysis = analyse(module, args, kwargs, effects, self._offload, self.delivery, self._changing)
+                analysis = analyse(module, args, kwargs, effects, self._offload, delivery, self._changing)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result
@@ -190,10 +200,6 @@ class Follower:
         first = self._plain_values
         self._changing |= {place for place, value in now.items() if place in first and first[place] != value}
 
-    def _has_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        origins = map(origin, _pytree.tree_leaves((args, kwargs)))
-        return any(found is not None and found[0] is not self.delivery for found in origins)
-
     def _rates(self) -> Rates:
         client = self._connection.client
         pairs = zip(self._seen, self._seen[1:], strict=False)
@@ -204,7 +210,6 @@ class Follower:
 
     def _leave(self) -> None:
         self._connection.on_extra = None
-        self.delivery = None
         _calls.drop(self)
 
     def _end(self, reason: str) -> None:

@@ -27,6 +27,7 @@ METADATA = frozenset(
     [
         *(_OfTensor.size, _OfTensor.dim, _OfTensor.numel, _OfTensor.stride, _OfTensor.is_contiguous, _OfTensor.__len__),
         *(_OfTensor.element_size, _OfTensor.is_floating_point, _OfTensor.is_pinned, _OfTensor.get_device),
+        _OfTensor.record_stream,
     ]
 )
 # What gives away memory, which is then changed without a count of changes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -147,6 +148,29 @@ def test_the_program_changes_its_own_stage_while_operators_are_moved(staged: Any
     expected, _ = losses(partitioned=False)
     found, _ = losses(partitioned=True)
     assert found == expected
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_a_program_that_fetches_batches_ahead(
+    num_ahead: int, offloading: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NVIDIA's examples do, and as our loader does with `device=`: the forward gets a batch that is not the last."""
+
+    def ahead(loader: Any) -> Iterator[Any]:
+        fetched = collections.deque[Any]()
+        for batch in loader:
+            fetched.append([part.to("cpu", non_blocking=True) for part in batch])
+            if len(fetched) > num_ahead:
+                yield fetched.popleft()
+        yield from fetched
+
+    def losses() -> list[str]:
+        return Training().train(ahead(TorchLoader(models.Rows(LENGTH), 8)))
+
+    found = losses()
+    assert MOVED in offloading.text
+    monkeypatch.setenv("HETSTREAM_OFFLOAD", "off")
+    assert found == losses()
 
 
 def test_rounds_of_like_lengths(offloading: pytest.LogCaptureFixture, loaders: Callable[..., Any]) -> None:

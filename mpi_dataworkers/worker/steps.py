@@ -187,26 +187,26 @@ class StepMaker:
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
         seeds = SampleSeeds(indices, session.seed, epoch, None if isinstance(session.order, PlannedOrder) else step)
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
-        if self._earlier is not None and pipeline.gpu_stage is not None and len(kept) > 0:
+        left_out = lease.left_out.get(step, [])
+        if len(kept) == 0:
+            return MadeStep(None, 0, len(indices), left_out)
+        earlier = self._earlier if pipeline.gpu_stage is not None else None
+        if earlier is not None:
             self._page.rest()  # no user code runs while it waits
-            earlier = self._earlier.take(lease, step)
-            if earlier is not None:
-                return self._on_gpu(earlier, indices, seeds, pipeline, lease)
+            taken = earlier.take(lease, step)
+            if taken is not None:
+                return self._finished(taken, indices, seeds, pipeline, lease)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
-        if len(kept) == 0:
-            batch = None
-        elif self._earlier is None or pipeline.gpu_stage is None:
-            batch = pipeline.make_batch(kept, their_seeds, self._page, team, form)
-        else:
-            began = time.monotonic()
-            batch = pipeline.before_gpu.make_batch(kept, their_seeds, self._page, team, form)
-            self._earlier.missed(time.monotonic() - began)
+        first, began = pipeline if earlier is None else pipeline.before_gpu, time.monotonic()
+        batch = first.make_batch(kept, their_seeds, self._page, team, form)
+        if earlier is not None:
+            earlier.missed(time.monotonic() - began)
             batch = pipeline.finished(batch, their_seeds[0])
         self._pipelines.check_writes(session.pipeline_id)
-        return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
+        return MadeStep(batch, len(kept), len(indices) - len(kept), left_out)
 
-    def _on_gpu(
+    def _finished(
         self, earlier: MadeStep, indices: Indices, seeds: SampleSeeds, pipeline: Pipeline, lease: GrantLease
     ) -> MadeStep:
         """Make a step of what the stage before has made of it."""

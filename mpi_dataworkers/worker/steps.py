@@ -198,7 +198,8 @@ class StepMaker:
                 return self._finished(taken, indices, seeds, pipeline, lease)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
-        first, began = pipeline if earlier is None else pipeline.before_gpu, time.monotonic()
+        began = time.monotonic()
+        first = pipeline if earlier is None else pipeline.before_gpu
         batch = first.make_batch(kept, their_seeds, self._page, team, form)
         if earlier is not None:
             earlier.missed(time.monotonic() - began)

@@ -77,15 +77,9 @@ class Training:
         return partition(self.model, example, loader=loader, offload=offload)
 
 
-class Shifts(stages.Times):
-    """A stage of the program, which draws numbers, too."""
-
-    def __call__(self, batch: Any) -> Any:
-        values, labels = batch
-        return [values * self.factor + torch.rand(()), labels]
-
-
-@pytest.mark.parametrize("own", [{"gpu_stage": Shifts(3.0)}, {"batch_stage": Shifts(2.0), "gpu_stage": Shifts(3.0)}])
+@pytest.mark.parametrize(
+    "own", [{"gpu_stage": stages.Shifts(3.0)}, {"batch_stage": stages.Shifts(2.0), "gpu_stage": stages.Shifts(3.0)}]
+)
 @pytest.mark.parametrize("kind", [models.Clean, models.Noisy])
 def test_operators_run_behind_the_stage_on_gpus(
     own: dict[str, Any], kind: type[torch.nn.Module], staged: Any, loaders: Callable[..., Any]
@@ -109,7 +103,7 @@ def test_a_program_with_our_loader_and_a_gpu_stage_is_partitioned_by_the_hook(
 ) -> None:
     def losses() -> list[str]:
         training = Training()
-        loader = loaders(models.Rows(LENGTH), gpu_stage=Shifts(3.0))
+        loader = loaders(models.Rows(LENGTH), gpu_stage=stages.Shifts(3.0))
         for _ in range(3):
             training.train(loader)
         return training.losses
@@ -133,11 +127,11 @@ def test_what_the_program_partitions_itself_the_hook_leaves_alone(
 
 def test_the_program_changes_its_own_stage_while_operators_are_moved(staged: Any, loaders: Callable[..., Any]) -> None:
     def losses(partitioned: bool) -> tuple[list[str], Partition | None]:
-        training, loader = Training(), loaders(models.Rows(LENGTH), service=staged.name, batch_stage=Shifts(2.0))
+        training, loader = Training(), loaders(models.Rows(LENGTH), service=staged.name, batch_stage=stages.Shifts(2.0))
         done = training.partitioned_by(loader) if partitioned else None
         batches = iter(loader)
         training.train(islice(batches, 6))
-        loader.set_batch_stage(Shifts(4.0))
+        loader.set_batch_stage(stages.Shifts(4.0))
         training.train(islice(batches, 6))
         if done is not None:
             assert done.counts.partitioned == 9
@@ -216,16 +210,6 @@ def _end_followers() -> None:
         follower._end("the test ends")
 
 
-class Growing(models.Rows):
-    """A dataset that the program changes between two epochs."""
-
-    scale = 1.0
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, label = super().__getitem__(index)
-        return values * self.scale, label
-
-
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("kind", [TorchLoader, DataLoader], ids=lambda kind: kind.__module__.split(".")[0])
 def test_epochs_over_a_dataset_that_changes(
@@ -237,7 +221,7 @@ def test_epochs_over_a_dataset_that_changes(
     def losses() -> list[str]:
         torch.manual_seed(1)
         more = {"seed": 7} if kind is DataLoader else {}
-        training, loader = Training(), kind(Growing(96), 8, shuffle=True, **options, **more)
+        training, loader = Training(), kind(models.Scaled(96), 8, shuffle=True, **options, **more)
         for epoch in range(4):
             loader.dataset.scale = 1.0 + epoch
             training.train(loader)

@@ -330,3 +330,13 @@ class DecidesAtOnce(Clean):
         if values.sum() > 5:
             values = values / 2
         return super().forward(values)
+
+
+class Scaled(Rows):
+    """A dataset that the program changes between two epochs."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, label = super().__getitem__(index)
+        return values * self.scale, label

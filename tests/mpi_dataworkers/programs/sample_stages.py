@@ -43,6 +43,13 @@ class Times:
         return [batch[0] * self.factor, *batch[1:]]
 
 
+class Shifts(Times):
+    """Multiplies, and adds a number that it draws."""
+
+    def __call__(self, batch: Any) -> Any:
+        return [batch[0] * self.factor + torch.rand(()), *batch[1:]]
+
+
 class Striking(Times):
     """Kills its data worker at some steps, each once."""
 

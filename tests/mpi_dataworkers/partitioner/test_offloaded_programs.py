@@ -150,3 +150,13 @@ def test_two_programs_of_one_service_of_which_one_is_partitioned(service: Any, p
     assert alone.ledger() == moved.ledger() == plain.ledger()
     assert MOVED in moved.log()
     assert "operators" not in alone.log()
+
+
+def test_a_program_with_our_loader_is_explained(tmp_path: Path) -> None:
+    argv = [str(Path(sys.executable).with_name("hetstream")), "explain", "--json", str(PROGRAM), "ours"]
+    done = subprocess.run(
+        [*argv, str(tmp_path), "1", "-1"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "aten.nan_to_num.default" in done.stdout
+    assert len((tmp_path / "ledger.0").read_text().splitlines()) == 2, "it ends in the third step"

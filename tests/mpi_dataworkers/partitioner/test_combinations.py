@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -50,6 +51,15 @@ def offloading(
     with hooked(staged.name, monkeypatch):
         yield caplog
     assert not _calls.followers, "a loader is followed for ever"
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """The program without a service, and without `--offload`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HETSTREAM_OFFLOAD", "off")
+        patched.delenv("HETSTREAM_SERVICE")
+        yield
 
 
 class Training:
@@ -110,9 +120,8 @@ def test_a_program_with_our_loader_and_a_gpu_stage_is_partitioned_by_the_hook(
 
     found = losses()
     assert MOVED in offloading.text
-    monkeypatch.setenv("HETSTREAM_OFFLOAD", "off")
-    monkeypatch.delenv("HETSTREAM_SERVICE")
-    assert found == losses()
+    with plainly():
+        assert found == losses()
 
 
 def test_what_the_program_partitions_itself_the_hook_leaves_alone(
@@ -163,8 +172,8 @@ def test_a_program_that_fetches_batches_ahead(
 
     found = losses()
     assert MOVED in offloading.text
-    monkeypatch.setenv("HETSTREAM_OFFLOAD", "off")
-    assert found == losses()
+    with plainly():
+        assert found == losses()
 
 
 def test_rounds_of_like_lengths(offloading: pytest.LogCaptureFixture, loaders: Callable[..., Any]) -> None:
@@ -175,8 +184,7 @@ def test_rounds_of_like_lengths(offloading: pytest.LogCaptureFixture, loaders: C
         training.train(loader)
         reference = loaders(models.Rows(LENGTH), service=None, **lengths)
         reference.set_epoch(epoch)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("HETSTREAM_OFFLOAD", "off")
+        with plainly():
             plain.train(reference)
     assert training.losses == plain.losses
     assert MOVED in offloading.text
@@ -200,9 +208,8 @@ def test_mixtures(
     found = losses()
     assert MOVED in offloading.text
     _end_followers()
-    monkeypatch.setenv("HETSTREAM_OFFLOAD", "off")
-    monkeypatch.delenv("HETSTREAM_SERVICE")
-    assert found == losses()
+    with plainly():
+        assert found == losses()
 
 
 def _end_followers() -> None:
@@ -229,8 +236,8 @@ def test_epochs_over_a_dataset_that_changes(
 
     found = losses()
     assert MOVED in offloading.text
-    monkeypatch.setenv("HETSTREAM_OFFLOAD", "off")
-    assert found == losses()
+    with plainly():
+        assert found == losses()
 
 
 @pytest.mark.parametrize("sharing", ["lossless", "window"])
@@ -306,6 +313,6 @@ def test_one_of_two_models_of_a_loader_takes_nothing_that_was_computed_for_the_o
             first.remove("the test says so")
     assert one.losses == Training().train(loaders(models.Rows(LENGTH)))
     assert other.losses == Training(Stronger).train(loaders(models.Rows(LENGTH)))
-    assert first.counts.partitioned == 2
+    assert first.counts.partitioned == 3
     assert second is not None
     assert second.counts.partitioned == LENGTH // 8 - 6 - 3, "the first one's end has taken its operators away"

@@ -154,7 +154,7 @@ def test_a_damaged_parquet_file_gives_rows_or_one_error_with_its_name(parquet: P
     whole, bad, draw = parquet.read_bytes(), tmp_path / "bad.parquet", random.Random(2)
     footer = len(whole) - int.from_bytes(whole[-8:-4], "little") - 8
     said: list[str] = []
-    for _ in range(400):
+    for _ in range(150):
         damaged = bytearray(whole)
         for _ in range(draw.choice([1, 1, 2, 8])):
             damaged[draw.randrange(draw.choice([0, footer]), len(damaged))] = draw.randrange(256)
@@ -190,11 +190,10 @@ def test_columns_of_types_that_no_feature_has_are_named_together(tmp_path: Path)
         "time": pa.array([0], pa.timestamp("s")),
         "amount": pa.array([1], pa.int64()).cast(pa.decimal128(20, 0)),
         "large": pa.array([2**63], pa.uint64()),
-        "coded": pa.array([7]).dictionary_encode(),
         "nothing": pa.array([None]),
     }
     path = tmp_path / "types.parquet"
-    pq.write_table(pa.table(columns), path, store_schema=True)
+    pq.write_table(pa.table(columns), path)
     types = dict.fromkeys(columns, "int64") | {"nested": "list<int64>"}
     with pytest.raises(SourceError) as caught:
         ParquetDataset(path, types)

@@ -220,8 +220,20 @@ def _end_followers() -> None:
         follower._end("the test ends")
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("kind", [TorchLoader, DataLoader], ids=lambda kind: kind.__module__.split(".")[0])
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (TorchLoader, PERSISTENT),
+        (DataLoader, {}),
+        pytest.param(TorchLoader, {}, marks=pytest.mark.slow),
+        pytest.param(TorchLoader, {"num_workers": 2}, marks=pytest.mark.slow),
+        pytest.param(DataLoader, PERSISTENT, marks=pytest.mark.slow),
+    ],
+    ids=lambda one: one.__module__.split(".")[0] if isinstance(one, type) else "-".join(one) or "plain",
+)
 def test_epochs_over_a_dataset_that_changes(
     kind: Any,
     options: dict[str, Any],

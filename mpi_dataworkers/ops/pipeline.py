@@ -80,9 +80,9 @@ _STAGE_SEED, _GPU_STAGE_SEED, _FORWARD_STAGE_SEED = 0x7374616765, 0x677075, 0x66
 Stages = tuple[BatchStage | None, BatchStage | None]
 
 
-def same_stages(one: Stages, other: Stages) -> bool:
+def same_stages(stages: Stages, others: Stages) -> bool:
     """Whether they are the very same objects: what they are made of may change unseen."""
-    return one[0] is other[0] and one[1] is other[1]
+    return stages[0] is others[0] and stages[1] is others[1]
 
 
 class SampleError(Exception):

@@ -156,10 +156,9 @@ class Follower:
             self._end("its batches go to several models")
             return call()
         deliveries = _deliveries(args, kwargs)
-        delivery = max(filter(self.gave, deliveries), key=lambda one: one.step)
-        if any(one is not delivery for one in deliveries) and isinstance(
-            vars(module).get("forward"), PartitionedForward
-        ):
+        latest = max(filter(self.gave, deliveries), key=lambda delivery: delivery.step)
+        takes_others = any(delivery is not latest for delivery in deliveries)
+        if takes_others and isinstance(vars(module).get("forward"), PartitionedForward):
             self._end(f"what moves of {type(module).__name__} is of another loader, whose batches it takes as well")
             return call()
         self._seen.append((module, time.monotonic(), self._connection.statistics.counters.wait_s))
@@ -177,7 +176,7 @@ class Follower:
                 raise NotCaptured(CHANGES_ITS_ARGUMENTS)
             check_module(module)
             with saving_nothing(), _calls.paused():
-                analysis = analyse(module, args, kwargs, effects, self._offload, delivery, self._changing)
+                analysis = analyse(module, args, kwargs, effects, self._offload, latest, self._changing)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
             return result

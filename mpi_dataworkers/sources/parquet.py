@@ -70,8 +70,8 @@ class ParquetDataset(TableDataset):
             return file.read_row_group(number, columns=list(self._types), use_threads=False)
         except _UNREADABLE:
             for name in self._types:
-                with _opened(path, f"row group {number}: column {name}: ") as one:
-                    one.read_row_group(number, columns=[name], use_threads=False)
+                with _opened(path, f"row group {number}: column {name}: ") as again:
+                    again.read_row_group(number, columns=[name], use_threads=False)
             raise
 
     def _column(self, path: Path, number: int, name: str, chunks: Any) -> Column:

@@ -296,7 +296,7 @@ def test_all_data_workers_of_both_stages_may_stop_at_once_for_ten_seconds(servic
     service.start_workers(2)
     for _ in range(2):
         service.start_workers(1, "--device", "gpu")
-    pids = {int(pid) for pid in re.findall(r"registered.* pid=(\d+)", service.log("dispatcher"))}
+    pids = {int(pid) for pid in re.findall(r"pid=(\d+) registered", service.log("dispatcher"))}
     assert len(pids) == 4
     stage = {"batch_stage": stages.Noise(), "gpu_stage": stages.Resting(0.01, service.directory / "rests")}
     loader, want = (

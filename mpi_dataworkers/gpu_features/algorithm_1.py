@@ -1,0 +1,127 @@
+"""RAP's own way to a schedule: kernels as large as they can be, then one after the other into the layers. Pure.
+
+Called as the beginning of our search, which then is never worse, and by benchmarks to compare with. The paper leaves
+open how far a kernel of mixed operators fits a capacity that was measured with another operator, and what becomes of
+kernels that fit nowhere; its published program measures with Ngram and puts them beside the last layer, and so does this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from hetstream.mpi_dataworkers.gpu_features.placement import Numbers, Placement, Places, longest_chain
+from hetstream.mpi_dataworkers.gpu_features.schedule import Kernel, Operation, Problem
+
+PROBE = "Ngram"
+# Orders in which the features are placed, from the beginning; and how often all are placed again.
+_ORDERS, _SWEEPS = 4, 6
+_Fused = tuple[str, tuple[int, ...]]
+
+
+def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
+    """The kernels of the paper's section 6.2, in order: the sum of the squares of their sizes is as large as it gets.
+
+    The paper gives this to a solver of integer programs. Here each feature in turn moves where it makes the sum
+    largest, until none can; on the plans of this project that finds larger sums than HiGHS does in a minute.
+    """
+    draw = Random(seed)
+    steps = [max(8, math.ceil(1.5 * longest_chain(problem))), *[0] * (len(problem.layers) - 1)]
+    grid = Placement(problem, steps, counts_launches=False)
+
+    def prices(part: Places) -> Numbers:
+        # Each counts itself and the larger square of its kernel.
+        return -(2.0 * grid.counts[grid.kind_of[part]] + 1.0)
+
+    best, best_sum = grid.snapshot(), -1
+    for _ in range(_ORDERS):
+        grid.clear()
+        trees = list(range(len(grid.trees)))
+        draw.shuffle(trees)
+        for tree in trees:
+            grid.put(tree, prices)
+        for _ in range(_SWEEPS):
+            before = int((grid.counts**2).sum())
+            for tree in trees:
+                grid.remove(tree)
+                grid.put(tree, prices)
+            if int((grid.counts**2).sum()) <= before:
+                break
+        if int((grid.counts**2).sum()) > best_sum:
+            best, best_sum = grid.snapshot(), int((grid.counts**2).sum())
+    grid.restore(best)
+    return [(kernel.kind, kernel.operations) for kernel in grid.kernels()]
+
+
+def algorithm_1(problem: Problem, fused: Sequence[_Fused], *, two_resources: bool = False) -> tuple[Kernel, ...]:
+    """Assign fused kernels to layers as the paper's Algorithm 1 does, which cuts kernels where a layer is full.
+
+    Args:
+        problem: the problem.
+        fused: the kernels of `fuse`, in order.
+        two_resources: look at both resources of a layer, which the paper does not.
+    """
+    room = [_room(problem, layer, two_resources) for layer in range(len(problem.layers))]
+    total_s = sum(problem.launch_s + _alone_s(problem, operations) for _, operations in fused)
+    chosen: set[int] = set()
+    for layer in sorted(range(len(room)), key=lambda at: -float(room[at].min())):
+        if sum(float(room[at].min()) for at in chosen) < total_s:
+            chosen.add(layer)
+    waiting = list(reversed(fused))
+    found: list[Kernel] = []
+    for layer in sorted(chosen):
+        left = room[layer]
+        while waiting:
+            kind, operations = waiting.pop()
+            fits = _fitting(problem, operations, left, two_resources)
+            if fits:
+                found.append(Kernel(layer, kind, operations[:fits]))
+                left = left - _load(problem, operations[:fits], two_resources)
+            if fits < len(operations):
+                waiting.append((kind, operations[fits:]))
+                break
+    last = max(chosen, default=0)
+    found += [Kernel(last, kind, operations) for kind, operations in reversed(waiting)]
+    return tuple(found)
+
+
+def _room(problem: Problem, layer: int, two_resources: bool) -> Numbers:
+    """What fits beside a layer, in seconds: of each resource, or of a kernel of the operator that is probed with."""
+    leaves = problem.layers[layer]
+    if two_resources:
+        return np.array([leaves.memory_s, leaves.compute_s])
+    probes = [each for each in problem.operations if each.kind == PROBE] or list(problem.operations)
+    memory_s, compute_s = sum(each.memory_s for each in probes), sum(each.compute_s for each in probes)
+    alone_s = max(memory_s, compute_s)
+    by_resource = [
+        available_s * alone_s / taken_s
+        for available_s, taken_s in ((leaves.memory_s, memory_s), (leaves.compute_s, compute_s))
+        if taken_s > 0
+    ]
+    return np.array([min(by_resource, default=leaves.memory_s)])
+
+
+def _alone_s(problem: Problem, operations: Sequence[int]) -> float:
+    some = [problem.operations[at] for at in operations]
+    return max(sum(each.memory_s for each in some), sum(each.compute_s for each in some))
+
+
+def _load(problem: Problem, operations: Sequence[int], two_resources: bool) -> Numbers:
+    """What a kernel takes of a layer's room."""
+    some: list[Operation] = [problem.operations[at] for at in operations]
+    memory_s, compute_s = sum(each.memory_s for each in some), sum(each.compute_s for each in some)
+    by_resource = [memory_s, compute_s] if two_resources else [max(memory_s, compute_s)]
+    return problem.launch_s + np.array(by_resource)
+
+
+def _fitting(problem: Problem, operations: Sequence[int], left: Numbers, two_resources: bool) -> int:
+    """How many of a kernel's first operations fit."""
+    low, high = 0, len(operations)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = bool((_load(problem, operations[:middle], two_resources) <= left).all())
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low

@@ -1,0 +1,122 @@
+"""What the operators of a feature graph cost on a device: bytes that they move, instructions that they need. Pure.
+
+Called to make the `Problem` of a graph, and by benchmarks. An operator that runs by itself reads its input from memory
+and writes its result there; it takes as long as the slower of memory and arithmetic, and a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.operators import (
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    FirstX,
+    Logit,
+    MapId,
+    Ngram,
+    Onehot,
+    Operator,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.types import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.schedule import Operation
+
+# Instructions for each value of the result, counted in what `operators.py` says of each; of Bucketize for each halving.
+INSTRUCTIONS: Mapping[type[Operator], float] = {
+    Logit: 30,
+    BoxCox: 110,
+    Onehot: 8,
+    SigridHash: 60,
+    FirstX: 20,
+    Clamp: 4,
+    Bucketize: 6,
+    Ngram: 45,
+    MapId: 8,
+    FillNull: 4,
+    Cast: 6,
+}
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GPU can do.
+
+    Attributes:
+        launch_s: from one kernel to the next, whatever it does.
+        bytes_per_s: of its memory.
+        instructions_per_s: of simple ones, by all of its cores together.
+    """
+
+    name: str
+    launch_s: float
+    bytes_per_s: float
+    instructions_per_s: float
+
+
+# Memory and fp32 rates: NVIDIA's A100 (40 GB) and H200 data sheets; one instruction a lane and clock. A launch of 5 us
+# is an estimate.
+A100 = Device("A100 40 GB", 5e-6, 1.555e12, 9.75e12)
+H200 = Device("H200", 5e-6, 4.8e12, 33.5e12)
+
+
+@dataclass(frozen=True)
+class _Size:
+    values: float
+    num_bytes: float
+
+
+def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: Device) -> tuple[Operation, ...]:
+    """The operators of a graph, each after the one that it needs.
+
+    Args:
+        graph: the graph.
+        rows: of a batch.
+        list_length: values in a list of a jagged input, on average.
+        device: on which they run.
+    """
+    lengths = {node.name: list_length if node.type.is_jagged else 1.0 for node in graph.inputs}
+    places: dict[str, int] = {}
+    found: list[Operation] = []
+    for step in graph.order:
+        given, made = graph.types[step.of], graph.types[step.name]
+        lengths[step.name] = length_after(step.operator, lengths[step.of]) if made.is_jagged else 1.0
+        source, result = (_size(kind, rows, lengths[name]) for kind, name in ((given, step.of), (made, step.name)))
+        instructions = INSTRUCTIONS[type(step.operator)] * result.values
+        if isinstance(step.operator, Bucketize):
+            instructions *= np.ceil(np.log2(len(step.operator.borders) + 1))
+        places[step.name] = len(found)
+        found.append(
+            Operation(
+                step.name,
+                step.operator.name,
+                places.get(step.of, -1),
+                (source.num_bytes + result.num_bytes) / device.bytes_per_s,
+                float(instructions) / device.instructions_per_s,
+            )
+        )
+    return tuple(found)
+
+
+def length_after(operator: Operator, length: float) -> float:
+    """Values in the list that an operator makes of a list; lengths may be averages."""
+    if isinstance(operator, FirstX):
+        return min(length, operator.n)
+    if isinstance(operator, Ngram):
+        size = min(operator.n, length)
+        return (length - size + 1) * size if length else 0.0
+    return length
+
+
+def _size(kind: FeatureType, rows: int, length: float) -> _Size:
+    values = rows * (length if kind.is_jagged else kind.width)
+    lengths = rows * _LENGTH_BYTES if kind.is_jagged else 0
+    return _Size(values, values * np.dtype(kind.dtype).itemsize + lengths)

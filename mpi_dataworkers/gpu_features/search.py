@@ -1,0 +1,270 @@
+"""Our way to a schedule: every feature in turn moves to where it is cheapest, given where all others are. Pure.
+
+Each operation pays by how much longer it makes the training step, and a share of its kernel's launch that is smaller
+the more operations the kernel has: so features gather in few kernels, and go where a layer has room. From a schedule
+that no feature wants to leave, one kernel is closed or some features are taken out, and they look for new places. What
+comes out is kept if it is not worse. The search begins with the paper's schedules, too, so it is never worse than those.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
+from hetstream.mpi_dataworkers.gpu_features.placement import (
+    Numbers,
+    Placement,
+    Places,
+    cuts,
+    longest_chain,
+    steps_of_layers,
+)
+from hetstream.mpi_dataworkers.gpu_features.schedule import Cost, Kernel, Problem, cost_of, least_exposed_s
+
+# Steps of each layer, at least; more where the longest chain needs them.
+_STEPS = 4
+# Orders in which all features are placed from the beginning; how often they then look for better places.
+_ORDERS, _SWEEPS = 6, 4
+# Of a launch: what an operation pays that is alone in its kernel. One of them is drawn for each round.
+_SHARES = (0.02, 0.1, 0.4, 1.0)
+# Rounds without a better schedule after which it is enough: for each operation, and at least.
+_IDLE_ROUNDS, _LEAST_IDLE_ROUNDS = 3, 40000
+# Rounds from the best schedule through worse ones, and by how much worse, in launches.
+_ROUNDS_OF_A_DESCENT, _WORSE = 400, (0.1, 0.3, 1.0, 3.0)
+# How often such a descent begins with everything placed anew.
+_ANEW = 0.25
+# What is added to each price at random, in launches; one of them is drawn for each round.
+_NOISES = (0.0, 0.0, 0.05, 0.3, 1.0)
+# How often layers get other ends.
+_CUT_ANEW = 0.08
+# Features that are taken out together, of all of them.
+_MOST_DISTURBED = 0.2
+# How often all of them may be placed anew: a part of the time, where there are many.
+_TIME_FOR_ORDERS = 0.3
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule.
+
+    Attributes:
+        kernels: in the order in which they are launched.
+        cost: what it costs.
+        reason: why the search ended.
+    """
+
+    kernels: tuple[Kernel, ...]
+    cost: Cost
+    reason: str
+
+
+def search(
+    problem: Problem, *, seed: int = 0, limit_s: float = 20.0, clock: Callable[[], float] = time.monotonic
+) -> Found:
+    """A schedule that exposes as little as can be found, and among those one with few kernels.
+
+    Args:
+        problem: the problem.
+        seed: two searches that both end before the time limit find the same.
+        limit_s: after so many seconds it ends with what it has.
+        clock: says what time it is, in seconds.
+    """
+    if not problem.operations:
+        return Found((), cost_of(problem, ()), "there is nothing to do")
+    began = clock()
+    searching = _Search(problem, Random(seed), lambda: (clock() - began) / limit_s)
+    fused = fuse(problem, seed)
+    searching.begin([algorithm_1(problem, fused, two_resources=both) for both in (False, True)])
+    reason = searching.improve()
+    kernels = searching.grid.kernels()
+    return Found(kernels, cost_of(problem, kernels), reason)
+
+
+class _Search:
+    """A search under way.
+
+    Args:
+        problem: the problem.
+        draw: where what is random comes from.
+        spent: says which part of the time is over.
+    """
+
+    def __init__(self, problem: Problem, draw: Random, spent: Callable[[], float]) -> None:
+        self._problem = problem
+        self._draw = draw
+        self._spent = spent
+        self._share = _SHARES[0]
+        self._noise = 0.0  # what is added to each price at random, at most
+        self._random = np.random.default_rng(draw.randrange(1 << 32))
+        self._closed: tuple[int, int] | None = None  # kind and step where nothing may go in this round
+        self.grid = Placement(problem, [1] * len(problem.layers))
+        self._tree_of = {
+            int(at): tree for tree, parts in enumerate(self.grid.trees) for part in parts for at in part
+        }
+
+    def begin(self, schedules: Sequence[Sequence[Kernel]]) -> None:
+        """Take the best of some schedules and of some orders in which everything is placed from the beginning."""
+        least = max(_STEPS, math.ceil(2 * longest_chain(self._problem) / len(self._problem.layers)))
+        all_steps = [steps_of_layers(self._problem, kernels) for kernels in schedules]
+        steps = [max(least, *needed) for needed in zip(*(needed for _, needed in all_steps), strict=True)]
+        self.grid = Placement(self._problem, steps)
+        best, best_rank = self.grid.snapshot(), (math.inf, 0)
+        for kernels, (step_within, _) in zip(schedules, all_steps, strict=True):
+            self.grid.take(kernels, step_within)
+            if self.grid.rank() < best_rank:
+                best, best_rank = self.grid.snapshot(), self.grid.rank()
+        for number in range(_ORDERS):
+            if self._spent() > _TIME_FOR_ORDERS:
+                break
+            self._share = _SHARES[number % len(_SHARES)]
+            self._place_all()
+            if self.grid.rank() < best_rank:
+                best, best_rank = self.grid.snapshot(), self.grid.rank()
+        self.grid.restore(best)
+
+    def _place_all(self) -> None:
+        self.grid.clear()
+        trees = self._shuffled(range(len(self.grid.trees)))
+        for tree in trees:
+            self.grid.put(tree, self._prices)
+        self._settle(trees)
+
+    def improve(self) -> str:
+        """Rounds until the time is over, or none has brought anything for long; why it ended."""
+        least_s = round(least_exposed_s(self._problem), 12)
+        enough = max(_LEAST_IDLE_ROUNDS, _IDLE_ROUNDS * len(self._problem.operations))
+        best, best_rank, idle = self.grid.snapshot(), self.grid.rank(), 0
+        now, now_rank, worse_s = best, best_rank, 0.0
+        while idle < enough:
+            if self._spent() > 1:
+                return "the time was over"
+            if best_rank[0] <= least_s and best_rank[1] <= len(self.grid.kinds):
+                return "nothing can be better"
+            self._round()
+            rank = self.grid.rank()
+            idle += 1
+            if rank < best_rank:
+                best, best_rank, idle = self.grid.snapshot(), rank, 0
+            # Something worse is gone on with, but less and less of it, until it begins again from the best.
+            phase = idle % _ROUNDS_OF_A_DESCENT
+            if phase == 0:
+                worse_s = self._draw.choice(_WORSE) * self._problem.launch_s
+                self.grid.restore(best)
+                if self._draw.random() < _ANEW:
+                    self._place_all()
+                now, now_rank = self.grid.snapshot(), self.grid.rank()
+            elif rank[0] <= now_rank[0] + worse_s * (1 - phase / _ROUNDS_OF_A_DESCENT) ** 2:
+                now, now_rank = self.grid.snapshot(), rank
+            else:
+                self.grid.restore(now)
+        self.grid.restore(best)
+        return f"{enough} rounds brought nothing better"
+
+    def _round(self) -> None:
+        self._share = self._draw.choice(_SHARES)
+        self._noise = self._draw.choice(_NOISES) * self._problem.launch_s
+        choice = self._draw.random()
+        if choice < _CUT_ANEW:
+            self._cut_anew()
+            return
+        if choice < 0.4:
+            for _ in range(self._draw.randint(1, 3)):
+                self._shift(self._kernel())
+            return
+        if choice < 0.7:
+            kind, step = self._kernel()
+            self._closed = kind, step
+            trees = sorted({self._tree_of[at] for at in self._members(kind, step)})
+        else:
+            most = min(len(self.grid.trees), max(3, round(_MOST_DISTURBED * len(self.grid.trees))))
+            trees = self._draw.sample(range(len(self.grid.trees)), self._draw.randint(1, most))
+        for tree in trees:
+            self.grid.remove(tree)
+        for tree in self._shuffled(trees):
+            self.grid.put(tree, self._prices)
+        self._closed = None
+
+    def _kernel(self) -> tuple[int, int]:
+        """Kind and step of a kernel; of few operations rather than of many."""
+        kinds, steps = np.nonzero(self.grid.counts)
+        weights = 1.0 / self.grid.counts[kinds, steps]
+        [chosen] = self._draw.choices(range(len(kinds)), weights=weights.tolist())
+        return int(kinds[chosen]), int(steps[chosen])
+
+    def _members(self, kind: int, step: int) -> list[int]:
+        found = np.flatnonzero((self.grid.step_of == step) & (self.grid.kind_of == kind))
+        return [int(at) for at in found]
+
+    def _shift(self, kernel: tuple[int, int]) -> None:
+        """A whole kernel goes to the step that is cheapest for it, of those that the operations around it leave."""
+        grid, (kind, step) = self.grid, kernel
+        members = self._members(kind, step)
+        low, high = grid.window(members)
+        if low == high:
+            return
+        for at in members:
+            grid.remove_operation(at)
+        over = grid.loads - grid.capacity
+        joined = over + grid.work[members].sum(axis=0)
+        longer = [np.maximum(moved.max(axis=1), 0.0) for moved in (over, joined, joined + self._problem.launch_s)]
+        exposed, join, launch = (each[grid.layer_of_step] for each in longer)
+        prices = np.where(grid.counts[kind] > 0, join, launch) - exposed + self._shares(np.array([kind]))[0]
+        prices[step] += self._noise
+        goal = low + int(prices[low : high + 1].argmin())
+        for at in members:
+            grid.put_operation(at, goal)
+
+    def _cut_anew(self) -> None:
+        """The kernels in the order in which they run, and between which of them a layer ends is chosen best."""
+        grid = self.grid
+        # Those of one step do not need one another.
+        kernels = sorted(grid.kernels(), key=lambda kernel: (grid.step_of[kernel.operations[0]], self._draw.random()))
+        loads = [grid.work[list(kernel.operations)].sum(axis=0) + self._problem.launch_s for kernel in kernels]
+        total = np.cumsum(loads, axis=0)
+        of_stretch = total[None] - (total - loads)[:, None]
+        over = (of_stretch[None] - grid.capacity[:, None, None]).max(axis=3)
+        is_stretch = np.triu(np.ones(over.shape[1:], dtype=bool))
+        layer_of = [0] * len(kernels)
+        for layer, begin, end in cuts(np.where(is_stretch, np.maximum(over, 0.0), math.inf)):
+            layer_of[begin : end + 1] = [layer] * (end + 1 - begin)
+        moved = [Kernel(layer, each.kind, each.operations) for layer, each in zip(layer_of, kernels, strict=True)]
+        step_within, needed = steps_of_layers(self._problem, moved)
+        if all(count <= most for count, most in zip(needed, grid.steps, strict=True)):
+            grid.take(moved, step_within)
+
+    def _settle(self, trees: Sequence[int], sweeps: int = _SWEEPS) -> None:
+        """Everybody looks for a better place, until nothing gets better."""
+        for _ in range(sweeps):
+            before = self.grid.rank()
+            for tree in trees:
+                self.grid.remove(tree)
+                self.grid.put(tree, self._prices)
+            if self.grid.rank() >= before:
+                return
+
+    def _shuffled(self, trees: Sequence[int] | range) -> list[int]:
+        found = list(trees)
+        self._draw.shuffle(found)
+        return found
+
+    def _prices(self, part: Places) -> Numbers:
+        """What each operation of a path pays for each step beside the time that it makes the training step longer."""
+        kinds = self.grid.kind_of[part]
+        prices = self._shares(kinds)
+        if self._closed is not None:
+            kind, step = self._closed
+            prices[kinds == kind, step] = math.inf
+        return prices
+
+    def _shares(self, kinds: Places) -> Numbers:
+        """Of the launch of the kernel that is there, or would be; a row for each kind."""
+        prices: Numbers = self._share * self._problem.launch_s / (self.grid.counts[kinds] + 1.0)
+        if self._noise:
+            prices += self._noise * self._random.random(prices.shape)
+        return prices

@@ -35,7 +35,9 @@ def layers() -> tuple[Layer, ...]:
     found = []
     for name, duration_ms, features, needs in _PUBLISHED:
         left = features / duration_ms / most
-        memory, compute = (left if needs in (resource, "neither") else _OTHER_SHARE for resource in ("memory", "compute"))
+        memory, compute = (
+            left if needs in (resource, "neither") else _OTHER_SHARE for resource in ("memory", "compute")
+        )
         found.append(Layer(name, duration_ms / 1e3, memory * duration_ms / 1e3, compute * duration_ms / 1e3))
     return tuple(found)
 
@@ -56,10 +58,11 @@ def problem_of(operations: Sequence[Operation], device: Device, pressure: float)
         for name in ("memory_s", "compute_s")
     )
     factor = needed / pressure
-    return replace(whole, layers=tuple(_scaled(layer, factor) for layer in whole.layers))
+    return replace(whole, layers=tuple(scaled(layer, factor) for layer in whole.layers))
 
 
-def _scaled(layer: Layer, factor: float) -> Layer:
+def scaled(layer: Layer, factor: float) -> Layer:
+    """A layer that takes and leaves so many times as much."""
     return Layer(layer.name, layer.duration_s * factor, layer.memory_s * factor, layer.compute_s * factor)
 
 

@@ -114,10 +114,10 @@ def main() -> int:
         "notes": [
             "Predicted: what the preprocessing of a batch makes a training step longer, on one GPU.",
             f"Plans: {BATCH} rows, A100; random ones have lists of 32 to 64 ids. Needed: of what the model leaves.",
-            "Layers: durations and room for memory traffic (embeddings) or arithmetic (MLPs) of RAP's published program,"
-            " scaled; of the other resource 90 % (assumed).",
+            "Layers: durations and room for memory traffic (embeddings) or arithmetic (MLPs) of RAP's published "
+            "program, scaled; of the other resource 90 % (assumed).",
             f"Limits: {limit_s:g} s for the search, and for HiGHS as much.",
-            "Algorithm 1 begins with kernels that are as large as they get; its time is not that of the paper's solver.",
+            "Algorithm 1 begins with kernels that are as large as they get; its time is not the solver's.",
         ],
     }
     return harness.finish("rap_plan", args.out, rows, {}, context, ("value", ""))

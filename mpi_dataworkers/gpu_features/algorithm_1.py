@@ -1,8 +1,8 @@
 """RAP's own way to a schedule: kernels as large as they can be, then one after the other into the layers. Pure.
 
 Called as the beginning of our search, which then is never worse, and by benchmarks to compare with. The paper leaves
-open how far a kernel of mixed operators fits a capacity that was measured with another operator, and what becomes of
-kernels that fit nowhere; its published program measures with Ngram and puts them beside the last layer, and so does this.
+open how far a kernel fits a capacity that was measured with another operator, and what becomes of kernels that fit
+nowhere; its published program measures with Ngram and puts them beside the last layer, and so does this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
 
     def prices(part: Places) -> Numbers:
         # Each counts itself and the larger square of its kernel.
-        return -(2.0 * grid.counts[grid.kind_of[part]] + 1.0)
+        prices: Numbers = -2.0 * grid.counts[grid.kind_of[part]].astype(np.float64) - 1.0
+        return prices
 
     best, best_sum = grid.snapshot(), -1
     for _ in range(_ORDERS):

@@ -1,4 +1,4 @@
-"""Operations on a grid of steps, some for each layer; re-places the operations of one feature at a time, by exact search.
+"""Operations on a grid of steps, some for each layer; places the operations of one feature at a time, by exact search.
 
 Used by `algorithm_1.py` and `search.py`, which differ in the prices that an operation pays for a step. Operations of
 one kind at one step are one kernel. An operation is at a later step than the one that it needs.
@@ -136,7 +136,7 @@ class Placement:
         self._move(at, -1)
 
     def window(self, operations: Sequence[int]) -> tuple[int, int]:
-        """The first and the last step at which all of these could be, where those that they need and that need them are."""
+        """The first and the last step at which all of these could be, while those around them stay where they are."""
         low = int(self._step_after(self._parents[operations]).max())
         inner = np.isin(self._parents, operations)
         high = int(self.step_of[inner].min(initial=self.num_steps)) - 1
@@ -261,7 +261,7 @@ def trees_of(problem: Problem) -> list[list[Places]]:
     """As `Placement.trees`: each path goes on with the child below which the most operations follow one another."""
     tall = heights(problem)
     children: list[list[int]] = [[] for _ in problem.operations]
-    roots = []
+    roots: list[int] = []
     for at, operation in enumerate(problem.operations):
         (children[operation.parent] if operation.parent >= 0 else roots).append(at)
     found = []

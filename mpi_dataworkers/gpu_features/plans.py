@@ -78,7 +78,7 @@ def make_plan(size: PlanSize, seed: int = 0) -> FeatureGraph:
     """A plan as a feature graph.
 
     Its inputs are `dense0`, `dense1`, ... (float32, values may be missing) and `sparse0`, ... (lists of int64); its
-    outputs a matrix `dense` and a `JaggedBatch` called `sparse`.
+    outputs a matrix `dense` and a `JaggedBatch` called `sparse`; without such features one is left out.
 
     Args:
         size: How many features and operators.
@@ -99,7 +99,8 @@ def make_plan(size: PlanSize, seed: int = 0) -> FeatureGraph:
         else:
             feature = filled >> SigridHash(number, num_rows) >> FirstX(1)
         sparse_features.append(feature)
-    return FeatureGraph.of({"dense": dense_features, "sparse": sparse_features})
+    outputs = {"dense": dense_features, "sparse": sparse_features}
+    return FeatureGraph.of({name: features for name, features in outputs.items() if features})
 
 
 def _operators_of_each(size: PlanSize, draw: random.Random) -> list[int]:
@@ -117,7 +118,7 @@ def _rows_of_table(size: PlanSize, number: int) -> int:
 
 
 def _grown(feature: Feature, count: int, draw: random.Random) -> Feature:
-    """A feature with operators added at random until it has `count`; the last one gives the dtype that it began with."""
+    """A feature with operators added at random until it has `count`; the last one gives the dtype that it has now."""
     given = _type_of(feature)
     wanted = given.dtype
     while len(feature.operators) < count:

@@ -3,7 +3,7 @@
 Each operation pays by how much longer it makes the training step, and a share of its kernel's launch that is smaller
 the more operations the kernel has: so features gather in few kernels, and go where a layer has room. From a schedule
 that no feature wants to leave, one kernel is closed or some features are taken out, and they look for new places. What
-comes out is kept if it is not worse. The search begins with the paper's schedules, too, so it is never worse than those.
+comes out is kept if it is not worse. The search begins with the paper's schedules, too, so it is not worse than those.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class _Search:
         self._random = np.random.default_rng(draw.randrange(1 << 32))
         self._closed: tuple[int, int] | None = None  # kind and step where nothing may go in this round
         self.grid = Placement(problem, [1] * len(problem.layers))
-        self._tree_of = {
-            int(at): tree for tree, parts in enumerate(self.grid.trees) for part in parts for at in part
-        }
+        self._tree_of = {int(at): tree for tree, parts in enumerate(self.grid.trees) for part in parts for at in part}
 
     def begin(self, schedules: Sequence[Sequence[Kernel]]) -> None:
         """Take the best of some schedules and of some orders in which everything is placed from the beginning."""
@@ -264,7 +262,8 @@ class _Search:
 
     def _shares(self, kinds: Places) -> Numbers:
         """Of the launch of the kernel that is there, or would be; a row for each kind."""
-        prices: Numbers = self._share * self._problem.launch_s / (self.grid.counts[kinds] + 1.0)
+        sizes = self.grid.counts[kinds].astype(np.float64)
+        prices: Numbers = self._share * self._problem.launch_s / (sizes + 1.0)
         if self._noise:
             prices += self._noise * self._random.random(prices.shape)
         return prices

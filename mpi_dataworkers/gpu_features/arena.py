@@ -1,0 +1,238 @@
+"""A batch as one piece of memory, for one copy to the GPU: the table of its features, tiles, lengths and values.
+
+`opcodes.py` has what does not change from batch to batch. Results have an arena of their own, which is only measured
+out here: a `JaggedBatch` lies there key by key, a matrix of dense features row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
+from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
+from hetstream.mpi_dataworkers.features.reading import Values
+from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, Program, Words, is_matrix
+
+_WORD_BYTES = 8
+# Parts begin where 16 bytes can be read at once.
+_ALIGNED_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an output is among the results, and its lengths in the batch's arena.
+
+    Attributes:
+        first, count: of its values, in values of its dtype.
+        lengths_at: in words; -1 where there are none.
+        num_lengths: of them.
+    """
+
+    dtype: str
+    first: int
+    count: int
+    width: int
+    lengths_at: int = -1
+    num_lengths: int = 0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch's arena, and how large that of its results is.
+
+    Attributes:
+        words: in host memory.
+        num_tiles: behind the features.
+        places: of each output.
+        made_bytes: of the results.
+    """
+
+    words: torch.Tensor
+    num_rows: int
+    num_tiles: int
+    places: tuple[Place, ...]
+    made_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both arenas."""
+        return self.words.numel() * _WORD_BYTES + self.made_bytes
+
+
+class Packer:
+    """Packs batches of a graph.
+
+    Args:
+        graph: the graph.
+        program: of the graph.
+        tile: values in a tile.
+        pinned: whether arenas are in page-locked memory, from where a GPU reads on its own.
+    """
+
+    def __init__(self, graph: FeatureGraph, program: Program, tile: int, *, pinned: bool = False) -> None:
+        self._graph = graph
+        self._chains = program.chains
+        self._tile = tile
+        self._pinned = pinned
+        self._table = np.zeros((len(program.chains), FEATURE_WORDS), dtype=np.int64)
+        for row, chain in zip(self._table, program.chains, strict=True):
+            row[:4] = DTYPES.index(chain.given.dtype), chain.first, len(chain.operators), DTYPES.index(chain.made.dtype)
+            row[6:9] = chain.is_moved, *(0 if kind.is_jagged else kind.width for kind in (chain.given, chain.made))
+            row[14] = chain.has_classes
+
+    def __call__(self, num_rows: int, features: Mapping[str, Values]) -> Packed:
+        """Pack what `Reader` has read."""
+        lengths = {name: _numpy(values.lengths) for name, values in features.items() if values.lengths is not None}
+        made_lengths = [
+            chain.lengths(lengths[chain.source]) if chain.made.is_jagged else None for chain in self._chains
+        ]
+        layout = _Layout(self._table.copy())
+        sizes = [
+            num_rows * chain.made.width if found is None else int(found.sum())
+            for chain, found in zip(self._chains, made_lengths, strict=True)
+        ]
+        layout.table[:, 13] = sizes
+        layout.add(_tiles_of(sizes, self._tile))
+        for name, values in features.items():
+            layout.add_input(values, [at for at, chain in enumerate(self._chains) if chain.source == name])
+        for at, (chain, found) in enumerate(zip(self._chains, made_lengths, strict=True)):
+            if found is not None and chain.is_moved:
+                layout.table[at, 10] = layout.add(_starts(found))
+        places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
+        return Packed(layout.words(self._pinned), num_rows, layout.num_tiles, places, made_bytes)
+
+    def _measure(
+        self, layout: _Layout, num_rows: int, made_lengths: Sequence[Words | None], sizes: Sequence[int]
+    ) -> tuple[tuple[Place, ...], int]:
+        """Where each output is among the results."""
+        places: list[Place] = []
+        made_bytes = at = 0
+        for output in self._graph.outputs:
+            own = range(at, at + len(output.of))
+            at += len(output.of)
+            chains = [self._chains[number] for number in own]
+            item = np.dtype(chains[0].made.dtype).itemsize
+            made_bytes = _aligned(made_bytes)
+            first = value = made_bytes // item
+            kinds = [chain.made for chain in chains]
+            width = sum(kind.width for kind in kinds) if is_matrix(output, kinds) else kinds[0].width
+            for number, kind in zip(own, kinds, strict=True):
+                layout.table[number, 11] = value
+                layout.table[number, 12] = width if is_matrix(output, kinds) else kind.width
+                value += kind.width if is_matrix(output, kinds) else sizes[number]
+            count = sum(sizes[number] for number in own)
+            made_bytes += count * item
+            place = Place(chains[0].made.dtype, first, count, width)
+            if any(kind.is_jagged for kind in kinds):
+                all_lengths = [
+                    np.full(num_rows, kind.width) if found is None else found
+                    for kind, found in zip(kinds, (made_lengths[number] for number in own), strict=True)
+                ]
+                joined = np.concatenate(all_lengths).astype(np.int64)
+                place = Place(place.dtype, first, count, width, layout.add(joined), len(joined))
+            places.append(place)
+        return tuple(places), made_bytes
+
+
+class _Layout:
+    """What lies in an arena, while it is measured out: the table of features first, then the tiles.
+
+    Attributes:
+        table: of the features.
+    """
+
+    def __init__(self, table: Words) -> None:
+        self.table = table
+        self.num_tiles = 0
+        self._pieces: list[tuple[int, torch.Tensor]] = []
+        self._bytes = table.nbytes
+
+    def add(self, numbers: Words) -> int:
+        """Add int64 numbers; where they are, in words."""
+        if not self._pieces:
+            self.num_tiles = len(numbers) // 2
+        return self._add(torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))) // _WORD_BYTES
+
+    def add_input(self, values: Values, chains: Sequence[int]) -> None:
+        """Add the values of an input, their starts and validity, and tell its chains where they are."""
+        flat = values.values.reshape(-1)
+        self.table[chains, 4] = self._add(flat) // flat.element_size()
+        self.table[chains, 5] = -1 if values.valid is None else self._add(values.valid.to(torch.int8))
+        if values.lengths is not None:
+            self.table[chains, 9] = self.add(_starts(_numpy(values.lengths)))
+
+    def _add(self, piece: torch.Tensor) -> int:
+        # The tiles come right behind the features, whose rows are 128 bytes.
+        begin = _aligned(self._bytes)
+        self._pieces.append((begin, piece))
+        self._bytes = begin + piece.numel() * piece.element_size()
+        return begin
+
+    def words(self, pinned: bool) -> torch.Tensor:
+        """The arena, with everything in it."""
+        words = torch.empty(_aligned(self._bytes) // _WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
+        words[: self.table.size].copy_(torch.from_numpy(self.table.reshape(-1)))
+        for begin, piece in self._pieces:
+            here = words.view(torch.int8)[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
+            here.copy_(piece)
+        return words
+
+
+def unpack(
+    graph: FeatureGraph, packed: Packed, batch: torch.Tensor, made: torch.Tensor
+) -> dict[str, torch.Tensor | Jagged | JaggedBatch]:
+    """The outputs of a graph, over the memory of the two arenas.
+
+    Args:
+        graph: the graph.
+        packed: what was packed.
+        batch: its words, where the results are.
+        made: the results.
+    """
+    return {
+        output.name: _output(output, graph.types[output.of[0]], place, packed.num_rows, batch, made)
+        for output, place in zip(graph.outputs, packed.places, strict=True)
+    }
+
+
+def _output(
+    output: Output, kind: FeatureType, place: Place, num_rows: int, batch: torch.Tensor, made: torch.Tensor
+) -> torch.Tensor | Jagged | JaggedBatch:
+    dtype = TORCH_DTYPES[place.dtype]
+    values = made.view(dtype)[place.first : place.first + place.count]
+    if place.lengths_at < 0:
+        return values if place.width == 1 and not output.keys else values.view(num_rows, place.width)
+    lengths = batch[place.lengths_at : place.lengths_at + place.num_lengths]
+    if not output.keys:
+        assert kind.is_jagged
+        return Jagged(values, lengths)
+    return JaggedBatch(output.keys, values, lengths)
+
+
+def _tiles_of(sizes: Sequence[int], tile: int) -> Words:
+    """A feature and its first value for each tile."""
+    counts = -(-np.asarray(sizes, dtype=np.int64) // tile)
+    tiles_before = np.cumsum(counts) - counts
+    features = np.repeat(np.arange(len(sizes)), counts)
+    firsts = (np.arange(len(features)) - tiles_before[features]) * tile
+    return np.stack([features, firsts], axis=1).reshape(-1).astype(np.int64)
+
+
+def _starts(lengths: Words) -> Words:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _numpy(lengths: torch.Tensor | None) -> Words:
+    assert lengths is not None
+    found: Words = lengths.numpy()
+    return found
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -1,0 +1,126 @@
+"""Run a feature graph on a GPU, all of its features and operators in one kernel: `FeatureTransform` for a trainer.
+
+Called by programs on batches of raw columns, as `collate_rows` makes them and a loader gives them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.reading import Reader
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
+from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+
+_log = logging.getLogger(__name__)
+_LARGEST_TILE = 512
+# As `kernel.launch`.
+Launch = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[int, int, int], int, int], None]
+
+
+class FusedTransform:
+    """A feature graph as a function of batches in host memory, whose results are on a GPU.
+
+        transform = FusedTransform(graph, num_programs=16)
+        for batch in loader:  # of raw columns
+            features = transform(batch)
+
+    The batch is packed into one piece of memory, copied once, and computed by one kernel on the current stream. The
+    results are those of `FeatureTransform(graph)`, on the device: integers the same bits, floating point within 1e-5.
+
+    A batch for which there is no memory, or that is larger than `arena_bytes`, is computed in host memory and its
+    results are copied; a line in the log says so once.
+
+    Args:
+        graph: What to compute.
+        device: Where; the results are there.
+        num_programs: Of the kernel's grid: at most so many multiprocessors are taken. Default: all there are.
+        arena_bytes: The largest batch that is computed on the GPU, with its results; default: any that fits.
+        tile: Values that a program works on at once, a power of two, at most 512: registers have room for so many.
+        launch: What runs the kernel; default: Triton, which must be installed.
+
+    Raises:
+        FeatureError: when it is made: Triton is not installed, num_programs is below 1, or tile cannot be; when it is
+            called: the batch does not fit the graph, and the message names each feature.
+    """
+
+    def __init__(
+        self,
+        graph: FeatureGraph,
+        *,
+        device: str | torch.device = "cuda",
+        num_programs: int | None = None,
+        arena_bytes: int | None = None,
+        tile: int = 256,
+        launch: Launch | None = None,
+    ) -> None:
+        if num_programs is not None and num_programs < 1:
+            raise FeatureError(f"num_programs={num_programs}: at least 1")
+        if not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
+            raise FeatureError(f"tile={tile}: a power of two, at most {_LARGEST_TILE}")
+        self.graph = graph
+        self._device = torch.device(device)
+        self._launch, self._tile = launch or _triton(), tile
+        program = program_of(graph)
+        self._read = Reader(graph.inputs)
+        self._pack = Packer(graph, program, tile, pinned=self._device.type == "cuda")
+        self._constants = torch.from_numpy(program.constants).to(self._device)
+        self._num_features = len(program.chains)
+        self._num_programs = num_programs or _multiprocessors(self._device)
+        self._arena_bytes = arena_bytes
+        self._in_host_memory = FeatureTransform(graph)
+        self._has_said_so = False
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        num_rows, features = self._read(batch)
+        with torch.no_grad():
+            packed = self._pack(num_rows, features)
+            if self._arena_bytes is not None and packed.num_bytes > self._arena_bytes:
+                return self._elsewhere(batch, f"{packed.num_bytes} bytes, and arena_bytes={self._arena_bytes}")
+            try:
+                return self._on_device(packed)
+            except torch.OutOfMemoryError as error:
+                return self._elsewhere(batch, str(error).partition("\n")[0])
+
+    def _on_device(self, packed: Packed) -> dict[str, Any]:
+        words = packed.words.to(self._device, non_blocking=True)
+        made = torch.empty(-(-packed.made_bytes // 8), dtype=torch.int64, device=self._device)
+        if packed.num_tiles:
+            counts = packed.num_rows, self._num_features, packed.num_tiles
+            self._launch((words, made, self._constants), counts, self._num_programs, self._tile)
+        return dict(unpack(self.graph, packed, words, made))
+
+    def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:
+        if not self._has_said_so:
+            _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
+            self._has_said_so = True
+        return {name: _moved(value, self._device) for name, value in self._in_host_memory(batch).items()}
+
+
+def _triton() -> Launch:
+    try:
+        from hetstream.mpi_dataworkers.gpu_features.kernel import launch
+    except ImportError as exc:
+        raise FeatureError("features on a GPU need Triton: pip install 'hetstream[triton]'") from exc
+    return launch
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, JaggedBatch):
+        return JaggedBatch(value.keys, value.values.to(device), value.lengths.to(device))
+    if isinstance(value, Jagged):
+        return Jagged(value.values.to(device), value.lengths.to(device))
+    return value.to(device)

@@ -1,0 +1,302 @@
+"""One kernel for all features of a batch: in Triton's interpreter the same as the NumPy reference, whatever the graph.
+
+No GPU is needed: the interpreter runs the kernel in this process, and compilers make it for GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.rap_cases import batch_of
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features import reference
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.operators import (
+    OPERATORS,
+    BoxCox,
+    Bucketize,
+    Cast,
+    Clamp,
+    FillNull,
+    FirstX,
+    Logit,
+    MapId,
+    Ngram,
+    Onehot,
+    Operator,
+    SigridHash,
+)
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
+from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
+REALS = (0.0, -0.0, 1.0, -1.0, 0.25, 0.5, 2.0, 7.5, -3.25, 1e-30, 1e30, 3e9, NAN, INF, -INF)
+WHOLE = (0, 1, 2, 3, -1, -2, 17, 255, 2**31 - 1, -(2**31))
+BORDERS = (-2.0, -1.0, 0.0, 0.0, 0.5, 1.0, 4.0, 4.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted() -> Iterator[None]:
+    """Triton decides when a kernel is made who runs it."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+def interpreted_launch(*arguments: Any) -> None:
+    """NumPy carries it out, which warns of infinity and NaN where a GPU does not."""
+    from hetstream.mpi_dataworkers.gpu_features.kernel import launch
+
+    with np.errstate(all="ignore"):
+        launch(*arguments)
+
+
+def fused(graph: FeatureGraph, **options: Any) -> FusedTransform:
+    """The kernel in the interpreter, with little tiles and several programs."""
+    usual = {"device": "cpu", "num_programs": 3, "tile": 16, "launch": interpreted_launch}
+    return FusedTransform(graph, **{**usual, **options})
+
+
+def random_operator(draw: random.Random) -> Operator:
+    """Any of the eleven, with any numbers."""
+    low = draw.uniform(-3, 3)
+    salt, most = draw.randint(-(2**63), LARGE), draw.choice([1, 2, 97, 10**6, 2**62 + 3, LARGE])
+    return draw.choice(
+        [
+            Logit(draw.uniform(1e-6, 0.4)),
+            BoxCox(draw.choice([0.0, 1e-9, 0.5, -0.7, 2.0])),
+            Onehot(low, low + draw.uniform(0.5, 6), draw.randint(1, 5)),
+            SigridHash(salt, most),
+            FirstX(draw.randint(0, 6)),
+            Clamp(draw.choice([None, low]), low + 4),
+            Clamp(draw.randint(-9, 0), draw.randint(0, 300)),
+            Bucketize(tuple(BORDERS[: draw.randint(1, 8)])),
+            Ngram(draw.choice([1, 2, 3, 5, 2**62])),
+            MapId(tuple(draw.randint(-(2**63), LARGE) for _ in range(draw.randint(1, 9)))),
+            FillNull(draw.choice([0, 7, 0.5]), draw.random() < 0.5),
+            Cast(draw.choice(DTYPES)),
+        ]
+    )
+
+
+def random_chain(name: str, draw: random.Random) -> Feature:
+    """An input of any type with up to seven operators."""
+    dtype = draw.choice(DTYPES)
+    if draw.random() < 0.5:
+        feature, kind = jagged(name, dtype), FeatureType(dtype, is_jagged=True)
+    else:
+        width, is_nullable = draw.choice([1, 1, 3]), draw.random() < 0.4
+        feature = dense(name, dtype, width=width, is_nullable=is_nullable)
+        kind = feature.input.type
+        if is_nullable:
+            feature = feature >> FillNull(draw.randint(0, 5))
+            kind = feature.operators[0].result(kind)
+    for _ in range(draw.randint(0, 14)):
+        operator = random_operator(draw)
+        if not operator.refusal(kind) and kind.width * getattr(operator, "num_classes", 1) < 30:
+            feature, kind = feature >> operator, operator.result(kind)
+    return feature
+
+
+def random_rows(chain: Feature, num_rows: int, draw: random.Random) -> list[list[Any]]:
+    """What the reference is given; None is a value that is missing."""
+    kind = chain.input.type
+    number = np.dtype(kind.dtype).type
+    wild = REALS if kind.is_float else WHOLE if kind.dtype == "int32" else (*WHOLE, LARGE, -(2**63))
+
+    def value() -> Any:
+        if kind.is_nullable and draw.random() < 0.3:
+            return None
+        return number(draw.choice(wild) if draw.random() < 0.6 else draw.uniform(-4, 4))
+
+    return [[value() for _ in range(draw.randint(0, 6) if kind.is_jagged else kind.width)] for _ in range(num_rows)]
+
+
+def as_input(chain: Feature, rows: list[list[Any]]) -> Any:
+    """The same as a batch has it."""
+    kind = chain.input.type
+    flat = [value for row in rows for value in row]
+    values = torch.from_numpy(np.array([0 if value is None else value for value in flat], dtype=kind.dtype))
+    if kind.is_jagged:
+        return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    shape = (len(rows),) if kind.width == 1 else (len(rows), kind.width)
+    valid = torch.tensor([value is not None for value in flat], dtype=torch.bool).reshape(shape)
+    return Nullable(values.reshape(shape), valid) if kind.is_nullable else values.reshape(shape)
+
+
+def check_random_graph(seed: int) -> None:
+    """The kernel and the reference, on a graph and a batch of this seed."""
+    draw = random.Random(seed)
+    num_rows = draw.choice([0, 1, 2, 7, 7, 20])
+    chains = [random_chain(f"x{at}", draw) for at in range(draw.randint(1, 5))]
+    rows = {chain.input.name: random_rows(chain, num_rows, draw) for chain in chains}
+    graph = FeatureGraph.of({f"y{at}": chain for at, chain in enumerate(chains)})
+    batch = {chain.input.name: as_input(chain, rows[chain.input.name]) for chain in chains}
+    found = fused(graph)(batch)
+    for at, chain in enumerate(chains):
+        expected = rows[chain.input.name]
+        for operator in chain.operators:
+            expected = reference.apply(operator, expected)
+        compare(found[f"y{at}"], expected, graph.types[graph.outputs[at].of[0]], f"seed {seed}: {chain}")
+
+
+def compare(found: Any, expected: list[list[Any]], kind: FeatureType, said: str) -> None:
+    """Lengths and integers are the same, floating point within 1e-5."""
+    values = found
+    if kind.is_jagged:
+        assert found.lengths.tolist() == [len(row) for row in expected], said
+        values = found.values
+    else:
+        assert found.shape == ((len(expected),) if kind.width == 1 else (len(expected), kind.width)), said
+    flat = np.array([value for row in expected for value in row], dtype=kind.dtype)
+    assert values.numpy().dtype == flat.dtype, said
+    if kind.is_float:
+        np.testing.assert_allclose(values.numpy().reshape(-1), flat, rtol=1e-5, atol=1e-37, err_msg=said)
+    else:
+        assert values.reshape(-1).tolist() == flat.tolist(), said
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_kernel_does_what_the_reference_does_on_random_graphs(seed: int) -> None:
+    check_random_graph(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(20, 500, 60))
+def test_the_kernel_does_what_the_reference_does_on_500_random_graphs(first: int) -> None:
+    for seed in range(first, first + 60):
+        check_random_graph(seed)
+
+
+def test_random_graphs_have_all_operators() -> None:
+    drawn = [random.Random(seed) for seed in range(20)]
+    kinds = {type(operator) for draw in drawn for at in range(5) for operator in random_chain(f"x{at}", draw).operators}
+    assert kinds == {*OPERATORS}
+
+
+def same(found: Any, expected: Any) -> None:
+    """Two outputs of a graph."""
+    if isinstance(expected, tuple):
+        assert type(found) is type(expected)
+        for mine, other in zip(found, expected, strict=True):
+            same(mine, other) if isinstance(other, torch.Tensor) else None
+        return
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_papers_plans_in_the_layout_that_a_trainer_takes(number: int) -> None:
+    """A matrix of all dense features, and all lists key by key as KeyedJaggedTensor has them."""
+    graph, batch = make_plan(PLANS[number]), batch_of(PLANS[number], 5)
+    found, expected = fused(graph, tile=32)(batch), FeatureTransform(graph)(batch)
+    assert [*found] == [*expected] == ["dense", "sparse"]
+    assert found["sparse"].keys == expected["sparse"].keys
+    for name in expected:
+        same(found[name], expected[name])
+
+
+def test_outputs_of_every_form_from_common_inputs() -> None:
+    """Dense features among lists, columns of several widths, an input as it is, a feature that is an output twice."""
+    filled = dense("age", is_nullable=True) >> FillNull(3.0)
+    graph = FeatureGraph.of(
+        {
+            "mixed": [jagged("ids") >> FirstX(2), (dense("page", "int64") >> SigridHash(1, 50)).named("page")],
+            "matrix": [filled >> Onehot(0.0, 9.0, 4), filled >> Logit(), filled],
+            "age": filled,
+            "raw": jagged("ids"),
+            "hot": jagged("ids") >> FirstX(0) >> Onehot(0.0, 4.0, 3) >> Onehot(0.5, 2.0, 2) >> Clamp(0.25, 0.75),
+        }
+    )
+    batch = {
+        "age": Nullable(torch.tensor([1.0, 5.0, 8.5]), torch.tensor([True, False, True])),
+        "page": torch.tensor([3, -3, LARGE]),
+        "ids": Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 0, 1])),
+    }
+    found, expected = fused(graph)(batch), FeatureTransform(graph)(batch)
+    assert isinstance(found["mixed"], JaggedBatch)
+    for name in expected:
+        same(found[name], expected[name])
+    assert fused(FeatureGraph.of({"x": dense("x")}))({"x": torch.tensor([1.0])})["x"].tolist() == [1.0]
+
+
+def test_the_number_of_programs_changes_nothing() -> None:
+    graph, batch = make_plan(PLANS[0]), batch_of(PLANS[0], 9)
+    alone, many = (fused(graph, num_programs=count, tile=8)(batch) for count in (1, 50))
+    for name in alone:
+        same(many[name], alone[name])
+
+
+def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
+    transform = fused(make_plan(PLANS[0]))
+    batch = batch_of(PLANS[0], 4)
+    wrong = {**batch, "dense3": torch.zeros(4, dtype=torch.float64), "sparse5": torch.zeros(4)}
+    with pytest.raises(FeatureError, match=r"dense3 is float64.*sparse5 is float32"):
+        transform(wrong)
+    for options, message in (
+        ({"num_programs": 0}, "num_programs=0"),
+        ({"tile": 48}, "tile=48: a power of two, at most 512"),
+    ):
+        with pytest.raises(FeatureError, match=message):
+            fused(make_plan(PLANS[0]), **options)
+
+
+@pytest.mark.parametrize("is_too_large", [True, False])
+def test_without_memory_a_batch_is_computed_in_host_memory_and_that_is_said_once(
+    is_too_large: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, batch = make_plan(PLANS[0]), batch_of(PLANS[0], 6)
+
+    def launch(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore about it")
+
+    transform = fused(graph, arena_bytes=1000) if is_too_large else fused(graph, launch=launch)
+    with caplog.at_level(logging.WARNING):
+        found = [transform(batch) for _ in range(3)]
+    expected = FeatureTransform(graph)(batch)
+    for name in expected:
+        same(found[2][name], expected[name])
+    [message] = [record.message for record in caplog.records]
+    assert "computed in host memory instead of on cpu" in message
+    assert ("arena_bytes=1000" if is_too_large else "Tried to allocate 2 GiB.") in message
+    assert "more about it" not in message
+
+
+@pytest.mark.parametrize("tiles", [(256,), pytest.param((64, 128, 512), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernel_is_compiled_for_gpus_that_are_not_here(
+    architecture: int, tiles: tuple[int, ...], tmp_path: Path
+) -> None:
+    """For the A100 and the H200; what registers hold has room in them."""
+    program = f"""
+import json
+from hetstream.mpi_dataworkers.gpu_features.offline import compile_for
+print(json.dumps([vars(compile_for({architecture}, tile)) for tile in {tiles}]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for compiled in json.loads(done.stdout):
+        assert compiled["architecture"] == architecture
+        assert compiled["num_bytes"] > 1000
+        assert compiled["spilled_bytes"] == 0

@@ -1,0 +1,119 @@
+"""Features on several GPUs: what is sent, and moves that never make the slowest GPU slower."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.rap_cases import layers
+from benchmarks.rap_map import model_of
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import fuse
+from hetstream.mpi_dataworkers.gpu_features.mapping import (
+    Cluster,
+    Mapping,
+    Model,
+    Sparse,
+    balanced,
+    data_local,
+    data_parallel,
+    estimate_s,
+    num_launches,
+)
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, least_exposed_s
+
+US = 1e-6
+ROOM = (Layer("all", 100 * US, 10 * US, 10 * US),)
+
+
+def cluster(num_gpus: int) -> Cluster:
+    """GPUs that leave 10 us each, and send 1 MB in 1 us; an exchange takes 2 us more."""
+    return Cluster(num_gpus, ROOM, launch_s=0.0, link_bytes_per_s=1e12, message_s=2 * US)
+
+
+def feature(name: str, work_s: float, *tables: int, num_bytes: float = 1e6) -> Sparse:
+    """A feature with one operator."""
+    return Sparse(name, (Operation(name, "hash", -1, work_s, work_s),), tables, num_bytes)
+
+
+def test_what_each_mapping_sends() -> None:
+    model = Model(cluster(4), (feature("a", US, 0), feature("b", US, 1, 2)))
+    assert all(exchange.duration_s(model.cluster) == 0 for exchange in model.exchanges(data_local(model)))
+    parallel = model.exchanges(data_parallel(model))
+    # A quarter of each feature is on the right GPU already; b goes to two GPUs.
+    assert [exchange.received for exchange in parallel] == [750e3, 750e3, 750e3, 0]
+    assert [exchange.sent for exchange in parallel] == [500e3, 500e3, 500e3, 750e3]
+    elsewhere = model.exchanges(Mapping(((3,), (1,))))
+    assert [(exchange.sent, exchange.received) for exchange in elsewhere] == [(0, 1e6), (1e6, 0), (0, 1e6), (1e6, 0)]
+    assert elsewhere[0].duration_s(model.cluster) == pytest.approx(3 * US)
+
+
+def test_a_feature_leaves_a_crowded_gpu_where_sending_it_is_worth_it() -> None:
+    """18 us of work beside 10 us of room: 8 are exposed. One feature elsewhere costs 3 us of exchange."""
+    crowded = Model(cluster(2), tuple(feature(f"f{at}", 9 * US, 0) for at in range(2)))
+    chosen = balanced(crowded)
+    assert chosen.moves == 1
+    assert sorted(chosen.places or ()) == [(0,), (1,)]
+    assert max(crowded.exposed_s(chosen, estimate_s)) == pytest.approx(3 * US)
+    heavy = tuple(feature(f"f{at}", 6 * US, 0, num_bytes=1e9) for at in range(2))
+    assert balanced(Model(cluster(2), heavy)).moves == 0, "a feature of a gigabyte stays"
+
+
+def test_a_table_whose_rows_are_on_all_gpus_is_fed_by_the_gpus_that_have_time() -> None:
+    """It begins on both GPUs; the crowded one then gets it from the other."""
+    model = Model(cluster(2), (feature("shared", 6 * US, 0, 1), feature("own", 12 * US, 0)))
+    chosen = balanced(model)
+    assert chosen.places == ((1,), (0,))
+    before, after = (max(model.exposed_s(each, estimate_s)) for each in (data_local(model), chosen))
+    assert before == pytest.approx(8 * US)
+    assert after == pytest.approx(5 * US)
+
+
+features = st.lists(
+    st.tuples(st.floats(0, 9), st.sets(st.integers(0, 3), min_size=1), st.floats(0, 5)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(features)
+def test_moves_never_make_the_slowest_gpu_slower_and_lose_nothing(drawn: list[tuple[float, set[int], float]]) -> None:
+    model = Model(
+        cluster(4),
+        tuple(
+            feature(f"f{at}", work * US, *sorted(tables), num_bytes=size * 1e6)
+            for at, (work, tables, size) in enumerate(drawn)
+        ),
+    )
+    chosen = balanced(model)
+    assert chosen.places is not None
+    assert all(places and set(places) <= {0, 1, 2, 3} and len(set(places)) == len(places) for places in chosen.places)
+    local, moved = (max(model.exposed_s(each, estimate_s)) for each in (data_local(model), chosen))
+    assert moved <= local + 1e-12
+    exchanges = model.exchanges(chosen)
+    assert sum(each.sent for each in exchanges) == pytest.approx(sum(each.received for each in exchanges))
+
+
+def test_tables_must_be_somewhere() -> None:
+    for tables in ((), (4,), (0, -1)):
+        with pytest.raises(FeatureError, match="clicks: tables="):
+            Model(cluster(4), (feature("clicks", US, *tables),))
+
+
+def test_launches_are_estimated_near_what_fusing_finds() -> None:
+    model = model_of(2, 0.7)
+    problem = model.problem(data_local(model), 1)
+    launches = num_launches(problem.operations)
+    assert launches <= 1.3 * len(fuse(problem))
+    whole = Problem(problem.operations, layers(), 5 * US)
+    assert estimate_s(whole) >= least_exposed_s(whole)
+    assert num_launches(()) == 0
+
+
+def test_skewed_features_of_eight_gpus_are_spread() -> None:
+    """As Figure 12: one GPU has features with more operators."""
+    model = model_of(4, 0.9)
+    mappings = data_parallel(model), data_local(model), balanced(model)
+    parallel, local, own = (max(model.exposed_s(each, estimate_s)) for each in mappings)
+    assert parallel > 2 * own
+    assert local > 2 * own

@@ -31,6 +31,8 @@ PRESSURES = (0.5, 0.7, 0.9)
 ROW_WISE = 4  # features whose table has rows on every GPU
 OPERATORS = 10  # of a feature, on average
 DP, DL, OWN = "data-parallel", "data-local", "hetstream"
+_LEAST_US = 1.0  # of what nothing is exposed of, in ratios
+LEAST_US = 1.0  # what nothing counts as, in ratios
 # Figure 12's reductions of what is exposed.
 GOALS = {DP: 4.3, DL: 4.0}
 
@@ -135,8 +137,11 @@ def rows_of(case: str, exposed: dict[str, list[float]], spent: list[float], move
     """Rows of a case."""
     rows = [harness.row_of(case, name, values, "us exposed, simulated") for name, values in exposed.items()]
     for name, goal in GOALS.items():
-        ratios = [other / max(own, 1e-3) for other, own in zip(exposed[name], exposed[OWN], strict=True)]
-        rows.append(harness.row_of(case, f"{name} / {OWN}", ratios, "x", at_least=goal))
+        ratios = [other / max(own, LEAST_US) for other, own in zip(exposed[name], exposed[OWN], strict=True) if other]
+        if ratios:
+            rows.append(harness.row_of(case, f"{name} / {OWN}", ratios, "x", at_least=goal))
+        else:
+            rows.append(Row(case, f"{name} / {OWN}", None, "x", note="nothing is exposed: nothing to gain"))
     rows.append(harness.row_of(case, OWN, spent, "s for the mapping"))
     rows.append(harness.row_of(case, OWN, moves, "moves"))
     text = ", ".join(f"{name} {min(values):.1f} .. {max(values):.1f}" for name, values in exposed.items())

@@ -47,8 +47,8 @@ class FusedTransform:
         launch: What runs the kernel; default: Triton, which must be installed.
 
     Raises:
-        FeatureError: when it is made: Triton is not installed, num_programs is below 1, or tile cannot be; when it is
-            called: the batch does not fit the graph, and the message names each feature.
+        FeatureError: when it is made: there is no GPU or no Triton, num_programs is below 1, or tile cannot be; when
+            it is called: the batch does not fit the graph, and the message names each feature.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class FusedTransform:
             raise FeatureError(f"tile={tile}: a power of two, at most {_LARGEST_TILE}")
         self.graph = graph
         self._device = torch.device(device)
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise FeatureError(f"device={str(device)!r}: there is no GPU here; FeatureTransform needs none")
         self._launch, self._tile = launch or _triton(), tile
         program = program_of(graph)
         self._read = Reader(graph.inputs)
@@ -94,7 +96,8 @@ class FusedTransform:
         made = torch.empty(-(-packed.made_bytes // 8), dtype=torch.int64, device=self._device)
         if packed.num_tiles:
             counts = packed.num_rows, self._num_features, packed.num_tiles
-            self._launch((words, made, self._constants), counts, self._num_programs, self._tile)
+            with torch.cuda.device_of(made):  # type: ignore[no-untyped-call]
+                self._launch((words, made, self._constants), counts, self._num_programs, self._tile)
         return dict(unpack(self.graph, packed, words, made))
 
     def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:

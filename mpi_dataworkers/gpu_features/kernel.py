@@ -204,7 +204,7 @@ def _applied(operator, constants, code, whole, real):
     elif code == CLAMP:
         whole, real = _clamped(operator, whole, real)
     elif code == BUCKETIZE:
-        whole = _bucket(operator, constants, real)
+        whole = _bucket(operator, constants, whole, real)
     elif code == MAP_ID:
         size = tl.load(operator + 4)
         is_inside = (whole >= 0) & (whole < size)
@@ -276,10 +276,10 @@ def _clamped(operator, whole, real):
 
 
 @triton.jit
-def _bucket(operator, constants, real):
+def _bucket(operator, constants, whole, real):
     """How many borders are below; of NaN, what the operator says."""
     borders = (constants + tl.load(operator + 3)).to(tl.pointer_type(tl.float64))
-    low = tl.zeros_like(real).to(tl.int64)
+    low = whole * 0
     high = low + tl.load(operator + 4)
     left = tl.load(operator + 4)
     while left > 0:

@@ -3,8 +3,8 @@
 A training step is a row of layers. Each leaves something of the GPU unused, in two resources: traffic to memory, and
 arithmetic. Both are counted in seconds of the whole GPU, as RAP does with one resource (its section 5). A kernel holds
 operators of one class for several features, none of which needs another one of them (section 6). It adds to its
-layer's load what its operators take of each resource and, in both, one launch. Where a layer's load is more than what it leaves,
-the step is longer by the larger of the two excesses: that time is *exposed*.
+layer's load what its operators take of each resource and, in both, one launch. Where a layer's load is more than what
+it leaves, the step is longer by the larger of the two excesses: that time is *exposed*.
 """
 
 from __future__ import annotations

@@ -250,12 +250,21 @@ def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
     wrong = {**batch, "dense3": torch.zeros(4, dtype=torch.float64), "sparse5": torch.zeros(4)}
     with pytest.raises(FeatureError, match=r"dense3 is float64.*sparse5 is float32"):
         transform(wrong)
+    if not torch.cuda.is_available():
+        with pytest.raises(FeatureError, match="device='cuda': there is no GPU here"):
+            FusedTransform(make_plan(PLANS[0]))
     for options, message in (
         ({"num_programs": 0}, "num_programs=0"),
         ({"tile": 48}, "tile=48: a power of two, at most 512"),
     ):
         with pytest.raises(FeatureError, match=message):
             fused(make_plan(PLANS[0]), **options)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hetstream.mpi_dataworkers.gpu_features.kernel", None)
+    with pytest.raises(FeatureError, match=r"need Triton: pip install 'hetstream\[triton\]'"):
+        FusedTransform(make_plan(PLANS[0]), device="cpu")
 
 
 @pytest.mark.parametrize("is_too_large", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -184,14 +186,22 @@ def test_trees_are_cut_into_paths_of_which_each_follows_its_parent() -> None:
     assert problems_of(problem, search(problem).kernels) == []
 
 
-@pytest.mark.parametrize("pressure", [0.75, 1.1])
+@pytest.mark.slow
+@pytest.mark.parametrize("pressure", [0.75, 0.95, 1.1])
 def test_the_search_is_not_worse_than_an_exact_solver(pressure: float) -> None:
     problem = problem_of(operations_of(make_plan(random_plan(30)), 4096, 48.0, A100), A100, pressure)
-    found = search(problem, limit_s=2)
-    solved = solve(problem, [4] * len(problem.layers), limit_s=2)
+    found = search(problem, limit_s=6)
+    solved = solve(problem, [4] * len(problem.layers), limit_s=6)
     assert solved.kernels is not None
     assert problems_of(problem, solved.kernels) == []
     assert found.cost.rank[0] <= cost_of(problem, solved.kernels).rank[0]
+
+
+def test_the_example_of_the_guide_runs_as_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/gpu-features.md").read_text()
+    [example] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "search(" in block]
+    exec(example.replace("limit_s=2", "limit_s=0.2"), {})
+    assert re.fullmatch(r"\d+ kernels, the step is \d+ us longer\n", capsys.readouterr().out)
 
 
 def test_the_clock_ends_the_search_and_the_seed_decides() -> None:

@@ -24,8 +24,10 @@ from hetstream.mpi_dataworkers.gpu_features.search import search
 SIZES = (78, 117, 208, 390, 780, 1560)
 # Needed, of what a model leaves: with a third of it free, tight, and more than there is.
 PRESSURES = (0.75, 0.95, 1.1)
+TIGHT = 0.95  # of plans, and of what is larger than so many operators
+LARGE = 300
 MOST_S = 30.0
-LIMIT_S = 20.0
+LIMIT_S = 6.0
 # Steps of a layer in the integer program, and in the search at least.
 STEPS = 4
 OWN, PAPER, PAPER_TWO, HIGHS = "hetstream", "RAP's Algorithm 1", "Algorithm 1, two resources", "HiGHS"
@@ -99,7 +101,7 @@ def main() -> int:
     rows: list[Row] = []
     for size in sizes[:2] if args.quick else sizes:
         operations = operations_of(make_plan(size), BATCH, sum(size.list_length) / 2, A100)
-        for pressure in PRESSURES if size.name.endswith("operators") else PRESSURES[1:2]:
+        for pressure in PRESSURES if size.num_operators < LARGE and size not in PLANS else (TIGHT,):
             case = f"{size.name}, {pressure:.0%} needed"
             if wanted and not any(text in case.lower() for text in wanted):
                 continue

@@ -100,10 +100,14 @@ class Work:
         """What is known of it beforehand."""
         first = self.operators[0]
         made = first.result(self.given)
-        made_width, parameter = self.width, 0.0
+        made_width, parameter, pieces = self.width, 0.0, 0.0
         if isinstance(first, FirstX | Ngram):
-            made_width = statistics.fmean(length_after(operator, self.width) for operator in self.operators)
-            parameter = statistics.fmean(getattr(operator, "n", 0) for operator in self.operators)
+            pairs = [(operator, length) for operator in self.operators for length in self._lengths()]
+            made_width = statistics.fmean(length_after(operator, length) for operator, length in pairs)
+            parameter = statistics.fmean(_n(operator) for operator in self.operators)
+            is_cut = isinstance(first, FirstX)
+            windows = (1 if is_cut else length - min(_n(operator), length) + 1 for operator, length in pairs)
+            pieces = self.num_rows * len(self.operators) * statistics.fmean(windows)
         elif isinstance(first, Onehot):
             made_width = parameter = statistics.fmean(getattr(each, "num_classes", 0) for each in self.operators)
         elif isinstance(first, Bucketize):
@@ -111,7 +115,16 @@ class Work:
         form = f"{self.given.dtype}{'?' if self.given.is_nullable else ''} to {made.dtype}"
         item, made_item = (np.dtype(kind.dtype).itemsize for kind in (self.given, made))
         return KernelSize(
-            first.name, form, len(self.operators), self.num_rows, self.width, made_width, item, made_item, parameter
+            first.name,
+            form,
+            len(self.operators),
+            self.num_rows,
+            self.width,
+            made_width,
+            item,
+            made_item,
+            parameter,
+            pieces,
         )
 
     def runner(self, draw: np.random.Generator, native: bool) -> Callable[[], object]:
@@ -129,8 +142,7 @@ class Work:
     def _input(self, name: str, draw: np.random.Generator) -> tuple[Any, Feature]:
         width = round(self.width)
         if self.given.is_jagged or width != self.width:
-            low, high = int(np.ceil(self.width / 2)), int(self.width * 1.5)
-            lengths = draw.integers(low, max(low, high) + 1, self.num_rows)
+            lengths = draw.choice(self._lengths(), self.num_rows)
             return Jagged(self._values(int(lengths.sum()), draw), torch.from_numpy(lengths)), jagged(
                 name, self.given.dtype
             )
@@ -141,9 +153,17 @@ class Work:
             return Nullable(values, torch.from_numpy(draw.random(shape) > 0.1)), source
         return values, source
 
+    def _lengths(self) -> range:
+        """Of lists, each as often as others."""
+        return range(int(np.ceil(self.width / 2)), max(int(np.ceil(self.width / 2)), int(self.width * 1.5)) + 1)
+
     def _values(self, count: int, draw: np.random.Generator) -> torch.Tensor:
         drawn = draw.normal(0, 200, count) if not self.given.is_float else draw.normal(0, 2, count)
         return torch.from_numpy(drawn.astype(self.given.dtype))
+
+
+def _n(operator: Operator) -> int:
+    return int(getattr(operator, "n", 0))
 
 
 def samples(draw: random.Random, widths: Sequence[int], count: int) -> Iterator[Work]:
@@ -151,7 +171,8 @@ def samples(draw: random.Random, widths: Sequence[int], count: int) -> Iterator[
     for make, given in PROGRAMS:
         for width in widths:
             sizes = [pair for pair in itertools.product(FEATURES, ROWS) if pair[0] * pair[1] * width <= MOST_VALUES]
-            for num_features, num_rows in draw.sample(sizes, min(count, len(sizes))):
+            wanted = 3 * count if given.is_jagged else count  # of which there are fewer programs
+            for num_features, num_rows in draw.sample(sizes, min(wanted, len(sizes))):
                 operators = tuple(make(draw) for _ in range(num_features))
                 yield Work(operators, given, num_rows, float(width))
 

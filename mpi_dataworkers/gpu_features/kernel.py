@@ -36,7 +36,7 @@ FEATURE_WORDS = tl.constexpr(16)
 OPERATOR_WORDS = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_features", "num_tiles"])  # a batch of one row needs no other program
 def features_kernel(batch, made, constants, num_rows, num_features, num_tiles, TILE: tl.constexpr):
     """Compute all tiles.
 

@@ -42,6 +42,7 @@ class KernelSize:
         made_width: the same of the results.
         given_bytes, made_bytes: of a value.
         parameter: what else matters for the operator: borders of Bucketize, n of FirstX and Ngram, classes of Onehot.
+        pieces: that are copied one by one: lists of FirstX, windows of Ngram.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class KernelSize:
     given_bytes: int
     made_bytes: int
     parameter: float = 0.0
+    pieces: float = 0.0
 
     @property
     def program(self) -> tuple[str, str]:
@@ -84,11 +86,11 @@ class KernelSize:
         depth = math.log2(self.parameter + 2) * self.made_values
         rows = self.num_features * self.num_rows
         cached = [max(0.0, self.num_bytes - edge) for edge in _CACHE_BYTES]
-        return [1.0, self.num_features, rows, self.values, self.made_values, depth, *cached]
+        return [1.0, self.num_features, rows, self.pieces, self.values, self.made_values, depth, *cached]
 
     def features(self) -> list[float]:
         """What the trees look at."""
-        sizes = self.num_rows, self.width, self.made_width, self.values, self.made_values, self.num_bytes
+        sizes = self.num_rows, self.width, self.made_width, self.values, self.made_values, self.num_bytes, self.pieces
         return [float(self.num_features), *(math.log2(size + 1) for size in sizes), self.parameter]
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -95,19 +96,19 @@ class Work:
     num_rows: int
     width: float
 
-    @property
+    @cached_property
     def size(self) -> KernelSize:
         """What is known of it beforehand."""
         first = self.operators[0]
         made = first.result(self.given)
         made_width, parameter, pieces = self.width, 0.0, 0.0
         if isinstance(first, FirstX | Ngram):
-            pairs = [(operator, length) for operator in self.operators for length in self._lengths()]
-            made_width = statistics.fmean(length_after(operator, length) for operator, length in pairs)
-            parameter = statistics.fmean(_n(operator) for operator in self.operators)
-            is_cut = isinstance(first, FirstX)
-            windows = (1 if is_cut else length - min(_n(operator), length) + 1 for operator, length in pairs)
-            pieces = self.num_rows * len(self.operators) * statistics.fmean(windows)
+            lengths = np.array(self._lengths())
+            numbers = np.array([_n(operator) for operator in self.operators])[:, None]
+            sizes = np.minimum(numbers, lengths)
+            windows = np.ones_like(sizes) if isinstance(first, FirstX) else lengths - sizes + 1
+            made_width, parameter = float((windows * sizes).mean()), float(numbers.mean())
+            pieces = self.num_rows * len(self.operators) * float(windows.mean())
         elif isinstance(first, Onehot):
             made_width = parameter = statistics.fmean(getattr(each, "num_classes", 0) for each in self.operators)
         elif isinstance(first, Bucketize):

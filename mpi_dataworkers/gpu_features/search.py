@@ -21,6 +21,7 @@ from hetstream.mpi_dataworkers.gpu_features.placement import (
     Numbers,
     Placement,
     Places,
+    Snapshot,
     cuts,
     longest_chain,
     steps_of_layers,
@@ -134,16 +135,21 @@ class _Search:
         self._settle(trees)
 
     def improve(self) -> str:
-        """Rounds until the time is over, or none has brought anything for long; why it ended."""
+        """Rounds until the time is over, or none has brought anything for long; why it ended. The best is left."""
+        best, reason = self._best_of_rounds()
+        self.grid.restore(best)
+        return reason
+
+    def _best_of_rounds(self) -> tuple[Snapshot, str]:
         least_s = round(least_exposed_s(self._problem), 12)
         enough = max(_LEAST_IDLE_ROUNDS, _IDLE_ROUNDS * len(self._problem.operations))
         best, best_rank, idle = self.grid.snapshot(), self.grid.rank(), 0
         now, now_rank, worse_s = best, best_rank, 0.0
         while idle < enough:
             if self._spent() > 1:
-                return "the time was over"
+                return best, "the time was over"
             if best_rank[0] <= least_s and best_rank[1] <= len(self.grid.kinds):
-                return "nothing can be better"
+                return best, "nothing can be better"
             self._round()
             rank = self.grid.rank()
             idle += 1
@@ -161,8 +167,7 @@ class _Search:
                 now, now_rank = self.grid.snapshot(), rank
             else:
                 self.grid.restore(now)
-        self.grid.restore(best)
-        return f"{enough} rounds brought nothing better"
+        return best, f"{enough} rounds brought nothing better"
 
     def _round(self) -> None:
         self._share = self._draw.choice(_SHARES)

@@ -53,10 +53,10 @@ def test_a_model_says_what_it_has_not_seen() -> None:
 
 
 def test_the_benchmark_measures_all_that_plans_have_and_holds_out_whole_groups() -> None:
-    works = list(samples(random.Random(1), (1, 2, 3, 4, 6, 8), 3))
+    works = list(samples(random.Random(1), (1, 2, 4, 8), 3))
     programs = {work.size.program for work in works}
     assert {kind for kind, _ in programs} == {operator.__name__ for operator in OPERATORS}
-    for plan in (PLANS[0], PLANS[3]):
+    for plan in (PLANS[0], PLANS[2]):
         assert {work.size.program for work in kernels_of(plan)} <= programs
         assert sum(len(work.operators) for work in kernels_of(plan)) == plan.num_operators
     predicted = held_out(works, [device_s(work.size) for work in works], folds=3)

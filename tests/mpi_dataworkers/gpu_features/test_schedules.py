@@ -186,6 +186,17 @@ def test_trees_are_cut_into_paths_of_which_each_follows_its_parent() -> None:
     assert problems_of(problem, search(problem).kernels) == []
 
 
+def test_a_search_that_is_stopped_among_worse_schedules_gives_the_best() -> None:
+    """It goes on with what is worse for a while; whenever the time is over, it is not worse than where it began."""
+    problem = problem_of(operations_of(make_plan(random_plan(60)), 4096, 48.0, A100), A100, 0.75)
+    ranks = []
+    for limit_s in (40, 47, 55, 80, 130):
+        ticks = itertools.count()
+        found = search(problem, limit_s=limit_s, clock=lambda ticks=ticks: float(next(ticks)))
+        ranks.append(found.cost.rank)
+    assert ranks == sorted(ranks, reverse=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pressure", [0.75, 0.95, 1.1])
 def test_the_search_is_not_worse_than_an_exact_solver(pressure: float) -> None:

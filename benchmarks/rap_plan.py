@@ -27,7 +27,7 @@ PRESSURES = (0.75, 0.95, 1.1)
 TIGHT = 0.95  # of plans, and of what is larger than so many operators
 LARGE = 300
 MOST_S = 30.0
-LIMIT_S = 6.0
+LIMIT_S = 15.0
 # Steps of a layer in the integer program, and in the search at least.
 STEPS = 4
 OWN, PAPER, PAPER_TWO, HIGHS = "hetstream", "RAP's Algorithm 1", "Algorithm 1, two resources", "HiGHS"

@@ -176,12 +176,12 @@ class _Layout:
 
     def words(self, pinned: bool) -> torch.Tensor:
         """The arena, with everything in it."""
-        words = torch.empty(_aligned(self._bytes) // _WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
-        words[: self.table.size].copy_(torch.from_numpy(self.table.reshape(-1)))
+        memory = torch.empty(_aligned(self._bytes) // _WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
+        memory[: self.table.size].copy_(torch.from_numpy(self.table.reshape(-1)))
         for begin, piece in self._pieces:
-            here = words.view(torch.int8)[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
+            here = memory.view(torch.int8)[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
             here.copy_(piece)
-        return words
+        return memory
 
 
 def unpack(

@@ -92,13 +92,13 @@ class FusedTransform:
                 return self._elsewhere(batch, str(error).partition("\n")[0])
 
     def _on_device(self, packed: Packed) -> dict[str, Any]:
-        words = packed.words.to(self._device, non_blocking=True)
+        arena = packed.words.to(self._device, non_blocking=True)
         made = torch.empty(-(-packed.made_bytes // 8), dtype=torch.int64, device=self._device)
         if packed.num_tiles:
             counts = packed.num_rows, self._num_features, packed.num_tiles
             with torch.cuda.device_of(made):  # type: ignore[no-untyped-call]
-                self._launch((words, made, self._constants), counts, self._num_programs, self._tile)
-        return dict(unpack(self.graph, packed, words, made))
+                self._launch((arena, made, self._constants), counts, self._num_programs, self._tile)
+        return dict(unpack(self.graph, packed, arena, made))
 
     def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:
         if not self._has_said_so:

@@ -138,13 +138,13 @@ class _Tables:
         self._size = first
         self._known: dict[tuple[Operator, str], int] = {}
 
-    def place(self, operator: Operator, dtype: str, words: Words) -> int:
+    def place(self, operator: Operator, dtype: str, numbers: Words) -> int:
         """Where an operator's table is, in words."""
         key = operator, dtype
         if key not in self._known:
             self._known[key] = self._size
-            self.pieces.append(words)
-            self._size += len(words)
+            self.pieces.append(numbers)
+            self._size += len(numbers)
         return self._known[key]
 
 

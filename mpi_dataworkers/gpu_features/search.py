@@ -36,6 +36,8 @@ _ORDERS, _SWEEPS = 6, 4
 _SHARES = (0.02, 0.1, 0.4, 1.0)
 # Rounds without a better schedule after which it is enough: for each operation, and at least.
 _IDLE_ROUNDS, _LEAST_IDLE_ROUNDS = 3, 40000
+# The same for fewer kernels, where nothing can be exposed less.
+_ROUNDS_FOR_KERNELS = 2000
 # Rounds from the best schedule through worse ones, and by how much worse, in launches.
 _ROUNDS_OF_A_DESCENT, _WORSE = 400, (0.1, 0.3, 1.0, 3.0)
 # How often such a descent begins with everything placed anew.
@@ -150,6 +152,8 @@ class _Search:
                 return best, "the time was over"
             if best_rank[0] <= least_s and best_rank[1] <= len(self.grid.kinds):
                 return best, "nothing can be better"
+            if best_rank[0] <= least_s and idle > _ROUNDS_FOR_KERNELS:
+                return best, "nothing is exposed that must not be"
             self._round()
             rank = self.grid.rank()
             idle += 1

@@ -101,7 +101,7 @@ def test_tables_must_be_somewhere() -> None:
 
 
 def test_launches_are_estimated_near_what_fusing_finds() -> None:
-    model = model_of(2, 0.7)
+    model = model_of(2, 0.7, 48.0)
     problem = model.problem(data_local(model), 1)
     launches = num_launches(problem.operations)
     assert launches <= 1.3 * len(fuse(problem))
@@ -112,7 +112,7 @@ def test_launches_are_estimated_near_what_fusing_finds() -> None:
 
 def test_skewed_features_of_eight_gpus_are_spread() -> None:
     """As Figure 12: one GPU has features with more operators."""
-    model = model_of(4, 0.9)
+    model = model_of(4, 0.9, 48.0)
     mappings = data_parallel(model), data_local(model), balanced(model)
     parallel, local, own = (max(model.exposed_s(each, estimate_s)) for each in mappings)
     assert parallel > 2 * own

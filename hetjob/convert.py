@@ -14,6 +14,7 @@ The limits are Slurm's (https://slurm.schedmd.com/heterogeneous_jobs.html, "Limi
     ├── TimeMinTooLong             data workers for holes that are longer than they may run
     ├── NeedsBackfill              heterogeneous jobs start only through sched/backfill
     ├── NotAShellScript            the job master is started by shell lines
+    ├── ClassNotPossible           a job's class contradicts the rest of the request (`convert_class.py`)
     └── WrappedCommand             --wrap leaves no script to convert
 
 Licences are Slurm's one more limit (first component only). Conversion keeps the user's there, so it needs no error.
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from hetstream.base.errors import UsageError
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert_checkpoint import checkpoint_overrides
+from hetstream.hetjob.convert_class import class_overrides
 from hetstream.hetjob.convert_gpu_stage import gpu_companion_options, gpu_stage_changes
 from hetstream.hetjob.convert_trainer import trainer_overrides
 from hetstream.hetjob.directives import is_own, prologue_length, split_line
@@ -159,6 +161,7 @@ def convert(
     changes: list[Change] = []
     components: list[Component] = []
     master_options: tuple[str, ...] | None = None
+    writer_options: tuple[str, ...] | None = None
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         overrides, changes = trainer_overrides(spec, script, options, _max_mb_per_cpu(options, cluster))
@@ -171,15 +174,15 @@ def convert(
         worker = [*worker, *_memory_per_cpu(spec, worker_mb)]
         gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
         master_options = tuple(_master_options(spec, worker, gpu_worker, options, longest_s))
-    writer_options: tuple[str, ...] | None = None
     if spec.checkpoint is not None:
         more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
         # Of two with one name the checkpoint's is the last word: it was made from the other.
         replaced = {option.name for option in more}
         overrides = [*(option for option in overrides if option.name not in replaced), *more]
         changes += added
-        place = [f"--jobs-dir={spec.jobs_dir}"] if spec.jobs_dir else []
-        writer_options = (f"--checkpoint={spec.checkpoint}", *place)
+        writer_options = _writer_options(spec)
+    more, added = class_overrides(spec, options, cluster.opportunistic, name)
+    overrides, changes = [*overrides, *more], [*changes, *added]
     trainer, sbatch_options = _of_component_and_job(spec, outside, overrides)
     return HetPlan(
         components=(Component(0, "trainer", trainer), *components),
@@ -433,6 +436,11 @@ def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: in
     nodes = math.ceil(spec.data_workers_min / num_in_group)
     per_group = math.ceil(spec.data_workers_min / nodes)
     return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
+
+
+def _writer_options(spec: JobSpec) -> tuple[str, ...]:
+    place = (f"--jobs-dir={spec.jobs_dir}",) if spec.jobs_dir else ()
+    return (f"--checkpoint={spec.checkpoint}", *place)
 
 
 def _master_options(

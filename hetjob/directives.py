@@ -20,6 +20,8 @@ from hetstream.hetjob.spec import OPTIONS, JobSpec, parse_value
 MARK = "#HETSTREAM"
 # A word of a command has no more (MAX_ARG_STRLEN of Linux).
 _MAX_LINE = 128 << 10
+# Options that say something of a job without data workers, too.
+_WITHOUT_WORKERS = ("jobs-dir", "job-class", "opportunistic-after")
 _MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
 
 
@@ -163,7 +165,7 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
                 value = directive.value if directive.value.isprintable() else repr(directive.value)
                 problems.append(f"{written}={value}: {error}")
     names = {directive.name for directive in directives}
-    needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name != "jobs-dir"]
+    needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name not in _WITHOUT_WORKERS]
     # An unknown option may be this one misspelt.
     if names <= OPTIONS.keys() and needs_data_workers and "data-workers" not in names:
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")

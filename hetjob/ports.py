@@ -78,12 +78,14 @@ class Cluster:
         default_partition: where jobs go that name none; None when the cluster has no default.
         scheduler: `SchedulerType`, such as `sched/backfill`.
         limits: of the partitions of which they are known, by name.
+        opportunistic: partitions of opportunistic jobs, as far as the site names them.
     """
 
     partitions: frozenset[str]
     default_partition: str | None
     scheduler: str | None
     limits: Mapping[str, PartitionLimits] = field(default_factory=dict)
+    opportunistic: tuple[str, ...] = ()
 
 
 UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)

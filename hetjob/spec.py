@@ -21,6 +21,8 @@ DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough
 DEFAULT_GPU_DATA_WORKER_CPUS = 2  # one for the stage, one for receiving and sending batches
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
 NO_RESERVATION = "none"
+# As `gpu.orders.JobClass` has them.
+GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
 _CHECKPOINT_RULE = (
     "--checkpoint=DIR and --checkpoint-size=SIZE belong together: the memory that checkpoints take counts into the "
@@ -125,6 +127,18 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "migrate`; `warn`: that is only said",
         "warn",
     ),
+    "job-class": DirectiveOption(
+        "CLASS",
+        "`guaranteed`: its GPUs are its own; `opportunistic`: it runs on what other jobs leave of theirs, as long as "
+        "they do not feel it",
+        "what its partition or QOS is for",
+    ),
+    "opportunistic-after": DirectiveOption(
+        "TIME",
+        "a guaranteed job that has waited so long (`30:00`) for its tenant's quota starts as an opportunistic one, and "
+        "becomes guaranteed where it runs when quota is free",
+        "never",
+    ),
     "jobs-dir": DirectiveOption(
         "DIR",
         "place of the job's directory, on a file system that its hosts share, absolute; `%u` is the user",
@@ -184,6 +198,8 @@ class JobSpec:
         gpu_data_worker_cpus: CPUs of each.
         gpu_data_worker_mem: memory of each as Slurm writes sizes, or None.
         gpu_data_worker_partition: Slurm partition, or None for the trainer's.
+        job_class: `guaranteed` or `opportunistic`; None: as its partition or QOS says.
+        opportunistic_after: so long it waits for quota before it starts as an opportunistic job, as Slurm writes times.
     """
 
     data_workers_min: int = 0
@@ -217,10 +233,13 @@ class JobSpec:
     gpu_data_worker_mem: str | None = None
     gpu_data_worker_partition: str | None = None
     offload: str | None = None
+    job_class: str | None = None
+    opportunistic_after: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
-        enough = 0 <= low <= high and (high > 0 or self.checkpoint is not None)
+        is_of_class = self.job_class is not None or self.opportunistic_after is not None
+        enough = 0 <= low <= high and (high > 0 or self.checkpoint is not None or is_of_class)
         problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
         least, most = self.gpu_data_workers_min, self.gpu_data_workers_max
         if not 0 <= least <= most:
@@ -258,6 +277,16 @@ class JobSpec:
                 "--on-memory-warning=migrate: only with --checkpoint=DIR, from which the new job goes on, and with "
                 "--data-workers=MIN-MAX, as the memory of other jobs is not watched"
             )
+        if self.job_class == OPPORTUNISTIC and self.opportunistic_after is not None:
+            problems.append(
+                f"--opportunistic-after={self.opportunistic_after}: only for a guaranteed job; --job-class="
+                f"{OPPORTUNISTIC} starts as one at once"
+            )
+        if self.job_class == OPPORTUNISTIC and low:
+            problems.append(
+                f"--data-workers={low}-{high}: an opportunistic job starts when the site finds a GPU for it, and no "
+                f"component of a heterogeneous job can: use --data-workers=0-{high}"
+            )
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
             rule = None if value is None else _broken_rule(option, value)
@@ -292,6 +321,10 @@ def _broken_rule(option: str, value: int | str) -> str | None:
     if option == "data-worker-time-min":
         is_hole = 0 < (time_limit_s(value) or 0.0) <= _LONGEST_HOLE_S
         return None if is_hole else "a time above 0, such as 2:00 (minutes and seconds) or 1:30:00, and at most a day"
+    if option == "job-class":
+        return None if value in (GUARANTEED, OPPORTUNISTIC) else f"{GUARANTEED} or {OPPORTUNISTIC}"
+    if option == "opportunistic-after":
+        return None if time_limit_s(value) else "a time above 0 such as 30:00 (minutes and seconds) or 2:00:00"
     if option == "on-memory-warning":
         return None if value in ("warn", "migrate") else "warn or migrate"
     if option == "data-worker-python":

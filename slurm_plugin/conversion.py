@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import MissingPartition, check_cluster, convert, script_options
+from hetstream.hetjob.convert_class import CLASS_VARIABLE, opportunistic_partitions
 from hetstream.hetjob.directives import (
     Directive,
     from_command_line,
@@ -73,7 +74,8 @@ def convert_script(
         UsageError: directives, options or Slurm limits; see `hetstream.hetjob.errors`.
     """
     text = body.decode(errors="surrogateescape")
-    spec = read_spec([*proposed, *read_directives(text, name), *from_command_line(command_line)], name)
+    directives = [*read_directives(text, name), *from_command_line(command_line)]
+    spec = read_spec([*proposed, *_class_of_environment(directives, environ), *directives], name)
     notes = (
         *(
             f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"
@@ -96,6 +98,7 @@ def convert_script(
         jobs_dir = here if is_directory_pattern(here) and "%" not in here else None
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
     cluster, silence = _ask(client, options)
+    cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))
     check_cluster(spec, cluster)
     try:
         plan = convert(spec, text, name, command_line=options, cluster=cluster)
@@ -106,6 +109,17 @@ def convert_script(
     notes = (*notes, *_note_on_partition(spec, cluster))
     notes += tuple(_note_on_time(spec, SbatchOptions((*script_options(text, name), *options)), cluster))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+
+
+def _class_of_environment(directives: Sequence[Directive], environ: Mapping[str, str]) -> list[Directive]:
+    """The class that the environment gives a job whose script and command line say none.
+
+    Within a job the variable says what that job is; what it submits is a job of its own.
+    """
+    value = environ.get(CLASS_VARIABLE)
+    if value is None or "SLURM_JOB_ID" in environ or any(directive.name == "job-class" for directive in directives):
+        return []
+    return [Directive("job-class", value, f"environment variable {CLASS_VARIABLE}")]
 
 
 def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection
 
 from hetstream.base.errors import UsageError
+from hetstream.hetjob.convert_class import CLASS_MARK, opportunistic_partitions
+from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
@@ -20,7 +23,7 @@ EPILOG = f"""\
 CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. WAITS
 FOR is worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
 heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are jobs themselves, and COMPANION OF
-names the job that they work for.
+names the job that they work for. CLASS is there where jobs share GPUs.
 
 examples:
   hetstream jobs -u $USER
@@ -28,6 +31,8 @@ examples:
   hetstream jobs 8123 --details          which GPUs it holds, on which nodes
 
 {EXIT_CODES}"""
+# By which opportunistic jobs stand on GPUs that others have.
+OPPORTUNISTIC_GRES = "opp"
 # Of jobs that are not over: https://slurm.schedmd.com/squeue.html, JOB STATE CODES.
 STATES = {
     "PD": "PENDING", "R": "RUNNING", "CF": "CONFIGURING", "CG": "COMPLETING", "S": "SUSPENDED", "ST": "STOPPED",
@@ -112,7 +117,8 @@ def chosen_states(text: str) -> set[str]:
 def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     """Put the jobs into tables."""
     explainer = Explainer(snapshot)
-    rows = [_row(job, snapshot.taken_s, explainer) for job in sorted(jobs, key=_order)]
+    opportunistic = opportunistic_partitions(os.environ)
+    rows = [_row(job, snapshot.taken_s, explainer, opportunistic) for job in sorted(jobs, key=_order)]
     running = [row for job, row in zip(sorted(jobs, key=_order), rows, strict=True) if job.is_running]
     pending = [job for job in jobs if job.is_pending]
     summary = {
@@ -126,7 +132,9 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
         f"{summary['num_pending']:,} pending"
     )
     companions = any(row["companion_of"] for row in rows)
-    columns = [column for column in _COLUMNS if companions or column.key != "companion_of"]
+    classes = any(row["job_class"] for row in rows)
+    hidden = {key for key, is_shown in (("companion_of", companions), ("job_class", classes)) if not is_shown}
+    columns = [column for column in _COLUMNS if column.key not in hidden]
     sections = [Section("jobs", columns, rows, empty="no job is pending or running, as far as this user can see")]
     if details:
         shares = [
@@ -151,7 +159,7 @@ def _order(job: Job) -> tuple[bool, int, int]:
     return (job.is_pending, job.array_job_id or job.job_id, int(job.array_tasks) if job.array_tasks.isdigit() else -1)
 
 
-def _row(job: Job, now_s: float, explainer: Explainer) -> Row:
+def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
     since_s = job.submit_s if job.is_pending else job.start_s
     return {
         "job": job.label,
@@ -171,7 +179,22 @@ def _row(job: Job, now_s: float, explainer: Explainer) -> Row:
         "waits_for": explainer.waits_for(job),
         "reason": job.reason,
         "companion_of": job.trainer,
+        "job_class": class_of(job, opportunistic),
     }
+
+
+def class_of(job: Job, opportunistic: Collection[str]) -> str:
+    """The class of a job; empty where nothing says it.
+
+    Args:
+        job: of it.
+        opportunistic: partitions of opportunistic jobs. They and Slurm's resources count before what its owner says.
+    """
+    asked = (*job.gres_per_node, *job.gres_per_job, *job.gres_per_task, *(job.gres_held or ()))
+    if not set(opportunistic).isdisjoint(job.partitions) or any(gres.name == OPPORTUNISTIC_GRES for gres in asked):
+        return OPPORTUNISTIC
+    said = next((word for word in job.comment.split() if word.startswith(CLASS_MARK)), "").removeprefix(CLASS_MARK)
+    return said if said in (GUARANTEED, OPPORTUNISTIC) else ""
 
 
 def _gres_words(gres: Gres) -> str:
@@ -185,6 +208,7 @@ _COLUMNS = (
     Column("user", "USER", left=True),
     Column("partitions", "PARTITION", ",".join, left=True),
     Column("state", "STATE", left=True),
+    Column("job_class", "CLASS", lambda name: name or "-", left=True),
     Column("num_nodes", "NODES"),
     Column("nodes", "WHERE", lambda nodes: compress(nodes) or "-", left=True),
     Column("cpus", "CPUS"),

@@ -18,6 +18,7 @@
     ├── ModelError               the resource model has nothing to be fitted to, or lacks a library
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     ├── PolicyError              a policy gave out what it must not, or no policy has this name
+    ├── QuotaError               tenants' quotas that cannot be read, or cannot be kept
     ├── ServeError               an address cannot be listened on, or a package for it is missing
     ├── SimulationInputError     a trace, an export or a cluster to simulate cannot be read: all its problems at once
     └── SimulationFault          a simulation broke a rule of its own: a policy gave more than there is, or a defect
@@ -44,6 +45,7 @@ __all__ = [
     "NetworkFailed",
     "NoCluster",
     "PolicyError",
+    "QuotaError",
     "ServeError",
     "SimulationFault",
     "SimulationInputError",
@@ -133,6 +135,10 @@ class DaemonStateError(HetstreamError):
 
 class PolicyError(HetstreamError):
     """A policy gave out what it must not, what it was told is impossible, or no policy has this name."""
+
+
+class QuotaError(HetstreamError):
+    """The site's quotas cannot be read, are more than the cluster has, or name tenants that nobody knows."""
 
 
 class ServeError(HetstreamError):

@@ -1,0 +1,283 @@
+"""Which jobs may be guaranteed: (tenants' quotas, their jobs, time) -> a decision with its reason for each. Pure.
+
+Called by the packer. A quota is a number of GPUs that a tenant's guaranteed jobs hold together at most; opportunistic
+jobs count against nobody's. Nothing here names a GPU: who becomes guaranteed stays where he is.
+
+A tenant's jobs that are or want to be guaranteed stand in one line, by submission. Who runs as an opportunistic job
+already and can be upgraded stands as far ahead as if it had been submitted `patience_s` earlier: so an upgrade comes
+before the start of another job, and still nobody is overtaken by all that come later. The first for which the quota
+or the GPUs do not suffice keeps what is left of them, so that small jobs do not pass a gang for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Annotated
+
+import msgspec
+
+from hetstream.base.text import printable
+from hetstream.base.typed_json import decode
+from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.slurm_plugin.errors import QuotaError
+from hetstream.slurm_plugin.render.report import duration
+
+PATIENCE_S = 1800.0
+_MOST_GPUS = 10_000_000
+
+
+class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The site's file.
+
+    Attributes:
+        tenants: GPUs by Slurm account. A tenant that is not named has none: its jobs can only be opportunistic.
+        patience_s: a job that waits so long for quota is offered to start as an opportunistic one.
+    """
+
+    tenants: dict[str, Annotated[int, msgspec.Meta(ge=0, le=_MOST_GPUS)]] = {}
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = PATIENCE_S
+
+    def of(self, tenant: str) -> int:
+        """GPUs of a tenant."""
+        return self.tenants.get(tenant, 0)
+
+
+def read_quotas(source: str, text: str | bytes, num_gpus: int, accounts: Iterable[str] | None = None) -> Quotas:
+    """Read the site's file, `{"tenants": {"vision": 16, "speech": 8}, "patience_s": 1800}`.
+
+    Args:
+        source: for messages.
+        text: of the file.
+        num_gpus: of the cluster.
+        accounts: that Slurm knows; None where that is not known.
+
+    Raises:
+        QuotaError: with all that is wrong.
+    """
+    try:
+        quotas = decode(text, Quotas)
+    except msgspec.MsgspecError as error:
+        raise QuotaError(f"{source}: not a table of quotas: {error}") from error
+    problems = []
+    promised = sum(quotas.tenants.values())
+    if promised > num_gpus:
+        problems.append(
+            f"quotas of {promised:,} GPUs together, and the cluster has {num_gpus:,}: guaranteed is what is there"
+        )
+    known = None if accounts is None else sorted(set(accounts))
+    for tenant in quotas.tenants if known is not None else ():
+        if tenant not in known:  # type: ignore[operator]
+            near = get_close_matches(tenant, known or (), n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"{tenant!r} is no account of this cluster{hint}. See: sacctmgr show account")
+    if problems:
+        raise QuotaError(f"{source}: {'; '.join(problems)}")
+    return quotas
+
+
+@dataclass(frozen=True)
+class QuotaJob:
+    """A job that waits, or runs.
+
+    Attributes:
+        name: of it.
+        tenant: its Slurm account.
+        gpus: that it asks for, or runs on.
+        submit_s: when it was submitted.
+        asked: the class that its user asked for.
+        runs_as: its class now; None: it waits.
+        opportunistic_after_s: its user lets it start as an opportunistic one when it has waited so long for quota; None
+            where the user does not.
+        runs_on: the GPUs that a running opportunistic job is on, by names that differ within the cluster.
+        is_ready: of a running opportunistic job: all of its processes are there, each on a GPU that no guaranteed job
+            has, so that the whole gang can become guaranteed where it is.
+    """
+
+    name: str
+    tenant: str
+    gpus: int
+    submit_s: float
+    asked: JobClass = JobClass.GUARANTEED
+    runs_as: JobClass | None = None
+    opportunistic_after_s: float | None = None
+    runs_on: frozenset[str] = frozenset()
+    is_ready: bool = False
+
+    @property
+    def can_upgrade(self) -> bool:
+        """Whether it could become guaranteed where it is, as far as its processes and GPUs go."""
+        return self.runs_as is JobClass.OPPORTUNISTIC and self.is_ready
+
+
+class Verdict(enum.Enum):
+    """What becomes of a job."""
+
+    KEEP = "keep"
+    """It runs on as what it is."""
+    GUARANTEED = "guaranteed"
+    """It waits, and can start as a guaranteed job: within the quota, and so many GPUs are free."""
+    UPGRADE = "upgrade"
+    """It runs as an opportunistic job, and becomes guaranteed where it is."""
+    OPPORTUNISTIC = "opportunistic"
+    """It waits, and can start as an opportunistic job."""
+    OFFER = "offer"
+    """It waits, and its user is to be told that it could start as an opportunistic one."""
+    RESERVE = "reserve"
+    """It waits for the rest of its gang. What is free is kept for it; opportunistic jobs use that meanwhile."""
+    WAIT = "wait"
+    """It waits for quota, or behind others."""
+
+
+@dataclass(frozen=True)
+class QuotaDecision:
+    """What becomes of one job, and why.
+
+    Attributes:
+        reserved_gpus: that are kept for a gang.
+    """
+
+    job: QuotaJob
+    verdict: Verdict
+    reason: str
+    reserved_gpus: int = 0
+
+
+@dataclass
+class _Left:
+    """What is left while decisions are made.
+
+    Attributes:
+        quota: GPUs of each tenant.
+        gpus: that no guaranteed job has, and that are kept for none.
+        head: whom each tenant's line stops at.
+        gang: whom GPUs are kept for.
+        upgraded: GPUs of jobs that become guaranteed, and their names.
+    """
+
+    quota: dict[str, int]
+    gpus: int
+    head: dict[str, str] = field(default_factory=dict)
+    gang: str = ""
+    upgraded: dict[str, str] = field(default_factory=dict)
+
+
+def decide(quotas: Quotas, jobs: Sequence[QuotaJob], free_gpus: int, now_s: float) -> tuple[QuotaDecision, ...]:
+    """Decide on all jobs.
+
+    Args:
+        quotas: of the tenants.
+        jobs: all that run or wait, in any order.
+        free_gpus: that no guaranteed job has, opportunistic jobs on them or not.
+        now_s: the time.
+
+    Returns:
+        A decision for each job. Upgrades come first, and are to be carried out first: a job that starts could take a
+        GPU that one of them is on.
+    """
+    left = _Left(dict(quotas.tenants), max(0, free_gpus))
+    for job in jobs:
+        if job.runs_as is JobClass.GUARANTEED:
+            left.quota[job.tenant] = left.quota.get(job.tenant, 0) - job.gpus
+    line = sorted(
+        (job for job in jobs if job.asked is JobClass.GUARANTEED and job.runs_as is not JobClass.GUARANTEED),
+        key=lambda job: _place(job, quotas.patience_s),
+    )
+    found = [_decide_in_line(job, quotas, left, now_s) for job in line]
+    found.sort(key=lambda decision: decision.verdict is not Verdict.UPGRADE)
+    others = [job for job in jobs if job.asked is JobClass.OPPORTUNISTIC or job.runs_as is JobClass.GUARANTEED]
+    return (*found, *(_decide_besides(job) for job in others))
+
+
+def _place(job: QuotaJob, patience_s: float) -> tuple[float, float, str]:
+    """Where it stands in its line."""
+    return job.submit_s - (patience_s if job.can_upgrade else 0.0), job.submit_s, job.name
+
+
+def _decide_besides(job: QuotaJob) -> QuotaDecision:
+    """A job that has no need of quota, or has it."""
+    if job.runs_as is JobClass.GUARANTEED:
+        return QuotaDecision(job, Verdict.KEEP, "it is guaranteed until it ends")
+    verdict = Verdict.OPPORTUNISTIC if job.runs_as is None else Verdict.KEEP
+    return QuotaDecision(job, verdict, "opportunistic, as was asked for: it takes no quota and waits for none")
+
+
+def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) -> QuotaDecision:
+    """The next job of the line."""
+    whole, free, tenant = quotas.of(job.tenant), left.quota.get(job.tenant, 0), printable(job.tenant)
+    if job.gpus > whole:
+        why = f"it asks for {job.gpus} GPUs, and tenant {tenant} has a quota of {whole}: it can never be guaranteed"
+        return _without_quota(job, why, 0.0, 0.0, now_s)
+    if job.runs_as is JobClass.OPPORTUNISTIC and not job.is_ready:
+        why = "opportunistic until all of its processes are on GPUs that no guaranteed job has"
+        return QuotaDecision(job, Verdict.KEEP, why)
+    beside = next((left.upgraded[gpu] for gpu in sorted(job.runs_on) if gpu in left.upgraded), None)
+    if beside is not None:
+        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: job {beside} on its GPU becomes guaranteed")
+    why = ""
+    if job.tenant in left.head:
+        why = f"job {left.head[job.tenant]} is before it in the line of tenant {tenant}"
+    elif job.gpus > free:
+        left.head[job.tenant] = job.name
+        why = f"tenant {tenant} has {max(0, free)} of its {whole} GPUs left, and it asks for {job.gpus}"
+    if why:
+        after_s = quotas.patience_s if job.opportunistic_after_s is None else job.opportunistic_after_s
+        return _without_quota(job, why, after_s, quotas.patience_s, now_s)
+    if job.gpus > left.gpus:
+        return _reserve(job, left)
+    left.quota[job.tenant] = free - job.gpus
+    left.gpus -= job.gpus
+    reason = f"tenant {tenant} has {free} of its {whole} GPUs left"
+    if job.runs_as is None:
+        return QuotaDecision(job, Verdict.GUARANTEED, reason)
+    left.upgraded |= dict.fromkeys(job.runs_on, job.name)
+    return QuotaDecision(job, Verdict.UPGRADE, f"{reason}, and all of its processes are ready")
+
+
+def _reserve(job: QuotaJob, left: _Left) -> QuotaDecision:
+    """The quota suffices, the GPUs that are free do not: they are kept for the gang that comes first."""
+    left.head[job.tenant] = job.name
+    kept, left.gpus = left.gpus, 0
+    gang, left.gang = left.gang, left.gang or job.name
+    if job.runs_as is JobClass.OPPORTUNISTIC:
+        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: the GPUs that are free go to job {gang or 'others'}")
+    others = f"; others are kept for job {gang}" if gang else ""
+    return QuotaDecision(
+        job, Verdict.RESERVE, f"within its quota; {kept} of its {job.gpus} GPUs are free{others}", kept
+    )
+
+
+def _without_quota(job: QuotaJob, why: str, after_s: float, offer_s: float, now_s: float) -> QuotaDecision:
+    """A job that cannot be guaranteed now: it runs on, starts as an opportunistic one, or waits.
+
+    Args:
+        job: of it.
+        why: it cannot.
+        after_s: it starts as an opportunistic job when it has waited so long, if its user lets it.
+        offer_s: its user is told when it has, if not.
+        now_s: the time.
+    """
+    if job.runs_as is JobClass.OPPORTUNISTIC:
+        return QuotaDecision(job, Verdict.KEEP, f"opportunistic: {why}")
+    waited_s = max(0.0, now_s - job.submit_s)
+    since = f"{why}; it has waited for {duration(waited_s)}"
+    if job.opportunistic_after_s is None:
+        if waited_s < offer_s:
+            return QuotaDecision(job, Verdict.WAIT, since)
+        return QuotaDecision(
+            job, Verdict.OFFER, f"{since}. As an opportunistic job it could start now: --opportunistic-after=TIME"
+        )
+    if waited_s < after_s:
+        return QuotaDecision(job, Verdict.WAIT, since)
+    return QuotaDecision(job, Verdict.OPPORTUNISTIC, f"{since}, and its user lets it start as an opportunistic job")
+
+
+def above_quota(quotas: Quotas, jobs: Sequence[QuotaJob]) -> Mapping[str, int]:
+    """GPUs that guaranteed jobs hold above their tenants' quotas, by tenant: a quota may have been lowered."""
+    held: dict[str, int] = {}
+    for job in jobs:
+        if job.runs_as is JobClass.GUARANTEED:
+            held[job.tenant] = held.get(job.tenant, 0) + job.gpus
+    return {tenant: gpus - quotas.of(tenant) for tenant, gpus in held.items() if gpus > quotas.of(tenant)}

@@ -33,6 +33,10 @@ _REPORT_NS = 100_000_000
 class Channel(Protocol):
     """Where orders come from, and statistics go: a `Connection`, or files as AntMan has them."""
 
+    @property
+    def job_class(self) -> JobClass:
+        """What the other end takes the process for; it may become guaranteed while it runs."""
+
     def order(self) -> Order | None:
         """The newest order."""
 
@@ -194,8 +198,17 @@ class Agent:
         self._apply_limit()
         self._report(news=False)
 
+    def _take_class(self) -> None:
+        """An opportunistic process becomes guaranteed where it is, if the coordinator says so; never the other way."""
+        is_upgraded = self._channel is not None and self._channel.job_class is JobClass.GUARANTEED
+        if is_upgraded and self._job_class is JobClass.OPPORTUNISTIC:
+            self._job_class = JobClass.GUARANTEED
+            self._throttle = Throttle(self._job_class)
+            _say("this job has become guaranteed: it has its GPU for itself, and goes on")
+
     def _apply_limit(self) -> None:
         """Hold as much memory as the order says; without an order, a guaranteed process holds what it needs."""
+        self._take_class()
         order = self._order()
         if self._job_class is JobClass.GUARANTEED:
             limit_bytes = NO_LIMIT

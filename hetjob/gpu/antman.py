@@ -18,7 +18,7 @@ import msgspec
 
 from hetstream.base.typed_json import decode, encode
 from hetstream.hetjob.errors import GpuCoordinatorError
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Order, Statistics, Verdict
 
 _LOOK_NS = 1_000_000_000
 _MOST_BYTES = 1_000_000
@@ -92,6 +92,11 @@ class FileChannel:
         self._config, self._status, self._pci_bus, self._clock = config, status, pci_bus, clock
         self._looked_ns = self._written_ns = -_LOOK_NS
         self._order: Order | None = None
+
+    @property
+    def job_class(self) -> JobClass:
+        """These files know of no upgrade."""
+        return JobClass.OPPORTUNISTIC
 
     def look(self) -> bool:
         """A file is there as much as it ever was."""

@@ -26,6 +26,8 @@ from hetstream.hetjob.gpu.pages import VERSION, Page
 
 MOST_BYTES = 4096
 NEWS = b"!"
+# From the coordinator: the job is guaranteed from now on.
+UPGRADED = b"^"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
@@ -135,10 +137,13 @@ class Connection:
                 self._connection.send(NEWS)
 
     def look(self) -> bool:
-        """Take what the coordinator has sent; whether it is there. What it has to say is in the page."""
+        """Take what the coordinator has sent; whether it is there. But for an upgrade, what it says is in the page."""
         try:
             while not self.is_lost:
-                self.is_lost = self._connection.recv(1) == b""
+                message = self._connection.recv(1)
+                self.is_lost = message == b""
+                if message == UPGRADED:
+                    self.job_class = JobClass.GUARANTEED
         except BlockingIOError:
             pass
         except OSError:

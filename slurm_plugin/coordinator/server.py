@@ -23,7 +23,15 @@ from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.faults import reach
-from hetstream.hetjob.gpu.introduction import MOST_BYTES, NEWS, Answer, Introduction, peer_of, read_introduction
+from hetstream.hetjob.gpu.introduction import (
+    MOST_BYTES,
+    NEWS,
+    UPGRADED,
+    Answer,
+    Introduction,
+    peer_of,
+    read_introduction,
+)
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
 from hetstream.hetjob.gpu.throttle import is_good_news
@@ -66,6 +74,7 @@ class _Member:
     decision: Decision | None = None
     introduction: Introduction | None = None
     num_news: int = 0
+    waits_for: str = ""
 
 
 @dataclass
@@ -313,8 +322,31 @@ class Coordinator:
         except GpuJobRefused as error:
             self._drop(member, f"no longer admitted: {error}")
             return
-        if (admitted.job, admitted.job_class) != (member.job, member.job_class):
+        if (admitted.job, admitted.job_class) == (member.job, member.job_class):
+            return
+        if admitted.job == member.job and admitted.job_class is JobClass.GUARANTEED:
+            self._upgrade(member)
+        else:
             self._drop(member, f"it has become {admitted.job_class.value} and of job {admitted.job}")
+
+    def _upgrade(self, member: _Member) -> None:
+        """An opportunistic process becomes guaranteed, and goes on; but never beside another guaranteed job."""
+        others = (other.job for other in self._members if other.gpu == member.gpu and other.job != member.job
+                  and other.job_class is JobClass.GUARANTEED)  # fmt: skip
+        if other := next(others, ""):
+            if other != member.waits_for:
+                member.waits_for = other
+                _log.warning(
+                    "GPU not given gpu=%s job=%s: it is to become guaranteed, and guaranteed job %s has the GPU",
+                    member.gpu, member.job, other,
+                )  # fmt: skip
+            return
+        try:
+            member.connection.send(UPGRADED, socket.MSG_DONTWAIT)
+        except OSError:
+            return  # it does not read now, and is told the next time; or it has gone: seen at its connection
+        member.job_class = JobClass.GUARANTEED
+        _log.info("GPU given gpu=%s job=%s pid=%d: it is guaranteed now", member.gpu, member.job, member.peer.pid)
 
     def _drop(self, member: _Member, why: str = "") -> None:
         """Have no more to do with a process; without a reason there is nothing to say about it."""

@@ -42,6 +42,7 @@ class FakeCoordinator:
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
         self.limit_bytes = NO_LIMIT
+        self.job_class = JobClass.OPPORTUNISTIC
         self.heard: list[Statistics] = []
         self.time_goes_by: Callable[[], None] = lambda: pytest.fail("it waits")
 
@@ -105,6 +106,26 @@ def test_a_guaranteed_job_waits_for_nothing_and_says_when_a_mini_batch_begins() 
     agent.before_launch()
     assert coordinator.heard[-1].is_idle == 0
     assert coordinator.heard[-1].gap_ns > 0
+
+
+def test_a_job_that_is_upgraded_while_it_waits_goes_on_and_is_bound_by_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    coordinator, gpu = FakeCoordinator(Verdict.PAUSE), FakeGpu()
+    coordinator.limit_bytes = 5
+    agent = agent_of(coordinator, gpu)
+
+    def upgrade() -> None:
+        coordinator.job_class = JobClass.GUARANTEED
+
+    coordinator.time_goes_by = upgrade
+    agent.before_launch()
+    assert gpu.limit_bytes == NO_LIMIT
+    coordinator.time_goes_by = lambda: pytest.fail("it waits")
+    coordinator.job_class = JobClass.OPPORTUNISTIC  # nobody makes it that again
+    agent.at_boundary()
+    agent.before_launch()
+    assert capsys.readouterr().err.count("this job has become guaranteed") == 1
 
 
 @pytest.mark.parametrize("follows", [True, False])

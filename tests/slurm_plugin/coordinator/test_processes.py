@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -158,3 +160,34 @@ def test_two_opportunistic_jobs_that_are_alone_divide_the_gpu_by_trial(node: Nod
     for program in programs:
         node.goes_on(program, 2)
         assert program.losses[:4] == alone(4, 1400)
+
+
+def test_a_job_is_upgraded_where_it_runs(node: Node) -> None:
+    """From one step to the next it is bound by nothing, and the coordinator's end changes nothing for it."""
+    grants = node.directory / "grants"
+    grants.mkdir(mode=0o755)
+
+    def grant(job: str, job_class: str) -> None:
+        new = grants / "new"
+        new.write_text(json.dumps({"uid": os.geteuid(), "job_class": job_class, "gpus": [node.gpu]}))
+        new.rename(grants / f"{job}.json")
+
+    grant("8", "opportunistic")
+    grant("9", "opportunistic")
+    coordinator = node.coordinate("--grants", str(grants))
+    upgraded, other = (
+        node.train("opportunistic", wait_ms=5, faults={"SLURM_JOB_ID": "8"}),
+        node.train("opportunistic", faults={"SLURM_JOB_ID": "9"}),
+    )
+    node.goes_on(upgraded, 10)
+    node.goes_on(other, 10)
+    grant("8", "guaranteed")
+    node.wait_until(lambda: "this job has become guaranteed" in upgraded.said, 60, "its line")
+    assert f"job=8 pid={upgraded.process.pid}: it is guaranteed now" in node.log.read_text()
+    node.goes_on(other, 10)  # in its gaps
+    coordinator.kill()
+    pauses(node, other, upgraded)
+    assert "this guaranteed job goes on as if alone" in upgraded.said
+    assert "pauses" not in upgraded.said
+    assert upgraded.process.poll() is None
+    assert upgraded.losses[:30] == alone(30)

@@ -310,4 +310,28 @@ class TestGrants:
             wait_until(has(other, Verdict.RUN))
             wait_until(lambda: not guaranteed.look())
             grant(grants, "8", JobClass.GUARANTEED)
+            wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
+            grant(grants, "8", JobClass.OPPORTUNISTIC)
             wait_until(lambda: not other.look())
+
+    def test_an_upgrade_waits_for_the_guaranteed_job_that_has_the_gpu(
+        self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = grant(grants, "7", JobClass.GUARANTEED)
+        grant(grants, "8", JobClass.OPPORTUNISTIC)
+        with (
+            running(path, GrantedJobs(grants, lambda _: None)),
+            closing(connect(path, JobClass.GUARANTEED, "7")) as guaranteed,
+            closing(connect(path, JobClass.OPPORTUNISTIC, "8")) as other,
+        ):
+            other.report(statistics(), news=True)
+            guaranteed.report(statistics(), news=True)
+            wait_until(has(other, Verdict.PAUSE))
+            grant(grants, "8", JobClass.GUARANTEED)
+            wait_until(lambda: "guaranteed job 7 has the GPU" in caplog.text)
+            assert other.look()
+            assert other.job_class is JobClass.OPPORTUNISTIC
+            guaranteed.close()
+            file.unlink()
+            wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
+            assert caplog.text.count("has the GPU") == 1

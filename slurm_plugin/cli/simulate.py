@@ -27,7 +27,7 @@ from hetstream.slurm_plugin.policy.choices import POLICIES, Rules
 from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
-from hetstream.slurm_plugin.simulate.comparison import BASELINES, RULES, Compared, as_plain, compare
+from hetstream.slurm_plugin.simulate.comparison import BASELINES, PACKED, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.lines import MOST
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
@@ -41,6 +41,7 @@ from hetstream.slurm_plugin.simulate.scenario import (
     Scenario,
     WorkerOptions,
 )
+from hetstream.slurm_plugin.simulate.sharing import PackingOptions
 from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_openb_nodes, read_trace
 from hetstream.slurm_plugin.simulate.workload import Workload
 
@@ -54,6 +55,7 @@ other examples:
   hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64,memory_gib=256'
   hetstream simulate jobs.csv --cluster cluster.json --policies fair,srtf --disciplines easy --json
   hetstream simulate goldminer.csv --cluster '8*gpus=8,cpus=64' --seeds 20 --window 8.33
+  hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64' --policies tuned,srtf --packing
 
 exit codes:
   0  done
@@ -120,6 +122,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         help=f"of whole jobs ({choices}); data workers then have nodes, too: their trainer's first, then those with "
         "least other traffic, within --network-share of each link (default: jobs go where least is left, and of data "
         "workers only CPUs are counted)",
+    )
+    parser.add_argument(
+        "--packing",
+        action="store_true",
+        help="each run also with opportunistic jobs (column job_class) on GPUs that others have; else they are jobs as "
+        "all others",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=math.inf,
+        metavar="GIB",
+        help="of each GPU, for --packing (default: no limit)",
     )
     _add_queue(parser.add_argument_group("queue"))
     _add_workers(parser.add_argument_group("data workers"))
@@ -230,6 +245,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--policies={args.policies}: names none")
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
+    is_packed = args.packing or any(name.endswith(PACKED) for name in policies)
+    if is_packed:
+        _check_packing(traces)
+    if args.packing:
+        plain = dict.fromkeys(name.removesuffix(PACKED) for name in policies)
+        policies = [name + suffix for name in plain for suffix in ("", PACKED)]
     base = _base(args, traces)
     if settings is not None:
         rules = Rules(settings.floor, cpus_per_gpu=settings.cpus_per_gpu)
@@ -255,7 +276,11 @@ def run(args: argparse.Namespace) -> int:
         "placement": base.placement, "submit_latency_s": base.queue.submit_s, "free_latency_s": base.queue.free_s,
     }  # fmt: skip
     sections = [
-        Section("runs", _COLUMNS, [comparison.row() for comparison in compared]),
+        Section(
+            "runs",
+            [column for column in _COLUMNS if is_packed or column.key != "gpu_effective_shared"],
+            [comparison.row() for comparison in compared],
+        ),
         Section("fragmentation", _OVER_TIME, _over_time(compared), title="nodes over time, first seed"),
     ]
     emit(args, Report(meta, summary, lines, sections, notes))
@@ -360,7 +385,17 @@ def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
         seed=args.seed,
         sample_s=max(60.0, last_s / _SAMPLES),
         placement=args.placement,
+        packing=PackingOptions(gpu_memory_gib=args.gpu_memory),
     )  # fmt: skip
+
+
+def _check_packing(traces: Sequence[Trace]) -> None:
+    """Refuse packing where it would change nothing."""
+    sharing = traces[0].workload.sharing
+    if sharing is None or not sharing.is_opportunistic.any():
+        raise UsageError(
+            f"--packing: no job of {traces[0].form} is opportunistic. In a table of your own a column job_class says so"
+        )
 
 
 def _error_lines(error: ReplayError) -> list[str]:
@@ -443,6 +478,7 @@ _COLUMNS = (
     Column("max_slowdown", "WORST SLOWDOWN", lambda value: f"{value:.1f}"),
     Column("gpu_allocated", "GPUS", percent),
     Column("gpu_effective", "EFFECTIVE", percent),
+    Column("gpu_effective_shared", "OF IT SHARED", percent),
     Column("cpu_allocated", "CPUS", percent),
     Column("cpu_productive", "PRODUCTIVE", percent),
     Column("fragmentation", "FRAGMENTED", lambda value: f"{value:.2f}"),

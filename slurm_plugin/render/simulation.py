@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.render.charts import (
     ticked,
 )
 from hetstream.slurm_plugin.render.report import duration, percent
-from hetstream.slurm_plugin.simulate.comparison import Compared
+from hetstream.slurm_plugin.simulate.comparison import PACKED, Compared
 from hetstream.slurm_plugin.simulate.metrics import waits
 from hetstream.slurm_plugin.simulate.outcome import Outcome
 
@@ -53,6 +53,9 @@ def simulation_page(title: str, compared: Sequence[Compared], lines: Sequence[st
         _tiles(compared),
         card("Figures", _table(compared), True),
     ]
+    packed = [comparison for comparison in compared if comparison.mean("gpu_effective_shared") is not None]
+    if packed:
+        body.append(card("GPUs that opportunistic jobs share", _sharing(compared, packed), True))
     for discipline in disciplines:
         own = [comparison for comparison in compared if comparison.discipline == discipline]
         body += [
@@ -113,6 +116,33 @@ def _table(compared: Sequence[Compared]) -> str:
             )
         )
     return html_table(head, rows, "Nothing was simulated.")
+
+
+def _sharing(compared: Sequence[Compared], packed: Sequence[Compared]) -> str:
+    """What packing brings, and what it costs those that have the GPUs."""
+    head = (
+        "Policy", "Discipline", "Effective GPUs", "of it by sharing", "without packing", "Guaranteed: completion",
+        "run time, p99", "Opportunistic: completion", "evictions",
+    )  # fmt: skip
+    without = {(comparison.policy, comparison.discipline): comparison for comparison in compared}
+    rows = []
+    for comparison in packed:
+        plain = without.get((comparison.policy.removesuffix(PACKED), comparison.discipline))
+        rows.append(
+            (
+                comparison.policy,
+                comparison.discipline,
+                percent(comparison.mean("gpu_effective") or 0.0),
+                percent(comparison.mean("gpu_effective_shared") or 0.0),
+                "–" if plain is None else percent(plain.mean("gpu_effective") or 0.0),
+                hours(comparison.mean("guaranteed_mean_jct_s") or 0.0),
+                f"{comparison.mean('guaranteed_p99_held_up') or 1.0:.3f} of alone",
+                hours(comparison.mean("opportunistic_mean_jct_s") or 0.0),
+                f"{comparison.mean('num_evictions') or 0.0:,.0f}",
+            )
+        )
+    note = "<p>How much sharing slows a guaranteed job down is a number of the model, not a result.</p>"
+    return html_table(head, rows, "Nothing was simulated.") + note
 
 
 def completion_bars(own: Sequence[Compared], width: int, height: int, title: str) -> str:

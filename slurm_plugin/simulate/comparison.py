@@ -14,6 +14,7 @@ from hetstream.slurm_plugin.simulate.engine import Progress, simulate
 from hetstream.slurm_plugin.simulate.metrics import Metrics, interval, measure
 from hetstream.slurm_plugin.simulate.outcome import Outcome
 from hetstream.slurm_plugin.simulate.scenario import CapOptions, Discipline, Request, Scenario
+from hetstream.slurm_plugin.simulate.sharing import PackingOptions
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 # Requests that need no policy, by the names that the command takes.
@@ -25,6 +26,8 @@ BASELINES: Mapping[str, Request] = {
 }
 # After a policy's name: as the site daemon runs it, with floors, caps and moves that must pay.
 RULES = "+rules"
+# After a policy's or baseline's name, last: opportunistic jobs share GPUs.
+PACKED = "+packing"
 # (name of the run, jobs that are done, jobs)
 RunProgress = Callable[[str, int, int], None]
 
@@ -83,11 +86,15 @@ def scenario_of(policy: str, discipline: Discipline, base: Scenario) -> Scenario
     Args:
         policy: its name.
         discipline: of the queue.
-        base: has the options; its rules and caps hold for policies with rules alone.
+        base: has the options; its rules and caps hold for policies with rules alone, its packing for those with that.
 
     Raises:
         UsageError: there is no such policy.
     """
+    if policy.endswith(PACKED):
+        packed = scenario_of(policy.removesuffix(PACKED), discipline, base)
+        return replace(packed, name=policy, packing=base.packing or PackingOptions())
+    base = replace(base, packing=None)
     if policy in BASELINES:
         request = BASELINES[policy]
         return replace(base, name=policy, request=request, discipline=discipline, policy=None, caps=CapOptions())
@@ -95,7 +102,7 @@ def scenario_of(policy: str, discipline: Discipline, base: Scenario) -> Scenario
     if plain not in POLICIES:
         raise UsageError(
             f"--policies: no policy {plain!r}: there are {', '.join((*BASELINES, *POLICIES))}; the last ones also with "
-            f"{RULES}, as the site daemon runs them"
+            f"{RULES}, as the site daemon runs them; all also with {PACKED}"
         )
     named = replace(base, name=policy, request=Request.ELASTIC, discipline=discipline, policy=POLICIES[plain])
     if policy == plain:

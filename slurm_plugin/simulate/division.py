@@ -189,7 +189,7 @@ class Division:
             speed = self._placed_speed(rows, nodes, running.active[rows], local)
         else:
             speed = self._speed_with(rows, running.active[rows])
-        changed = speed != running.speed[rows]
+        changed = speed != running.base[rows]
         running.set_speed(rows[changed], speed[changed], now_s)
         return int(changed.sum())
 

@@ -7,19 +7,21 @@ round of the policy, a cycle of backfill. Between two of them all speeds are con
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from hetstream.slurm_plugin.errors import SimulationFault
+from hetstream.slurm_plugin.simulate.asked import asked_of
+from hetstream.slurm_plugin.simulate.books import Books
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.division import Division
 from hetstream.slurm_plugin.simulate.failures import Failures
 from hetstream.slurm_plugin.simulate.freeing import Freeing
 from hetstream.slurm_plugin.simulate.looks import Looks
-from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement, Shape
+from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement
 from hetstream.slurm_plugin.simulate.outcome import Outcome, Use
+from hetstream.slurm_plugin.simulate.packing import Packing
 from hetstream.slurm_plugin.simulate.places import JobPlaces, typical_shapes
 from hetstream.slurm_plugin.simulate.reservation import Reservation
 from hetstream.slurm_plugin.simulate.running import LEAST_SPEED, Running
@@ -31,7 +33,6 @@ from hetstream.slurm_plugin.simulate.workload import Workload
 Progress = Callable[[int, int], None]
 
 _CAUSES = {GPUS: Cause.GPUS, CPUS: Cause.CPUS, MEMORY: Cause.MEMORY}
-_USE_COLUMNS = 7
 _PROGRESS_EVENTS = 2000
 # The nodes that an event touches are checked at that event; the sums over all nodes so often, and at the end.
 _CHECK_EVENTS = 64
@@ -72,11 +73,13 @@ class _Engine:
         self._division: Division | None = None
         if scenario.policy is not None:
             self._division = Division(workload, scenario, scenario.policy, self._running)
-        self._unit_cpus = scenario.unit_cpus(workload, cluster)
-        self._fixed_speed = scenario.fixed_speed(workload, cluster)
-        self._speed_of: list[float] = self._fixed_speed.tolist()
-        self._demand = workload.demand
-        self._shapes, self._shape_of = self._shapes_of()
+        self._asked = asked_of(workload, cluster, scenario)
+        self._shapes, self._shape_of = self._asked.shapes, self._asked.shape_of
+        self._speed_of: list[float] = self._asked.speed.tolist()
+        self._shares: list[bool] = self._asked.is_opportunistic.tolist()
+        self._packing: Packing | None = None
+        if scenario.packing is not None and workload.sharing is not None:
+            self._packing = Packing(workload, self._asked, scenario.packing, self._nodes, self._running)
         self._rejected = self._too_large()
         expected = [self._shapes[number] for number in self._shape_of]
         self._find = self._nodes.find
@@ -102,8 +105,7 @@ class _Engine:
         self._has_backfill = self._has_het or scenario.discipline is not Discipline.FIFO
         # In this event jobs started or left, or speeds changed; since the last cycle a job came or something came free.
         self._is_changed = self._is_faster = self._is_due = False
-        self._use = array("d")
-        self._used = [0.0, 0.0, 0.0, 0.0]
+        self._books = Books(self._running, self._packing)
         self._num_events = self._num_job_events = self._num_done = 0
 
     def run(self, progress: Progress | None) -> Outcome:
@@ -126,7 +128,8 @@ class _Engine:
         submit_s = self._submit_s[self._next_job] if self._next_job < len(self._submit_s) else math.inf
         ready_s = self._division.next_ready_s() if self._division else math.inf
         end_s, self._end_row = self._running.next_end()
-        then_s = min(submit_s, end_s, ready_s, self._divide_s, self._cycle_s, self._freeing.next_s())
+        look_s = self._packing.next_s() if self._packing else math.inf
+        then_s = min(submit_s, end_s, ready_s, look_s, self._divide_s, self._cycle_s, self._freeing.next_s())
         if then_s == math.inf and not self._failures.num_down:
             return then_s
         return min(then_s, self._failures.next_s(), self._looks.next_s)
@@ -135,6 +138,8 @@ class _Engine:
         now_s = self._now_s
         self._is_changed = self._is_faster = False
         running = self._running
+        if self._packing is not None:
+            self._packing.count_until(now_s)
         if self._end_row >= 0 and running.end_s[self._end_row] <= now_s:
             end_s, row = float(running.end_s[self._end_row]), self._end_row
             while end_s <= now_s:
@@ -147,11 +152,16 @@ class _Engine:
             self._submit(self._next_job)
             self._next_job += 1
         self._schedule()
+        if self._packing is not None:
+            self._pack(self._packing)
         if self._division is not None:
             self._data_workers(self._division)
+        if self._packing is not None:
+            self._packing.set_speeds(now_s)
+            self._packing.plan_look(now_s)
         if self._num_events % _CHECK_EVENTS == 0:
             self._check()
-        self._record()
+        self._books.record(now_s, len(self._waiting), not self._is_faster)
         if self._looks.next_s <= now_s:
             used = self._division.used_cpus(self._nodes) if self._division and running.count else None
             self._looks.look(self._nodes, used, now_s)
@@ -162,19 +172,30 @@ class _Engine:
         self._num_job_events += 1
         if job not in self._rejected:
             at_once = self._scenario.discipline is Discipline.FIFO
-            self._waiting.add(job, Cause.QUEUE if at_once else Cause.CYCLE, self._now_s - self._scenario.queue.submit_s)
+            self._wait(job, Cause.QUEUE if at_once else Cause.CYCLE, self._now_s - self._scenario.queue.submit_s)
+
+    def _wait(self, job: int, cause: Cause, since_s: float) -> None:
+        """A job waits for a place from now on: in the queue, or for the packer."""
+        if self._packing is not None and self._shares[job]:
+            self._packing.submit(job, since_s)
+        else:
+            self._waiting.add(job, cause, since_s)
             self._is_due = True
 
-    def _start(self, job: int, placement: Placement) -> None:
-        load, now_s = self._workload, self._now_s
-        shape = self._shapes[self._shape_of[job]]
+    def _start(self, job: int, placement: Placement) -> int:
+        load, now_s, packing = self._workload, self._now_s, self._packing
+        shape, shares = self._shapes[self._shape_of[job]], self._shares[job]
+        if packing is not None and shares:
+            self._waiting.waited_s[job, Cause.GPUS] += packing.waited_s(job, now_s)
+        else:
+            self._waiting.remove(job, now_s)
+            self._evict(packing.in_the_way(shape, placement) if packing else ())
         self._nodes.take(shape, placement)
-        self._waiting.remove(job, now_s)
-        demand = float(self._demand[job]) if self._division else 0.0
+        demand = float(self._asked.demand[job]) if self._division else 0.0
         units = shape.units
         left_s, speed = float(self._left_s[job]), self._speed_of[job]
         held_cpus = units * shape.cpus + shape.extra_cpus
-        self._running.add(
+        row = self._running.add(
             job,
             shape,
             placement,
@@ -192,14 +213,20 @@ class _Engine:
                 "changed_s": -math.inf,
                 "limit_s": load.limit_s[job],
                 "slow_since_s": now_s if speed < LEAST_SPEED else math.inf,
+                "base": speed,
+                "factor": 1.0,
+                "shared_gpus": load.num_gpus[job] if shares else 0.0,
             },
         )
-        self._count(units * shape.gpus, speed, held_cpus, units * float(load.ideal_cpus[job]))
+        if packing is not None and not shares:
+            self._evict(packing.hosts(row))
+        self._books.count(units * shape.gpus, speed, held_cpus, units * float(load.ideal_cpus[job]))
         if math.isnan(self._start_s[job]):
             self._start_s[job] = now_s
             self._node_of[job] = placement.nodes[0]
         self._num_job_events += 1
         self._is_changed = True
+        return row
 
     def _end(self, row: int) -> None:
         job = int(self._running.job[row])
@@ -212,7 +239,9 @@ class _Engine:
         """A job runs no more; its resources are free."""
         running = self._running
         gpus, speed, useful = float(running.gpus[row]), float(running.speed[row]), float(running.useful_cpus[row])
-        self._count(-gpus, speed, -float(running.held_cpus[row] + running.target[row]), -useful)
+        self._books.count(-gpus, speed, -float(running.held_cpus[row] + running.target[row]), -useful)
+        if self._packing is not None:
+            self._packing.left(row)
         self._freeing.add(*running.remove(row), self._now_s)
         if self._division:
             self._division.forget(row)
@@ -248,7 +277,7 @@ class _Engine:
             self._restarts[job] += 1
             self._leave(row)
             if self._restarts[job] <= _MOST_RESTARTS:
-                self._waiting.add(job, Cause.QUEUE, now_s)
+                self._wait(job, Cause.QUEUE, now_s)
             else:
                 self._rejected[job] = f"given up after {_MOST_RESTARTS:,} restarts: nodes fail under it too often"
         self._free(math.inf)
@@ -340,7 +369,8 @@ class _Engine:
         number = self._shape_of[job]
         cause = self._no_room.get(number)
         if cause is None:
-            placement = self._find(self._shapes[number])
+            shape = self._shapes[number]
+            placement = self._packing.find(shape, self._find) if self._packing else self._find(shape)
             if placement is not None:
                 return placement
             cause = self._no_room[number] = _CAUSES[self._nodes.why_not(self._shapes[number])]
@@ -352,8 +382,31 @@ class _Engine:
         limit_s = float(self._workload.limit_s[job])
         if math.isfinite(limit_s):
             return limit_s
-        speed = float(self._fixed_speed[job]) or 1.0
+        speed = self._speed_of[job] or 1.0
         return self._scenario.queue.limit_factor * float(self._left_s[job]) / speed
+
+    # Opportunistic jobs
+
+    def _pack(self, packing: Packing) -> None:
+        """The packer takes away and places."""
+        rows, placements = packing.look(self._now_s)
+        self._evict(rows)
+        for job, placement, gpus in placements:
+            packing.shares(self._start(job, placement), gpus, self._now_s)
+
+    def _evict(self, rows: Iterable[int]) -> None:
+        """Opportunistic jobs leave, and wait again."""
+        for row in rows:
+            assert self._packing is not None, "nobody shares a GPU"
+            job = int(self._running.job[row])
+            left_s = float(self._running.left_now(np.array([row]), self._now_s)[0])
+            if self._packing.keeps_progress:
+                self._left_s[job] = left_s
+            else:
+                self._lost_s[job] += self._left_s[job] - left_s
+            self._packing.evicted(row, self._now_s)
+            self._leave(row)
+            self._free(math.inf)
 
     # Data workers
 
@@ -392,38 +445,15 @@ class _Engine:
 
     # Books
 
-    def _record(self) -> None:
-        if self._is_faster:
-            self._add_up()
-        self._use.extend((self._now_s, *self._used, len(self._waiting), self._running.count))
-
-    def _add_up(self) -> None:
-        """What all running jobs use: GPUs, effective ones, CPUs, productive ones."""
-        running = self._running
-        top = running.top
-        gpus, speed = running.gpus[:top], running.speed[:top]
-        cpus = np.add.reduce(running.held_cpus[:top]) + np.add.reduce(running.target[:top])
-        useful = speed @ running.useful_cpus[:top]
-        self._used = [float(np.add.reduce(gpus)), float(gpus @ speed), float(cpus), float(useful)]
-
-    def _count(self, gpus: float, speed: float, cpus: float, useful_cpus: float) -> None:
-        """A job starts; with negative values, one leaves."""
-        used = self._used
-        used[0] += gpus
-        used[1] += gpus * speed
-        used[2] += cpus
-        used[3] += useful_cpus * speed
-
     def _check(self) -> None:
         running = self._running
         top = running.top
-        self._add_up()
+        self._books.add_up()
         gpus, cpus = float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum())
         self._nodes.check(gpus + self._freeing.gpus, cpus + self._freeing.cpus)
 
     def _outcome(self) -> Outcome:
-        columns = np.frombuffer(self._use, dtype=np.float64).reshape(-1, _USE_COLUMNS).T.copy()
-        use = Use(*columns)
+        use = self._books.use()
         self._check()
         self._check_work(use)
         division = self._division
@@ -445,6 +475,7 @@ class _Engine:
             num_moves=division.num_moves if division else 0,
             cpus_started=division.cpus_started if division else 0.0,
             cpus_taken_back=division.cpus_taken_back if division else 0.0,
+            felt=self._packing.felt if self._packing else None,
         )
 
     def _check_work(self, use: Use) -> None:
@@ -458,19 +489,11 @@ class _Engine:
         if abs(done - seen) > _TOLERANCE * max(1.0, done):
             raise SimulationFault(f"jobs did {done} GPU-seconds of work and their speeds say {seen}")
 
-    def _shapes_of(self) -> tuple[list[Shape], list[int]]:
-        """The different shapes, and the number of each job's."""
-        load = self._workload
-        columns = (load.units, load.gpus, self._unit_cpus, load.memory_gib, self._scenario.extra_cpus(load))
-        table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
-        unique, inverse = np.unique(table, axis=0, return_inverse=True)
-        shapes = [Shape(int(units), *shape) for units, *shape in unique.tolist()]
-        return shapes, inverse.reshape(-1).tolist()
-
     def _too_large(self) -> dict[int, str]:
         """Jobs that do not fit the empty cluster: they are reported, and nobody waits for them."""
         wrong: dict[int, str] = {}
         for index, shape in enumerate(self._shapes):
             if self._nodes.find(shape) is None:
                 wrong[index] = f"larger than the cluster: not enough {self._nodes.why_not(shape)}"
-        return {job: wrong[number] for job, number in enumerate(self._shape_of) if number in wrong}
+        found = {job: wrong[number] for job, number in enumerate(self._shape_of) if number in wrong}
+        return found | (self._packing.too_large() if self._packing else {})

@@ -48,6 +48,11 @@ class Metrics:
         jain: fairness over the jobs' speeds (work / time that they ran), 1 if all are alike.
         num_restarts, lost_hours: by failures of nodes.
         moves_per_job_hour: changes of the number of data workers for each hour that jobs ran.
+        gpu_effective_shared: of gpu_effective, what opportunistic jobs on shared GPUs did; this and the following are
+            None without packing.
+        guaranteed_mean_jct_s, opportunistic_mean_jct_s: end - submission, of each class.
+        guaranteed_p99_held_up: run time of a guaranteed job / what it would have been without others on its GPUs.
+        num_evictions: of opportunistic jobs.
     """
 
     num_jobs: int
@@ -85,6 +90,11 @@ class Metrics:
     num_restarts: int
     lost_hours: float
     moves_per_job_hour: float
+    gpu_effective_shared: float | None = None
+    guaranteed_mean_jct_s: float | None = None
+    opportunistic_mean_jct_s: float | None = None
+    guaranteed_p99_held_up: float | None = None
+    num_evictions: int | None = None
 
 
 def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | None = None) -> Metrics:
@@ -112,6 +122,7 @@ def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | No
         **_of_resources(outcome, window),
         **_of_nodes(outcome, window),
         **_spent(outcome, prices),
+        **_of_packing(outcome, window),
     )
 
 
@@ -192,6 +203,24 @@ def _spent(outcome: Outcome, prices: Prices | None) -> dict[str, Any]:
         "cost": cost,
         "cost_per_work_hour": cost / work_hours if cost is not None and work_hours else None,
         "moves_per_job_hour": outcome.num_moves / job_hours if job_hours else 0.0,
+    }
+
+
+def _of_packing(outcome: Outcome, window_s: float) -> dict[str, Any]:
+    """The figures of sharing GPUs; empty without."""
+    felt, load = outcome.felt, outcome.workload
+    if felt is None:
+        return {}
+    jct_s, ran_s = outcome.end_s - load.submit_s, outcome.end_s - outcome.start_s
+    guaranteed = outcome.finished & ~felt.is_opportunistic & (load.num_gpus > 0)
+    held_up = ran_s / np.maximum(ran_s - felt.held_up_s, 1e-9)
+    shared = outcome.use.total(outcome.use.shared_gpus, 0.0, window_s)
+    return {
+        "gpu_effective_shared": _share(shared, outcome.cluster.num_gpus * window_s),
+        "guaranteed_mean_jct_s": _mean(jct_s[guaranteed]),
+        "opportunistic_mean_jct_s": _mean(jct_s[outcome.finished & felt.is_opportunistic]),
+        "guaranteed_p99_held_up": _at(held_up[guaranteed], 99) if guaranteed.any() else 1.0,
+        "num_evictions": int(felt.evictions.sum()),
     }
 
 

@@ -87,6 +87,13 @@ class Nodes:
         other.is_up, other._rank, other._changed = self.is_up.copy(), self._rank.copy(), None
         return other
 
+    def with_fewer_gpus(self, taken: Floats) -> Nodes:
+        """The same state, for plans, with so many GPUs of each node taken besides."""
+        other = self.copy()
+        other.gpus -= taken
+        other._rank = np.where(other.is_up, other.gpus * _MORE + other.cpus, np.inf)
+        return other
+
     def find(self, shape: Shape) -> Placement | None:
         """Where a shape fits: on one node if any has the room, the one with least free; else on the fewest nodes."""
         units, gpus, cpus, memory_gib, _ = shape

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.scenario import Scenario
+from hetstream.slurm_plugin.simulate.sharing import Felt
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -21,10 +22,11 @@ class Use:
 
     Attributes:
         at_s: times, ascending.
-        gpus: that running jobs hold.
+        gpus: that running jobs hold, or that opportunistic jobs alone are on.
         effective_gpus: the same, each times its job's speed.
         cpus: that trainers and data workers hold.
         productive_cpus: that the speeds need.
+        shared_gpus: of effective_gpus, those by jobs that share what others leave.
         num_waiting, num_running: jobs.
     """
 
@@ -33,6 +35,7 @@ class Use:
     effective_gpus: Floats
     cpus: Floats
     productive_cpus: Floats
+    shared_gpus: Floats
     num_waiting: Floats
     num_running: Floats
 
@@ -80,6 +83,7 @@ class Outcome:
         num_job_events: submissions, starts, ends and changes of speed of jobs.
         num_moves: changes of a running job's number of data workers.
         cpus_started, cpus_taken_back: of data workers.
+        felt: what sharing GPUs did to jobs; None without packing.
     """
 
     workload: Workload
@@ -99,6 +103,7 @@ class Outcome:
     num_moves: int
     cpus_started: float
     cpus_taken_back: float
+    felt: Felt | None = None
 
     @property
     def finished(self) -> npt.NDArray[np.bool_]:

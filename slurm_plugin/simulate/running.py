@@ -21,10 +21,12 @@ Ints = npt.NDArray[np.int64]
 # held_cpus: of trainers and of fixed data workers. useful_cpus: with which the job is at its ideal speed.
 # demand: CPUs of data workers with which it is at its best. target: those it was given; active: of them, those that
 # already work. changed_s: when its target last did. slow_since_s: since when it has been below LEAST_SPEED.
-# limit_s: its time limit, as far as the scheduler knows one.
+# limit_s: its time limit, as far as the scheduler knows one. base: the speed that it has by its CPUs; its speed is that
+# times factor, which is below 1 for a job that shares a GPU. shared_gpus: those that it is on and does not hold.
 _FLOATS = (
     "left_s", "since_s", "speed", "end_s", "start_s", "gpus", "held_cpus", "useful_cpus", "demand", "overhead",
     "target", "active", "changed_s", "slow_since_s", "limit_s",
+    "base", "factor", "shared_gpus",
 )  # fmt: skip
 # Below this share of its ideal speed a job counts as starved.
 LEAST_SPEED = 0.05
@@ -41,6 +43,7 @@ class Running:
         self.left_s = self.since_s = self.speed = self.end_s = self.start_s = self.gpus = np.zeros(0)
         self.held_cpus = self.useful_cpus = self.demand = self.overhead = np.zeros(0)
         self.target = self.active = self.changed_s = self.slow_since_s = self.limit_s = np.zeros(0)
+        self.base = self.factor = self.shared_gpus = np.zeros(0)
         for name in _FLOATS:
             setattr(self, name, np.zeros(size))
         self.end_s.fill(np.inf)
@@ -79,7 +82,16 @@ class Running:
         return held
 
     def set_speed(self, rows: Ints, speed: Floats, now_s: float) -> None:
-        """From now on these jobs run at these speeds."""
+        """From now on these jobs run at these speeds, less what sharing a GPU costs them."""
+        self.base[rows] = speed
+        self._run_at(rows, speed * self.factor[rows], now_s)
+
+    def set_factor(self, rows: Ints, factor: Floats, now_s: float) -> None:
+        """From now on these jobs run at this share of the speed that their CPUs give them."""
+        self.factor[rows] = factor
+        self._run_at(rows, self.base[rows] * factor, now_s)
+
+    def _run_at(self, rows: Ints, speed: Floats, now_s: float) -> None:
         left_s = self.left_now(rows, now_s)
         self.left_s[rows] = left_s
         self.since_s[rows] = now_s

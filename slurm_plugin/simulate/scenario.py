@@ -16,6 +16,7 @@ from hetstream.slurm_plugin.policy.choices import Rules
 from hetstream.slurm_plugin.policy.table import Policy
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.lines import MOST
+from hetstream.slurm_plugin.simulate.sharing import PackingOptions
 from hetstream.slurm_plugin.simulate.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -140,6 +141,7 @@ class Scenario:
             moves, and then after so long. Infinite: it is asked again when something has changed.
         placement: of whole jobs, a name of `placement.choices`; data workers then have nodes, too. None: jobs go where
             least is left, and of data workers only the number of CPUs counts.
+        packing: opportunistic jobs share GPUs; None: they are jobs like all others.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Scenario:
     caps: CapOptions = field(default_factory=CapOptions)
     hold_s: float = math.inf
     placement: str | None = None
+    packing: PackingOptions | None = None
 
     def __post_init__(self) -> None:
         problems = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups
 from hetstream.slurm_plugin.simulate.curves import Points, curves_of, parse_curve
@@ -14,6 +15,7 @@ from hetstream.slurm_plugin.simulate.lines import AS_UTF_8, NUL, Lines, quoted, 
 from hetstream.slurm_plugin.simulate.models import with_models
 from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
 from hetstream.slurm_plugin.simulate.sacct import Assumptions, read_sacct
+from hetstream.slurm_plugin.simulate.sharing import Sharing
 from hetstream.slurm_plugin.simulate.workload import Workload, build
 
 _MIB_PER_GIB = 1024
@@ -58,6 +60,7 @@ OWN_REQUIRED = ("submit_s", "run_s", "num_gpus")
 OWN_OPTIONAL = (
     "job", "cpus_per_gpu", "trainer_cpus_per_gpu", "overhead", "memory_gib_per_gpu", "worker_memory_gib_per_cpu",
     "network_gbps_per_gpu", "time_limit_s", "tenant", "user", "heterogeneous", "curve",
+    "job_class", "gpu_use", "gpu_memory_gib",
 )  # fmt: skip
 _PHILLY = ("job_id", "submit_s", "duration_s", "num_gpus")
 _POLLUX = ("workload", "name", "submit_s", "application", "num_replicas")
@@ -71,6 +74,7 @@ _APPLICATIONS: Mapping[str, tuple[float, float, float]] = {
     "imagenet": (100, 1000, 4),
 }  # fmt: skip
 _YES, _NO = ("1", "yes", "true"), ("", "0", "no", "false")
+_CLASSES = tuple(kind.value for kind in (JobClass.GUARANTEED, JobClass.OPPORTUNISTIC))
 
 
 def read_trace(source: str, text: str, form: str = "auto", options: ReadOptions | None = None) -> Trace:
@@ -217,6 +221,7 @@ def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
     defaults = {
         "cpus_per_gpu": -1.0, "trainer_cpus_per_gpu": -1.0, "overhead": 0.0, "memory_gib_per_gpu": 0.0,
         "worker_memory_gib_per_cpu": 0.0, "network_gbps_per_gpu": 0.0, "time_limit_s": np.inf,
+        "gpu_use": 1.0, "gpu_memory_gib": 0.0,
     }  # fmt: skip
     names = (*OWN_REQUIRED, *defaults)
     values = _numbers(lines, names, defaults)
@@ -242,11 +247,15 @@ def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
             lines.complain(line, "trainer_cpus_per_gpu is more than cpus_per_gpu")
         if record.get("heterogeneous", "").strip().lower() not in (*_YES, *_NO):
             lines.complain(line, f"heterogeneous is {record['heterogeneous']!r}: must be yes or no")
+        if _class_of(record) not in _CLASSES:
+            lines.complain(line, f"job_class is {quoted(record['job_class'])}: must be {' or '.join(_CLASSES)}")
+        if not 0 < number["gpu_use"] <= 1:
+            lines.complain(line, f"gpu_use is {number['gpu_use']:g}: must be above 0, and at most 1")
         values[line][3:6] = cpus, trainer, overhead
         points[line] = measured or ((0.0, 0.0), (cpus - trainer, 1.0 - overhead))
     rows = lines.good(options.skip_bad)
     table = np.array([values[line] for line, _ in rows]).T
-    submit, run, gpus, cpus, trainer, overhead, memory, worker_memory, network, limit = table
+    submit, run, gpus, cpus, trainer, overhead, memory, worker_memory, network, limit, use, gpu_memory = table
     columns = {
         # A job without GPUs is one unit; of others each GPU is one.
         "submit_s": submit, "work_s": run, "units": np.maximum(1, gpus), "gpus": np.minimum(1, gpus),
@@ -261,8 +270,13 @@ def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
         users=[row.get("user", "") for _, row in rows],
         is_het=[row.get("heterogeneous", "").strip().lower() in _YES for _, row in rows],
         curves=curves_of([points[line] for line, _ in rows], columns["units"]) if has_curves else None,
+        sharing=Sharing(np.array([_class_of(row) == _CLASSES[1] for _, row in rows]), use, gpu_memory),
     )
     return Trace("csv", workload, _left_out(lines))
+
+
+def _class_of(record: Mapping[str, str]) -> str:
+    return record.get("job_class", "").strip().lower() or _CLASSES[0]
 
 
 def _measured(lines: Lines, line: int, record: Mapping[str, str]) -> Points | None:

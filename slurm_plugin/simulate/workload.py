@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate.curves import Curves
+from hetstream.slurm_plugin.simulate.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -62,6 +63,7 @@ class Workload:
         is_het: whether it can only start as a heterogeneous job does, in a cycle of backfill.
         recorded: what really happened; None for a trace without it.
         curves: what data workers bring each job, where that was measured; None: it is in proportion.
+        sharing: which of them are opportunistic, and what each is to a GPU; None: nothing is known, and none is.
     """
 
     names: tuple[str, ...]
@@ -83,6 +85,7 @@ class Workload:
     user_names: tuple[str, ...] = ("",)
     recorded: Recorded | None = None
     curves: Curves | None = None
+    sharing: Sharing | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -114,6 +117,8 @@ class Workload:
             )
         if self.curves is not None:
             changed["curves"] = self.curves.rows(places)
+        if self.sharing is not None:
+            changed["sharing"] = self.sharing.rows(places)
         return replace(self, **changed)
 
 
@@ -138,6 +143,7 @@ def build(
     is_het: Sequence[bool] = (),
     recorded: Recorded | None = None,
     curves: Curves | None = None,
+    sharing: Sharing | None = None,
 ) -> Workload:
     """Put a workload together: sorts it by submission and lets its clock begin at 0.
 
@@ -148,6 +154,7 @@ def build(
         is_het: of each job.
         recorded: in the same clock as `submit_s`.
         curves: of each job.
+        sharing: of each job.
 
     Raises:
         SimulationInputError: there is no job.
@@ -181,6 +188,7 @@ def build(
         user_names=user_names,
         recorded=recorded and replace(recorded, start_s=recorded.start_s - begin_s, end_s=recorded.end_s - begin_s),
         curves=curves,
+        sharing=sharing,
     )
     return whole.only(order)
 

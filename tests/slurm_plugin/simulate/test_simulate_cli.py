@@ -274,3 +274,46 @@ def test_a_page_without_a_job_that_ran(tmp_path: Path, capsys: pytest.CaptureFix
     assert "No job ran." in told
     assert "\\x1b[31m\\u202e&lt;b&gt; is larger" in told, "a name cannot steer the terminal that the page is shown on"
     assert "not enough GPUs" in capsys.readouterr().err
+
+
+SHARED = "job,submit_s,run_s,num_gpus,job_class,gpu_use\n" + "".join(
+    f"j{at},{at * 100},{1200 + 700 * (at % 5)},1,{('guaranteed', 'opportunistic')[at % 2]},0.4\n" for at in range(24)
+)
+
+
+def test_packing_stands_beside_each_policy_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "jobs.csv", tmp_path / "page.html"
+    path.write_text(SHARED)
+    words = (str(path), "--cluster", "gpus=4,cpus=24", "--policies", "tuned", "--disciplines", "easy")
+    plain, packed = document(capsys, *words, "--packing", "--html", str(page))["runs"]
+    assert (plain["policy"], packed["policy"]) == ("tuned", "tuned+packing")
+    assert plain["gpu_effective_shared"] is None
+    assert packed["gpu_effective"] > plain["gpu_effective"]
+    assert 0 < packed["gpu_effective_shared"] < packed["gpu_effective"]
+    assert 1.0 <= packed["guaranteed_p99_held_up"] <= 1.005
+    text = page.read_text()
+    assert "GPUs that opportunistic jobs share" in text
+    assert "a number of the model, not a result" in text
+    assert main(["simulate", *words, "--packing"]) == 0
+    assert "OF IT SHARED" in capsys.readouterr().out
+    (only,) = document(capsys, *words[:-4], "--policies", "tuned+packing", "--disciplines", "easy")["runs"]
+    assert only == packed
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [("j,0,5,1,best-effort,0.5", "job_class is 'best-effort'"), ("j,0,5,1,,1.5", "gpu_use"), ("j,0,5,1,,0", "gpu_use")],
+)  # fmt: skip
+def test_what_is_no_class_and_no_use_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, text: str
+) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text(SHARED + row + "\n")
+    assert main(["simulate", str(path), "--cluster", CLUSTER]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_packing_without_an_opportunistic_job_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", jobs, "--cluster", CLUSTER, "--packing"]) == 2
+    assert "a column job_class says so" in capsys.readouterr().err
+    assert main(["simulate", jobs, "--cluster", CLUSTER, "--policies", "tuned+packing"]) == 2

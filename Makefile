@@ -13,7 +13,7 @@ DATA_BENCHMARKS := transport partition tensors leases overhead scale kill startu
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic stages holes site_load fidelity
 # Job lists come from ../shared/traces; where there are none they are made up.
-CLUSTER_BENCHMARKS := sched simulate cost model frag
+CLUSTER_BENCHMARKS := sched opp simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.

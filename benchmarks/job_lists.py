@@ -48,14 +48,15 @@ class JobLists:
         if num_jobs == FROZEN_JOBS and self.is_real:
             options = [ReadOptions(workload=place) for place in range(min(num_lists, NUM_FROZEN))]
             return [read_trace(FROZEN, self._frozen_text, "goldminer", one).workload for one in options]
-        return [list_from(*self._jobs(), num_jobs, seed) for seed in range(num_lists)]
+        return [list_from(*self.trace(), num_jobs, seed) for seed in range(num_lists)]
 
     def whole(self, num_jobs: int) -> Workload:
         """The first jobs of the whole trace, with models drawn for them."""
-        submit_s, run_s, num_gpus = (column[:num_jobs] for column in self._jobs())
+        submit_s, run_s, num_gpus = (column[:num_jobs] for column in self.trace())
         return with_models(submit_s, run_s, num_gpus, np.random.default_rng([0, 4]))
 
-    def _jobs(self) -> Trace:
+    def trace(self) -> Trace:
+        """Submissions, run times and GPUs of all jobs of Philly, or of the made-up ones."""
         if self._trace is None:
             if self.is_real:
                 text = (self.folder / PHILLY).read_text().splitlines()

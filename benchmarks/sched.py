@@ -8,20 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-
-import numpy as np
 
 from benchmarks import harness, machine
 from benchmarks.best_order import best_order
 from benchmarks.bound import lower_bound_s, most_effective_hours
 from benchmarks.harness import Row
 from benchmarks.job_lists import TRACES, JobLists
-from hetstream.slurm_plugin.render.cards import STYLE
-from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart, patterns
+from benchmarks.simulated_rows import figure, jct_minutes, ratio, standalone_svg
+from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart
 from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
 from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
 from hetstream.slurm_plugin.simulate.comparison import Compared, compare
@@ -126,36 +123,6 @@ def _run(
     return {(one.policy, one.discipline): one for one in found}
 
 
-def _figure(case: str, name: str, one: Compared, metric: str, unit: str, per: float, note: str = "") -> Row:
-    values = tuple(float(getattr(run, metric)) / per for run in one.runs)
-    mean = sum(values) / len(values)
-    return Row(case, name, mean, unit, interval(values), note=note, samples=values)
-
-
-def _ratio(case: str, name: str, upper: Sequence[float], lower: Sequence[float], goal: float | None, most: bool) -> Row:
-    """The ratio of two means over the same lists, with its interval; `most`: the goal is an upper limit."""
-    value = sum(upper) / sum(lower)
-    pairs = list(zip(upper, lower, strict=True))
-    spread = _ratio_interval(pairs)
-    if goal is None:
-        return Row(case, name, value, "x", spread)
-    met = value <= goal if most else value >= goal
-    lost = "" if met else f"by {abs(value / goal - 1):.1%}"
-    return Row(case, name, value, "x", spread, f"{'<=' if most else '>='} {goal:g}", met, lost)
-
-
-def _ratio_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    sample = np.array(pairs)
-    draw = np.random.default_rng([0, len(pairs)])
-    drawn = sample[draw.integers(0, len(pairs), (2000, len(pairs)))].sum(axis=1)
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return float(low), float(high)
-
-
-def _jct(one: Compared) -> list[float]:
-    return [run.mean_jct_s / _MINUTE_S for run in one.runs]
-
-
 def _table5(found: dict[tuple[str, str], Compared]) -> list[Row]:
     rows = []
     for discipline in ("fifo", "easy", "greedy"):
@@ -163,21 +130,23 @@ def _table5(found: dict[tuple[str, str], Compared]) -> list[Row]:
         for policy in (*PAPER, "dlrover", OWN):
             one = found[policy, discipline]
             paper = f"paper {PAPER[policy][0]}" if policy in PAPER and discipline == "fifo" else ""
-            rows.append(_figure(case, policy, one, "mean_jct_s", "min to completion", _MINUTE_S, paper))
+            rows.append(figure(case, policy, one, "mean_jct_s", "min to completion", _MINUTE_S, paper))
         for policy in (*PAPER, OWN):
             one = found[policy, discipline]
             paper = f"paper {PAPER[policy][1]}" if policy in PAPER and discipline == "fifo" else ""
-            rows.append(_figure(case, policy, one, "mean_wait_s", "min waiting", _MINUTE_S, paper))
+            rows.append(figure(case, policy, one, "mean_wait_s", "min waiting", _MINUTE_S, paper))
         for policy in ("srtf", "dlrover", OWN):
-            rows.append(_figure(case, policy, found[policy, discipline], "max_slowdown", "x worst slowdown", 1.0))
+            rows.append(figure(case, policy, found[policy, discipline], "max_slowdown", "x worst slowdown", 1.0))
         rows.append(
-            _ratio(case, "tuned / srtf", *(_jct(found[name, discipline]) for name in ("tuned", "srtf")), None, False)
+            ratio(
+                case, "tuned / srtf", *(jct_minutes(found[name, discipline]) for name in ("tuned", "srtf")), None, False
+            )
         )
     means = [found[policy, "fifo"].mean("mean_jct_s") or 0.0 for policy in PAPER]
     in_order = sum(worse > better for worse, better in pairwise(means))
     rows.append(Row("88 jobs, fifo", "the paper's order", in_order, "of 5 pairs", None, ">= 5", in_order == 5))
-    jct = [_jct(found[name, "fifo"]) for name in ("tuned", "srtf")]
-    rows.append(_ratio("88 jobs, fifo", "tuned / srtf, target", *jct, 2.3, False))
+    jct = [jct_minutes(found[name, "fifo"]) for name in ("tuned", "srtf")]
+    rows.append(ratio("88 jobs, fifo", "tuned / srtf, target", *jct, 2.3, False))
     return rows
 
 
@@ -191,13 +160,15 @@ def _possible(workloads: Sequence[Workload], cluster: Cluster, found: dict[tuple
     effective = [run.gpu_effective for run in found["tuned", "fifo"].runs]
     scenario = replace(BASE, name="best order", request=Request.ELASTIC, discipline=Discipline.EASY, policy=best_order)
     searched = [measure(simulate(load, cluster, scenario)).mean_jct_s / _MINUTE_S for load in workloads[:_SEARCHED]]
-    srtf = _jct(found["srtf", "easy"])[:_SEARCHED]
-    own = _jct(found[OWN, "easy"])[:_SEARCHED]
+    srtf = jct_minutes(found["srtf", "easy"])[:_SEARCHED]
+    own = jct_minutes(found[OWN, "easy"])[:_SEARCHED]
     return [
-        _ratio("88 jobs, easy", "tuned / lower bound: the most that is possible", _jct(tuned), bounds, None, False),
-        _ratio("88 jobs, easy", "srtf / best order found by search", srtf, searched, None, False),
-        _ratio("88 jobs, easy", f"{OWN} / best order found by search", own, searched, None, False),
-        _ratio(
+        ratio(
+            "88 jobs, easy", "tuned / lower bound: the most that is possible", jct_minutes(tuned), bounds, None, False
+        ),
+        ratio("88 jobs, easy", "srtf / best order found by search", srtf, searched, None, False),
+        ratio("88 jobs, easy", f"{OWN} / best order found by search", own, searched, None, False),
+        ratio(
             "88 jobs, fifo",
             "effective GPUs, upper bound / tuned: the most that is possible",
             [share / all_hours for share in hours],
@@ -210,22 +181,22 @@ def _possible(workloads: Sequence[Workload], cluster: Cluster, found: dict[tuple
 
 def _easy(num_jobs: int, found: dict[tuple[str, str], Compared], best: dict[tuple[str, str], Compared]) -> list[Row]:
     case, goal = f"{num_jobs} jobs, easy", EASY_GOALS[num_jobs]
-    tuned = _jct(found["tuned", "easy"])
+    tuned = jct_minutes(found["tuned", "easy"])
     rows = [
-        _figure(f"{num_jobs} jobs, {one.discipline}", one.policy, one, "mean_jct_s", "min to completion", _MINUTE_S)
+        figure(f"{num_jobs} jobs, {one.discipline}", one.policy, one, "mean_jct_s", "min to completion", _MINUTE_S)
         for one in (found.values() if num_jobs != 88 else ())
     ]
     own = best[OWN, "easy"]
     rows += [
-        _figure(case, "own", own, "mean_jct_s", "min to completion", _MINUTE_S),
-        _figure(case, "tuned, shorter first", best["tuned", "easy"], "mean_jct_s", "min to completion", _MINUTE_S),
-        _ratio(case, "tuned / srtf", tuned, _jct(found["srtf", "easy"]), goal, False),
-        _ratio(case, "tuned / own", tuned, _jct(own), goal, False),
-        _ratio(case, "tuned, shorter first / own", _jct(best["tuned", "easy"]), _jct(own), None, False),
-        _ratio(
+        figure(case, "own", own, "mean_jct_s", "min to completion", _MINUTE_S),
+        figure(case, "tuned, shorter first", best["tuned", "easy"], "mean_jct_s", "min to completion", _MINUTE_S),
+        ratio(case, "tuned / srtf", tuned, jct_minutes(found["srtf", "easy"]), goal, False),
+        ratio(case, "tuned / own", tuned, jct_minutes(own), goal, False),
+        ratio(case, "tuned, shorter first / own", jct_minutes(best["tuned", "easy"]), jct_minutes(own), None, False),
+        ratio(
             f"{num_jobs} jobs, greedy",
             "tuned / srtf",
-            *(_jct(found[name, "greedy"]) for name in ("tuned", "srtf")),
+            *(jct_minutes(found[name, "greedy"]) for name in ("tuned", "srtf")),
             None,
             False,
         ),
@@ -240,8 +211,8 @@ def _beside_srtf(workloads: Sequence[Workload], cluster: Cluster, num_jobs: int)
     rows = []
     for discipline in ("fifo", "easy"):
         case, own, srtf = f"{num_jobs} jobs, {discipline}", found[OWN, discipline], found["srtf", discipline]
-        less = [one - other for one, other in zip(_jct(own), _jct(srtf), strict=True)]
-        share, (low, high) = fmean(less) / fmean(_jct(srtf)), interval(less)
+        less = [one - other for one, other in zip(jct_minutes(own), jct_minutes(srtf), strict=True)]
+        share, (low, high) = fmean(less) / fmean(jct_minutes(srtf)), interval(less)
         note = f"{share:+.2%}" if high < 0 else f"{share:+.2%}, the interval reaches {high:+.2f}"
         rows.append(
             Row(case, f"{OWN} less srtf", fmean(less), "min to completion", (low, high), "< 0", high < 0, note,
@@ -260,12 +231,10 @@ def _beside_srtf(workloads: Sequence[Workload], cluster: Cluster, num_jobs: int)
 def _effective(found: dict[tuple[str, str], Compared]) -> list[Row]:
     rows = []
     for metric, unit in (("gpu_allocated", "% of GPUs held"), ("gpu_effective", "% of GPUs effective")):
-        rows += [
-            _figure("88 jobs, fifo", policy, found[policy, "fifo"], metric, unit, 0.01) for policy in (*PAPER, OWN)
-        ]
+        rows += [figure("88 jobs, fifo", policy, found[policy, "fifo"], metric, unit, 0.01) for policy in (*PAPER, OWN)]
     for policy in ("maxtp", "srtf", OWN):
         values = [[run.gpu_effective for run in found[name, "fifo"].runs] for name in (policy, "tuned")]
-        rows.append(_ratio("88 jobs, fifo", f"effective GPUs, {policy} / tuned", *values, 1.35, False))
+        rows.append(ratio("88 jobs, fifo", f"effective GPUs, {policy} / tuned", *values, 1.35, False))
     return rows
 
 
@@ -293,27 +262,27 @@ def _gap(workloads: Sequence[Workload], cluster: Cluster, num_jobs: int) -> tupl
     plain = _run(workloads, cluster, ["tuned", "srtf"], [Discipline.EASY], BASE, f"{num_jobs} jobs, EASY")
     goal, slowdown_goal = GAP_GOALS[num_jobs]
     case, best = f"{num_jobs} jobs, bound", own[OWN, "greedy"]
-    worst = _figure(case, "own", best, "max_slowdown", "x worst slowdown", 1.0)
+    worst = figure(case, "own", best, "max_slowdown", "x worst slowdown", 1.0)
     is_met = (worst.value or 0.0) <= slowdown_goal
     rows = [
         Row(case, "lower bound", fmean(bounds), "min to completion", interval(bounds), samples=tuple(bounds)),
-        _figure(case, "own", best, "mean_jct_s", "min to completion", _MINUTE_S),
-        _figure(case, "srtf, same queue", own["srtf", "greedy"], "mean_jct_s", "min to completion", _MINUTE_S),
-        _ratio(case, "own / lower bound", _jct(best), bounds, goal, True),
-        _ratio(case, "srtf, same queue / lower bound", _jct(own["srtf", "greedy"]), bounds, None, True),
-        _ratio(case, "srtf, easy / lower bound", _jct(plain["srtf", "easy"]), bounds, None, True),
-        _ratio(case, "tuned, easy / lower bound", _jct(plain["tuned", "easy"]), bounds, None, True),
+        figure(case, "own", best, "mean_jct_s", "min to completion", _MINUTE_S),
+        figure(case, "srtf, same queue", own["srtf", "greedy"], "mean_jct_s", "min to completion", _MINUTE_S),
+        ratio(case, "own / lower bound", jct_minutes(best), bounds, goal, True),
+        ratio(case, "srtf, same queue / lower bound", jct_minutes(own["srtf", "greedy"]), bounds, None, True),
+        ratio(case, "srtf, easy / lower bound", jct_minutes(plain["srtf", "easy"]), bounds, None, True),
+        ratio(case, "tuned, easy / lower bound", jct_minutes(plain["tuned", "easy"]), bounds, None, True),
         Row(
             case, "own", worst.value, "x worst slowdown", worst.spread, f"<= {slowdown_goal:g}", is_met,
             f"worst list {max(worst.samples):.1f}", worst.samples,
         ),
-        _figure(case, "srtf, same queue", own["srtf", "greedy"], "max_slowdown", "x worst slowdown", 1.0),
+        figure(case, "srtf, same queue", own["srtf", "greedy"], "max_slowdown", "x worst slowdown", 1.0),
     ]  # fmt: skip
     means = {
         "bound": fmean(bounds),
-        "own": fmean(_jct(best)),
-        "srtf, easy": fmean(_jct(plain["srtf", "easy"])),
-        "tuned, easy": fmean(_jct(plain["tuned", "easy"])),
+        "own": fmean(jct_minutes(best)),
+        "srtf, easy": fmean(jct_minutes(plain["srtf", "easy"])),
+        "tuned, easy": fmean(jct_minutes(plain["tuned", "easy"])),
     }
     return rows, means
 
@@ -326,7 +295,7 @@ def _plots(
         own = [table5[policy, discipline] for policy in (*PAPER, OWN)]
         bars = completion_bars(own, 640, 260, f"mean completion time in hours, 88 jobs, {discipline}")
         (out / f"sched_{discipline}.svg").write_text(
-            _standalone(bars, f"Mean completion time in hours, {discipline}", PARTS)
+            standalone_svg(bars, f"Mean completion time in hours, {discipline}", PARTS)
         )
     end_s = 24 * 3600.0
     shown = {
@@ -339,7 +308,7 @@ def _plots(
     x = Axis(0.0, end_s, [(at * 3600.0, f"{at} h") for at in range(0, 25, 6)])
     y = Axis(0.0, 0.6, [(share / 10, f"{share * 10} %") for share in range(0, 7, 2)])
     chart = line_chart(curves, x, y, 640, 260, "effective GPUs over time, first list, strict FIFO")
-    (out / "sched_effective.svg").write_text(_standalone(chart, "GPUs in effective use, first list, fifo"))
+    (out / "sched_effective.svg").write_text(standalone_svg(chart, "GPUs in effective use, first list, fifo"))
     names = list(next(iter(gaps.values()))[1])
     lines = [
         Series(name, style, [(float(load), means[name]) for load, (_, means) in gaps.items()])
@@ -348,25 +317,7 @@ def _plots(
     highest = max(value for _, means in gaps.values() for value in means.values())
     loads = Axis(80.0, 160.0, [(float(load), f"{load} jobs") for load in gaps])
     chart = line_chart(lines, loads, count_axis(highest), 640, 260, "mean completion time in minutes, by load")
-    (out / "sched_bound.svg").write_text(_standalone(chart, "Mean completion time in minutes, and its lower bound"))
-
-
-def _standalone(svg: str, title: str, parts: Sequence[str] = ()) -> str:
-    """A chart of a page as a file of its own: with its title above and, for bars, what their parts are below."""
-    defined = patterns()
-    pattern = defined[defined.index("<defs>") : defined.index("</defs>") + len("</defs>")]
-    head, body = svg.removesuffix("</svg>").split(">", 1)
-    head = head.replace('viewBox="0 0 640 260"', f'viewBox="0 -30 640 {290 + (28 if parts else 0)}"')
-    legend = "".join(
-        f'<g transform="translate({36 + 100 * place} 268)"><rect class="f{place}" width="14" height="12"/>'
-        f'<rect fill="url(#p{place})" width="14" height="12"/>'
-        f'<text x="18" y="10" style="font-size:10px">{escape(name)}</text></g>'
-        for place, name in enumerate(parts)
-    )
-    return (
-        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{pattern}'
-        f'<text x="10" y="-12" style="font-weight:bold">{escape(title)}</text>{body}{legend}</svg>\n'
-    )
+    (out / "sched_bound.svg").write_text(standalone_svg(chart, "Mean completion time in minutes, and its lower bound"))
 
 
 if __name__ == "__main__":

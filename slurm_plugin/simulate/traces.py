@@ -133,14 +133,14 @@ def _whole(lines: Lines, name: str, least: int = 0) -> None:
     """Complain of numbers that are not whole, or too small."""
     for line, record in lines.records:
         if line not in lines.bad:
-            value = float(record[name])
+            value = float(record[name].strip())
             if value != int(value) or value < least:
                 lines.complain(line, f"{name} is {record[name]}: must be a whole number of {least} or more")
 
 
 def _above_zero(lines: Lines, name: str) -> None:
     for line, record in lines.records:
-        if line not in lines.bad and not float(record[name]) > 0:
+        if line not in lines.bad and not float(record[name].strip()) > 0:
             lines.complain(line, f"{name} is {record[name]}: must be above 0")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def comment_of(script: str, environ: dict[str, str], *words: str) -> str:
     """What the converted job's Comment is; empty if nothing is converted."""
     options, _ = parse_words(words, "command line", extra=OPTIONS)
     found = convert_script(
-        f"#!/bin/bash\n{script}\npython t.py\n".encode(), "t", options, environ, FakeSlurm(), ("/h",)
+        f"#!/bin/bash\n{script}\npython t.py\n".encode(), "t", options, environ, FakeSlurm(Path("/"), {}), ("/h",)
     )
     lines = [line for line in found.script.decode().split("\n") if "hetstream:class=" in line]
     return lines[0] if lines else ""
@@ -72,7 +73,7 @@ def test_the_table_of_jobs_has_a_column_only_where_there_are_classes(monkeypatch
     monkeypatch.setenv("HETSTREAM_OPPORTUNISTIC_PARTITIONS", "opp")
 
     def table(*jobs: Job) -> list[str]:
-        report = report_of(list(jobs), Snapshot(0.0, "24.11", "test", (), (), jobs), details=False)
+        report = report_of(list(jobs), Snapshot(0.0, "24.11", "test", jobs, (), ()), details=False)
         return [column.title for column in report.sections[0].columns]
 
     assert "CLASS" not in table(JOB)

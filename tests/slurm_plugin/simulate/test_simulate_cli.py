@@ -302,7 +302,7 @@ def test_packing_stands_beside_each_policy_without_it(tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize(
     ("row", "text"),
-    [("j,0,5,1,best-effort,0.5", "job_class is 'best-effort'"), ("j,0,5,1,,1.5", "gpu_use"), ("j,0,5,1,,0", "gpu_use")],
+    [("j,0,5,1,best-effort,0.5", 'job_class is "best-effort"'), ("j,0,5,1,,1.5", "gpu_use"), ("j,0,5,1,,0", "gpu_use")],
 )  # fmt: skip
 def test_what_is_no_class_and_no_use_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, text: str

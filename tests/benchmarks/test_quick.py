@@ -187,6 +187,28 @@ def test_slurm_parse() -> None:
     assert set(document["as_used_cpu_s"]) == {"22.05", "24.11", "26.05"}
 
 
+@pytest.mark.slow
+def test_schedules_of_preprocessing(tmp_path: Path) -> None:
+    rows = run("rap_plan", tmp_path, "")
+    assert rows["hetstream"]["value"] is not None
+    assert rows["hetstream less RAP's Algorithm 1"]["met"], "never worse"
+    assert rows["hetstream less Algorithm 1, two resources"]["met"]
+
+
+@pytest.mark.slow
+def test_features_mapped_over_gpus(tmp_path: Path) -> None:
+    rows = run("rap_map", tmp_path, "")
+    assert {"data-parallel", "data-local", "hetstream", "data-parallel / hetstream"} <= set(rows)
+    assert "Simulated" in json.loads((tmp_path / "rap_map.json").read_text())["notes"][0]
+
+
+@pytest.mark.slow
+def test_latencies_of_kernels(tmp_path: Path) -> None:
+    run("rap_predict", tmp_path, "")
+    rows = json.loads((tmp_path / "rap_predict.json").read_text())["rows"]
+    assert {row["case"] for row in rows} == {"1D Ops", "FirstX", "Ngram", "Onehot", "Bucketize", "plan 2"}
+
+
 def test_allocator(tmp_path: Path) -> None:
     """It measures its own process, too."""
     command = [sys.executable, "-m", "benchmarks.allocator", "--quick", "--out", str(tmp_path)]

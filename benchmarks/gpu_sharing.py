@@ -28,6 +28,7 @@ from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass, Statistics
 from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.slurm_plugin.coordinator.look import look
 
 MIB = 2**20
 CAPACITY_BYTES = 64 * MIB
@@ -257,11 +258,14 @@ def figure_12(node: Machine, quick: bool) -> list[Row]:
                 idle = _beside(guaranteed, other, 0.5, measure_s / 2)
             with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, beside) as other:
                 shared = _beside(guaranteed, other, settle_s, measure_s)
+                (row,) = look(str(node.socket)).gpus
+                given = next(process.reason for process in row.processes if process.job_class == "opportunistic")
             alone.append(_window(guaranteed, 1.0, measure_s / 2))
         before_ns, after_ns = map(_step_ns, alone)
         alone_ns = (before_ns + after_ns) / 2
         busy_ns = statistics.fmean(busy for window in alone for _, busy in window)
         left = 1 - busy_ns / alone_ns
+        say(f"  the coordinator, waits {wait_ms} ms: {given}")
         note = f"alone {1 - left:.0%} busy; {after_ns / before_ns - 1:+.1%} from before to after"
         case = f"figure 12: waits {wait_ms} ms"
         modes = (("packed", packed, bare_per_s), ("SCHED_IDLE", idle, bare_per_s), ("hetstream", shared, solo_per_s))

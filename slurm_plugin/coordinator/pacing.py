@@ -24,6 +24,8 @@ _SHARE_STEP = 10
 # Gaps below this part of a mini-batch are none. What is tried beside a job without gaps may cost it so much, at most.
 _LEAST_GAP = _TRIAL_COST = 0.01
 _MOST_SHARE = 950
+# After so many judgements in a row that chance may explain, the pace alone was measured in a lucky moment.
+_UNDECIDED = 10
 # Gaps are opened for so long at a time. A coordinator that is stopped closes them by saying nothing.
 OPEN_NS = 30_000_000
 # A gap that is so much longer than any of late is no gap between two mini-batches: the job decodes, saves, or waits.
@@ -53,6 +55,7 @@ class Pacing:
         alone: its pace without others; None: not known.
         gap_use: how much of a likely gap is used, in thousandths; all of them: each gap to its end.
         share: of the time outside of gaps, in thousandths.
+        undecided: judgements in a row by which mini-batches are slower than they may be, unless that is chance.
         trial_at: of a job without gaps, the mini-batch at which a share of its busy time is tried again.
         reason: why this is so.
     """
@@ -63,6 +66,7 @@ class Pacing:
     alone: Pace | None = None
     gap_use: int = _FIRST_GAP_USE
     share: int = 0
+    undecided: int = 0
     trial_at: int = 0
     reason: str = "no guaranteed job is there"
 
@@ -88,9 +92,9 @@ def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Paci
     if pace is None:
         return pacing
     if pacing.phase is Phase.MEASURING or not others:
-        return Pacing(
-            name, Phase.SHARING, pacing.history.changed(), pace, reason=f"alone a mini-batch takes {_ms(pace.mean_ns)}"
-        )
+        gap_use = pacing.gap_use if others else _FIRST_GAP_USE
+        reason = f"alone a mini-batch takes {_ms(pace.mean_ns)}"
+        return Pacing(name, Phase.SHARING, pacing.history.changed(), pace, gap_use, reason=reason)
     return _judge(pacing, pace)
 
 
@@ -103,6 +107,10 @@ def _judge(pacing: Pacing, pace: Pace) -> Pacing:
     seen = f"mini-batches take {_ms(pace.mean_ns)}, {slowdown:+.1%} of alone"
     if pacing.has_no_gaps and pacing.share == 0:
         return _try_share(replace(pacing, history=history, alone=merged(pacing.alone, pace)), seen)
+    undecided = pacing.undecided + 1 if TOLERANCE < slowdown <= TOLERANCE + by_chance else 0
+    pacing = replace(pacing, undecided=undecided % _UNDECIDED)
+    if undecided >= _UNDECIDED:
+        return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=f"{seen}: measured anew")
     if slowdown > TOLERANCE + by_chance:
         if pacing.share > 0:
             share = pacing.share // 2 if pacing.share >= 2 * _SHARE_STEP else 0
@@ -114,7 +122,10 @@ def _judge(pacing: Pacing, pace: Pace) -> Pacing:
         if pacing.gap_use > _LEAST_GAP_USE:
             gap_use = max(_LEAST_GAP_USE, pacing.gap_use - 2 * _GAP_USE_STEP)
             return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: less of its gaps")
-        return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=f"{seen}: measured anew")
+        return replace(
+            pacing, history=history, phase=Phase.MEASURING, alone=None, gap_use=_FIRST_GAP_USE,
+            reason=f"{seen}: measured anew",
+        )  # fmt: skip
     if slowdown < -TOLERANCE - by_chance:
         return replace(pacing, history=history, alone=pace, reason=f"{seen}: it has become faster")
     if slowdown <= TOLERANCE and pacing.gap_use < FULL_SHARE and not pacing.has_no_gaps:

@@ -178,6 +178,18 @@ def test_a_job_that_is_slower_by_itself_is_measured_anew_alone(shared: Gpu) -> N
     assert shared.state.pacing.alone.mean_ns == pytest.approx(150 * MS)
 
 
+def test_a_pace_that_was_measured_in_a_lucky_moment_does_not_keep_gaps_closed(shared: Gpu) -> None:
+    """Mini-batches differ so much that a pace that is 2.5 % too short can be neither believed nor not."""
+    phases = set()
+    for number in range(400):
+        shared.batch("g", 100 if number % 2 else 105, gap_ms=40, peak_bytes=10 * GIB)
+        phases.add(shared.state.pacing.phase)
+    assert Phase.MEASURING in phases
+    assert shared.state.pacing.gap_use == FULL_SHARE
+    assert shared.state.pacing.alone is not None
+    assert shared.state.pacing.alone.mean_ns == pytest.approx(102.5 * MS, rel=0.01)
+
+
 def test_memory_is_what_the_guaranteed_job_leaves_and_a_surge_is_answered_at_once(shared: Gpu) -> None:
     for _ in range(30):
         shared.decide(100)

@@ -99,9 +99,16 @@ class Node:
         return Program(process, out, err)
 
     def shows(self, job_class: str) -> ProcessRow:
-        """What the coordinator's table says of the one process of a class."""
-        (row,) = look(str(self.socket)).gpus
-        return next(process for process in row.processes if process.job_class == job_class)
+        """What the coordinator's table says of the one process of a class, as soon as there is one."""
+        found: list[ProcessRow] = []
+
+        def is_there() -> bool:
+            rows = look(str(self.socket)).gpus
+            found.extend(one for row in rows for one in row.processes if one.job_class == job_class)
+            return bool(found)
+
+        self.wait_until(is_there, 60, f"a process of class {job_class}")
+        return found[0]
 
     def goes_on(self, program: Program, steps: int, timeout_s: float = 60) -> None:
         """Wait for so many more steps."""

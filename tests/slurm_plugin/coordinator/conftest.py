@@ -85,14 +85,13 @@ class Node:
         steps: int = 100_000,
         width: int = 256,
         wait_ms: float = 0,
-        grows: str = "",
         faults: Mapping[str, str] = {},
     ) -> Program:
         """Start a training program."""
         name = f"{job_class}-{len(self.processes)}"
         out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
         argv = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", self.gpu, "--socket", str(self.socket)]
-        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms), *([grows] if grows else [])]
+        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms)]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **faults})
         self.processes.append(process)

@@ -17,9 +17,9 @@ from hetstream.slurm_plugin.coordinator.look import look
 from tests.slurm_plugin.coordinator.conftest import MIB, TRAIN, Node, Program
 
 
-def alone(steps: int, width: int = 256, *grows: str) -> list[str]:
+def alone(steps: int, width: int = 256) -> list[str]:
     """Losses of the program without any sharing."""
-    argv = [sys.executable, str(TRAIN), str(steps), str(width), "0", *grows]
+    argv = [sys.executable, str(TRAIN), str(steps), str(width), "0"]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -113,33 +113,6 @@ def test_an_opportunistic_job_lives_from_idle_gaps_alone(node: Node) -> None:
     made_before = len(guaranteed.losses)
     node.goes_on(opportunistic, 50)  # far more than a first share of the busy time would have room for
     assert len(guaranteed.losses) - made_before <= 12
-
-
-@pytest.mark.slow
-def test_a_guaranteed_job_that_grows_gets_memory_of_the_other_one_and_is_back_on_the_gpu_soon(node: Node) -> None:
-    """A surge: its batches become 64 times as large, and find no room for a mini-batch or two."""
-    node.emulate(memory_mib=64)
-    node.coordinate()
-    sign = node.directory / "grow"
-    guaranteed = node.train("guaranteed", width=700, wait_ms=20, grows=f"4096@{sign}")
-    node.goes_on(guaranteed, 12)
-    opportunistic = node.train("opportunistic", width=1000)
-    node.wait_until(lambda: node.shows("opportunistic").held_bytes > 18 * MIB, 60, "it to have what is left")
-    before = node.shows("guaranteed")
-    assert before.host_bytes == 0
-    sign.touch()
-    node.wait_until(lambda: node.shows("guaranteed").peak_bytes > before.peak_bytes + 20 * MIB, 60, "the surge")
-    node.wait_until(lambda: node.shows("guaranteed").host_bytes == 0, 30, "all of it to be on the GPU")
-    limit_bytes = node.shows("opportunistic").limit_bytes
-    assert limit_bytes is not None
-    assert limit_bytes <= 64 * MIB - node.shows("guaranteed").peak_bytes
-    guaranteed.process.kill()
-    guaranteed.process.wait()
-    node.goes_on(opportunistic, 5)
-    step = guaranteed.said.rpartition("grew at ")[2].strip()
-    assert guaranteed.losses == alone(len(guaranteed.losses), 700, f"4096@{step}")
-    made = opportunistic.losses
-    assert made[:20] == alone(20, 1000)
 
 
 @pytest.mark.slow

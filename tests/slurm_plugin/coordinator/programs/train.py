@@ -1,29 +1,23 @@
 """A training program that knows nothing of sharing: one line with the loss for each step.
 
-Arguments: how many steps, the width of the model, milliseconds of waiting for data before each step, and, if its
-batches become larger, `ROWS@STEP`, or `ROWS@FILE` for when there is such a file; it says then at which step that was.
+Arguments: how many steps, the width of the model, milliseconds of waiting for data before each step.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 
 import torch
 
 steps, width, wait_ms = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-rows, _, when = sys.argv[4].partition("@") if len(sys.argv) > 4 else ("64", "", str(steps))
 torch.set_num_threads(1)  # sums of floats depend on it
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 batch = torch.randn(64, width)
 data = threading.Event()
-for step in range(steps):
-    if len(batch) != int(rows) and (step == int(when) if when.isdecimal() else os.path.exists(when)):
-        batch = torch.randn(int(rows), width)
-        print(f"grew at {step}", file=sys.stderr, flush=True)
+for _ in range(steps):
     data.wait(wait_ms / 1000)
     loss = model(batch).square().mean()
     optimizer.zero_grad()

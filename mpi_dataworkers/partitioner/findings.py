@@ -23,7 +23,8 @@ class Findings:
         verdicts: which of them may move.
         costs: what they take.
         rates: as they were measured, without data workers.
-        read: names of the leaves of the batch that the program has read beside the forward, which are sent anyway.
+        read: names of the leaves of the batch that are sent anyway, because the program reads them.
+        why_not_all: why the graph is only the beginning of the forward; "" where it is all of it.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Findings:
     costs: Mapping[str, OperatorCost] = field(default_factory=dict)
     rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0, 0))
     read: tuple[str, ...] = ()
+    why_not_all: str = ""
 
     def decide(self, num_data_workers: int, everything: bool) -> Decision:
         """Where the forward would be cut.
@@ -58,6 +60,7 @@ class Findings:
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "rates": asdict(self.rates),
             "read": self.read,
+            "why_not_all": self.why_not_all,
         }
         return json.dumps(document)
 
@@ -74,6 +77,7 @@ class Findings:
             {name: OperatorCost(**cost) for name, cost in document["costs"].items()},
             Rates(**document["rates"]),
             tuple(document["read"]),
+            document["why_not_all"],
         )
 
 

@@ -33,10 +33,11 @@ from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
 from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release, watched
 from hetstream.mpi_dataworkers.partitioner.pace import Pace
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, compiled_functions
-from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates, with_wire
+from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
 from hetstream.mpi_dataworkers.partitioner.spared import SparedLeaves
 from hetstream.mpi_dataworkers.partitioner.split import spared_leaves, unpack
 from hetstream.mpi_dataworkers.partitioner.trial import Trial
+from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
 
 _log = logging.getLogger(__name__)
 # A forward and a backward pass take about three times a forward's time.

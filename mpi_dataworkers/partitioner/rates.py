@@ -1,15 +1,10 @@
-"""From what a loader has counted to the rates that a cut depends on. Called by `partition.py` and `unmodified.py`."""
+"""From what a loader has counted to the rates that a cut depends on. Pure; called by `partition.py`."""
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner.cut import OperatorCost, Rates
 
 # Less of a change is no reason to decide again, and less of a wait is no sign that data workers are too slow.
@@ -17,7 +12,6 @@ _SHARE_THAT_COUNTS = 0.2
 _WAIT_THAT_COUNTS = 0.1
 # The wire's rate is never quite the same.
 _RATIO_THAT_COUNTS = 1.5
-_COPIED_BYTES = 1 << 23
 
 
 def observed_rates(
@@ -51,26 +45,3 @@ def is_other(rates: Rates, before: Rates) -> bool:
         return True
     pairs = (rates.step_s, before.step_s), (rates.batch_s, before.batch_s)
     return any(abs(now - then) > _SHARE_THAT_COUNTS * max(rates.step_s, before.step_s) for now, then in pairs)
-
-
-def with_wire(rates: Rates, connection: LoaderConnection) -> Rates:
-    """Rates with that at which batches come to a loader, as far as it is known.
-
-    Batches that come through shared memory are copied once, by the data worker, and so come as fast as memory is.
-    """
-    client = connection.client
-    if client is None:
-        return rates
-    measured = client.wire.bytes_per_s
-    if measured is None and client.batches_by_transport and {*client.batches_by_transport} == {"shm"}:
-        measured = _copied_bytes_per_s()
-    return rates if measured is None else replace(rates, wire_bytes_per_s=measured)
-
-
-@functools.cache
-def _copied_bytes_per_s() -> float:
-    """How fast this host copies memory."""
-    source, goal = torch.zeros(_COPIED_BYTES, dtype=torch.uint8), torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
-    started = time.perf_counter()
-    goal.copy_(source)
-    return _COPIED_BYTES / max(1e-6, time.perf_counter() - started)

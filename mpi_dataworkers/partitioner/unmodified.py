@@ -31,8 +31,8 @@ from hetstream.mpi_dataworkers.partitioner.modules import CHANGES_ITS_ARGUMENTS,
 from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
-from hetstream.mpi_dataworkers.partitioner.rates import with_wire
 from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, is_plain, watch
+from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
 
 _log = logging.getLogger(__name__)
 _pytree: Any = pytree
@@ -183,8 +183,9 @@ class Follower:
         self._leave()
         if (path := explain_file_from_environment()) is not None:
             name = type(module).__name__
-            read = tuple(leaf for leaf, form in analysis.leaves.items() if form.number in self._read)
-            found = Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates(), read)
+            rest = analysis.why_not_all  # which may read all of them
+            read = tuple(leaf for leaf, form in analysis.leaves.items() if rest or form.number in self._read)
+            found = Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates(), read, rest)
             _explain(path, found)
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
         self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)

@@ -114,6 +114,7 @@ def report_of(found: Findings, decision: Decision) -> Report:
     summary: dict[str, Any] = {
         "module": found.module,
         "reason": reason,
+        "why_not_all": found.why_not_all or None,
         "num_moved": len(decision.moved),
         "bytes_added": decision.bytes_added,
         "leaves": _leaves(found, decision),
@@ -121,6 +122,8 @@ def report_of(found: Findings, decision: Decision) -> Report:
         "step_s_after": decision.after.total_s,
     }
     lines = [f"{found.module}: {reason}"]
+    if found.why_not_all:
+        lines.append(f"the table has the forward's beginning alone; of the rest torch.export says {found.why_not_all}")
     if decision.moved:
         lines.append(
             f"{len(decision.moved)} of {len(rows)} operators move; {decision.bytes_added:+,} bytes for each batch"

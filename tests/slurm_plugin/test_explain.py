@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 from hetstream.mpi_dataworkers.partitioner.classify import Offload, classify
@@ -55,6 +56,15 @@ def test_a_leaf_that_nothing_else_reads_is_not_sent() -> None:
     lines = as_table(report, color=False)
     assert lines[1] == "1 of 2 operators move; +0 bytes for each batch"
     assert lines[2] == "x, 400 bytes of the batch: not sent, as nothing but moved operators reads it"
+
+
+def test_of_a_forward_of_which_only_the_beginning_was_captured_it_says_so() -> None:
+    found = replace(findings("x"), why_not_all="that it decides by the data (train.py:9)")
+    assert Findings.from_json(found.to_json()) == found
+    report = report_of(found, found.decide(4, everything=False))
+    assert report.summary["why_not_all"] == "that it decides by the data (train.py:9)"
+    said = "the table has the forward's beginning alone; of the rest torch.export says that it decides by the data ("
+    assert as_table(report, color=False)[1].startswith(said)
 
 
 def test_a_forward_that_was_not_captured_is_a_reason() -> None:

@@ -13,6 +13,7 @@ from hooking import hooked
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetstream.mpi_dataworkers.partitioner.leaves import flatten, unread
+from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
 from hetstream.mpi_dataworkers.partitioner.partition import partition
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
 
@@ -99,6 +100,45 @@ def test_names_in_the_batches_of_a_program_that_knows_nothing(
     assert ("data workers run 5 operators" in caplog.text) == (kind is TakesBatch)
     said = "argument 0 of the forward, ['file-16', 'file-17', 'file-18', 'file-19', 'file-20', 'fil, is another one in"
     assert (said in caplog.text) == (kind is ReadsName)
+
+
+def sometimes_more(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch: dict[str, Any] = default_collate(rows)
+    return batch | {"extra": torch.ones(len(rows))} if rows[0]["name"].endswith("4") else batch
+
+
+def test_a_batch_whose_structure_changes_runs_as_it_is_written(loaders: Callable[..., Any], three: Any) -> None:
+    dataset = NamedRows(80)
+    torch.manual_seed(0)
+    expected = train(loaders(dataset, batch_size=8, collate_fn=sometimes_more), TakesBatch())
+    torch.manual_seed(0)
+    model, loader = TakesBatch(), loaders(dataset, batch_size=8, collate_fn=sometimes_more, service=three.name)
+    done = partition(model, default_collate([dataset[0], dataset[1]]), loader=loader, offload="all")
+    assert train(loader, model) == expected
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 5, 2)
+    assert [*done.counts.reasons] == ["it was called with arguments of another structure"]
+
+
+def test_what_a_forward_changes_in_its_arguments_the_program_finds_in_its_own() -> None:
+    def change(batch: dict[str, Any], *, more: list[Any]) -> int:
+        batch["made"] = 1
+        del batch["gone"]
+        batch["inner"][1]["x"] = 2
+        more.append(3)
+        return 4
+
+    def arguments() -> Any:
+        return ({"gone": 0, "inner": ({}, {"x": 0, "y": kept})},), {"more": [kept]}
+
+    kept = object()
+    theirs = arguments()
+    call = OwnCall(change, theirs, arguments())
+    assert call() == 4
+    assert call.has_changed
+    assert theirs == (({"inner": ({}, {"x": 2, "y": kept}), "made": 1},), {"more": [kept, 3]})
+    untouched = OwnCall(lambda *_, **__: None, theirs, arguments())
+    untouched()
+    assert not untouched.has_changed
 
 
 def test_a_list_of_plain_values_is_one_leaf() -> None:

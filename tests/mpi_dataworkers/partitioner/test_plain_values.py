@@ -136,7 +136,7 @@ def test_what_a_forward_changes_in_its_arguments_the_program_finds_in_its_own() 
     assert call() == 4
     assert call.has_changed
     assert theirs == (({"inner": ({}, {"x": 2, "y": kept}), "made": 1},), {"more": [kept, 3]})
-    untouched = OwnCall(lambda *_, **__: None, theirs, arguments())
+    untouched = OwnCall(lambda *_, **__: None, arguments(), arguments())
     untouched()
     assert not untouched.has_changed
 

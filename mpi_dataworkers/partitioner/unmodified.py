@@ -183,9 +183,10 @@ class Follower:
         self._leave()
         if (path := explain_file_from_environment()) is not None:
             name = type(module).__name__
-            rest = analysis.why_not_all  # which may read all of them
-            read = tuple(leaf for leaf, form in analysis.leaves.items() if rest or form.number in self._read)
-            found = Findings(name, "", analysis.graph, analysis.verdicts, analysis.costs, self._rates(), read, rest)
+            why_not_all = analysis.why_not_all  # the rest of the forward may read all of them
+            read = tuple(leaf for leaf, form in analysis.leaves.items() if why_not_all or form.number in self._read)
+            measured = analysis.graph, analysis.verdicts, analysis.costs, self._rates()
+            found = Findings(name, "", *measured, read, why_not_all)
             _explain(path, found)
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
         self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)

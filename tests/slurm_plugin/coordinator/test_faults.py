@@ -80,13 +80,12 @@ def test_a_coordinator_that_dies_at_any_point_stops_the_other_job_alone_and_the_
     assert opportunistic.losses == alone(len(opportunistic.losses))
 
 
-@pytest.mark.parametrize("point", ["agent.reporting", "agent.limited"])
-def test_an_opportunistic_process_that_is_stopped_with_its_memory_holds_up_nobody(node: Node, point: str) -> None:
+def test_an_opportunistic_process_that_is_stopped_with_its_memory_holds_up_nobody(node: Node) -> None:
     """It neither ends its mini-batch nor gives memory back: two seconds later it counts as stopped where it is."""
     node.emulate(memory_mib=64)
     node.coordinate()
-    stopped = node.train("opportunistic", width=1100, faults=node.fault(point, "stop", 9))
-    node.wait_until(lambda: node.is_struck(point, "stop"), 120, "it to be stopped")
+    stopped = node.train("opportunistic", width=1100, faults=node.fault("agent.reporting", "stop", 9))
+    node.wait_until(lambda: node.is_struck("agent.reporting", "stop"), 120, "it to be stopped")
     guaranteed = node.train("guaranteed", width=1600, wait_ms=5)
     node.wait_until(lambda: node.socket.exists() and has_pace(node), 60, "the guaranteed job's pace to be known")
     node.goes_on(guaranteed, 5)

@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from tests.conftest import WaitUntil
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(300)]
 OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 GIB = 1 << 30
 # Nobody rests: the test is not to wait for minutes.

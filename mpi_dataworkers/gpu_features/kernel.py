@@ -69,6 +69,7 @@ def features_kernel(batch, made, constants, num_rows, num_features, num_tiles, T
             code = tl.load(operator)
             if code == ONEHOT:
                 real = _class(operator, whole, real, is_there, place)
+                is_there = mask  # from here on a row has values, whatever its list had
             elif code == FILL_NULL:
                 whole, real = _filled(operator, whole, real, valid)
                 valid = mask

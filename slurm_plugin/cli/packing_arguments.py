@@ -88,7 +88,7 @@ def seen_by(
     except SiteError as error:
         missing = str(error)
     now_s = time.time()
-    jobs = served_jobs(snapshot, slurm.notes(partitions), partitions)
+    jobs = served_jobs(snapshot, slurm.notes(partitions), partitions, now_s)
     seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches())
     return seen, decide(seen.state, now_s), missing
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
@@ -40,6 +40,8 @@ _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFa
 _MOST_GPUS_OF_A_NODE = 1
 # Of an array's pending tasks, so many are looked at.
 _MOST_TASKS = 16
+# A clock that is set back by less is waited for.
+_CLOCK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +89,33 @@ class Settlement:
 
 
 def served_jobs(
-    snapshot: Snapshot, notes: Mapping[int, JobNotes], partitions: Collection[str]
+    snapshot: Snapshot, notes: Mapping[int, JobNotes], partitions: Collection[str], now_s: float
 ) -> list[OpportunisticJob]:
-    """The jobs of these partitions. Who came between two questions to Slurm is seen the next time."""
+    """The jobs of these partitions. Who came between two questions to Slurm is seen the next time.
+
+    Args:
+        snapshot: of Slurm.
+        notes: see `PackingSlurm`.
+        partitions: of the jobs.
+        now_s: the time, in seconds since the epoch.
+    """
     found = []
     for job in snapshot.jobs:
         if partitions and set(job.partitions) <= set(partitions) and job.job_id in notes:
             of_job = notes[job.job_id]
-            record = read_record(of_job.admin_comment)
+            record = _with_known_times(read_record(of_job.admin_comment), now_s)
             found += [OpportunisticJob(name, job, wish_of(job.comment), record, of_job) for name in _names(job)]
     return found
+
+
+def _with_known_times(record: PackingRecord, now_s: float) -> PackingRecord:
+    """A record without times to come: when it was written the clock was wrong, and nobody waits until that is right."""
+    placed, gone = record.placed, record.evicted
+    if placed and placed.at_s > now_s + _CLOCK_S:
+        record = replace(record, placed=replace(placed, at_s=0.0))
+    if gone and gone.at_s > now_s + _CLOCK_S:
+        record = replace(record, evicted=replace(gone, at_s=0.0))
+    return record
 
 
 def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> PackingRecord:
@@ -117,8 +136,8 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
     after = evicted(job, now_s, rules)
     if job.job.num_restarts > placed.num_restarts:
         return Settlement(job, after, "it was requeued, and waits for a place again")
-    since_s = max(placed.at_s, job.job.eligible_s or 0.0)
-    if not job.is_held and now_s > since_s + rules.start_s:
+    # Also if its owner had it begin later meanwhile: otherwise it would keep its GPUs from others until then.
+    if not job.is_held and now_s > placed.at_s + rules.start_s:
         return Settlement(job, after, f"Slurm did not start it within {rules.start_s:.0f} s ({job.job.reason})")
     return None
 

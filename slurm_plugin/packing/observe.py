@@ -73,21 +73,22 @@ def view(
     return PackingView(state, {job.name: job for job in jobs}, tuple(settlements), running)
 
 
-def _placed(job: OpportunisticJob, sharing: Mapping[str, tuple[float, str]]) -> PlacedJob:
+def _placed(job: OpportunisticJob, sharing: Mapping[tuple[str, str], tuple[float, str]]) -> PlacedJob:
     assert job.record.placed is not None
-    paused_s, complaint = sharing.get(str(job.job.job_id), (0.0, ""))
-    return PlacedJob(
-        job.name, job.record.placed.place, job.wish.gpu_bytes, paused_s=paused_s, complaint=complaint
-    )  # fmt: skip
+    place, number = job.record.placed.place, str(job.job.job_id)
+    told = [sharing[node, number] for node in place.nodes if (node, number) in sharing]  # others know nothing of it
+    paused_s = max((paused_s for paused_s, _ in told), default=0.0)
+    complaint = next((complaint for _, complaint in told if complaint), "")
+    return PlacedJob(job.name, place, job.wish.gpu_bytes, paused_s=paused_s, complaint=complaint)
 
 
-def _sharing(readings: ShowGpus | None, rules: PackingRules) -> dict[str, tuple[float, str]]:
-    """What nodes have said lately of opportunistic jobs, by number: for how long they were paused, and a complaint."""
-    found: dict[str, tuple[float, str]] = {}
+def _sharing(readings: ShowGpus | None, rules: PackingRules) -> dict[tuple[str, str], tuple[float, str]]:
+    """What each node has said lately of each opportunistic job, by number: for how long it was paused, a complaint."""
+    found: dict[tuple[str, str], tuple[float, str]] = {}
     for node in readings.nodes if readings else ():
         for gpu in node.gpus if node.age_s <= rules.oldest_s else ():
             for job in gpu.sharing:
-                paused_s, complaint = found.get(job.job, (0.0, ""))
+                paused_s, complaint = found.get((node.node, job.job), (0.0, ""))
                 text = f"{node.node}: {job.complaint}" if job.complaint else ""
-                found[job.job] = max(paused_s, job.paused_s), complaint or text
+                found[node.node, job.job] = max(paused_s, job.paused_s), complaint or text
     return found

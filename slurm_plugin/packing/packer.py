@@ -22,6 +22,7 @@ from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, evicted, served_jobs, wrong_place
 from hetstream.slurm_plugin.packing.observe import PackingView, view
@@ -116,6 +117,7 @@ class Packer:
         self._refused: dict[str, tuple[float, str]] = {}
         self._said: dict[str, object] = {}
         self._said_unread = ""
+        self._num_unanswered = 0  # commands of this look
         self.stopping = threading.Event()
 
     def run(self, interval_s: float) -> None:
@@ -135,8 +137,9 @@ class Packer:
         """
         readings = self._read_gpus()
         snapshot = self._slurm.snapshot()
-        jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions)
-        now_s, switches = self._clock(), self._slurm.switches()
+        now_s = self._clock()
+        jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
+        switches = self._slurm.switches()
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
@@ -177,6 +180,7 @@ class Packer:
 
     def _act(self, seen: PackingView, plan: PackingPlan) -> None:
         """What is amiss first, then evictions, so that nobody is placed beside somebody who has to go."""
+        self._num_unanswered = 0
         for amiss in seen.settlements:
             with self._alone(amiss.job):
                 self._settle(amiss)
@@ -197,13 +201,17 @@ class Packer:
 
     @contextlib.contextmanager
     def _alone(self, job: OpportunisticJob) -> Iterator[None]:
-        """What Slurm refuses concerns this job alone."""
+        """What Slurm refuses concerns this job alone. If it does not answer for a second job, this look has ended."""
         try:
             yield
         except SlurmCommandError as error:
             text = f"Slurm refused: {error}"
             self._refused[job.name] = self._clock() + _REFUSED_S, text
             self._say(PackingEvent("refused", job.name, text))
+            if failure_of(error) is not Failure.REFUSED:
+                self._num_unanswered += 1
+            if self._num_unanswered > 1:  # each attempt takes long: all jobs would be tried in vain, and then wait
+                raise
 
     def _settle(self, amiss: Settlement) -> None:
         """Have a job wait again that did not come to run, or was requeued by Slurm."""

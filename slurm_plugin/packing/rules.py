@@ -16,8 +16,8 @@ class PackingRules:
         settle_s: a GPU that has just got a job gets no other before its use can be seen.
         most_paused_s: a job that was paused for so long would do better elsewhere.
         most_placements: in one call, so that commands to Slurm stay few; who is left comes next time.
-        first_delay_s, longest_delay_s: how long an evicted job, and the GPU that it was on, wait: twice as long each
-            time. Slurm itself starts no job within two minutes after it was requeued.
+        first_delay_s, longest_delay_s: how long an evicted job waits: twice as long each time. The GPU that it was on
+            waits for the first of them. Slurm itself starts no job within two minutes after it was requeued.
         start_s: a job that has not started so long after it was placed is taken back.
     """
 

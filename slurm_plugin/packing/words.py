@@ -28,12 +28,14 @@ DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
 _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 # More digits are no memory of a GPU, number of GPUs or time.
-_MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE)
+# (ASCII: elsewhere the sign of kelvin counts as a K.)
+_MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE | re.ASCII)
+_GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
 _EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
-# Slurm cuts nothing, but a Comment is shown in tables.
-_MOST_OF_OWNER = 1024
+# Slurm takes 1,024 characters when a job is submitted; the GPUs come on top of them. By an update it takes any number.
+_MOST_OF_COMMENT = 1024 + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class PackingRecord:
 def wish_of(comment: str) -> GpuWish:
     """Read the owner's wishes."""
     gpus, memory = _value(comment, _GPUS), _value(comment, _MEMORY)
-    if gpus and not (gpus.isdecimal() and 1 <= int(gpus[:4]) <= _MOST_GPUS):
+    if gpus and not (_GPUS_TEXT.fullmatch(gpus) and 1 <= int(gpus) <= _MOST_GPUS):
         return GpuWish(problem=f"its comment says {_GPUS}{gpus[:32]}: write a number from 1 to {_MOST_GPUS}")
     found = _MEMORY_TEXT.fullmatch(memory)
     if memory and not found:
@@ -97,9 +99,14 @@ def wish_of(comment: str) -> GpuWish:
 
 
 def comment_with(comment: str, place: Place | None) -> str:
-    """The Comment of a job: the GPUs first, if it is placed, then the owner's words."""
-    kept = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
-    return " ".join([*([_mark(place)] if place else []), *kept])[:_MOST_OF_OWNER].rstrip()
+    """The Comment of a job: the GPUs first, if it is placed, then the owner's words, each whole or not at all."""
+    found, length = ([_mark(place)], len(_mark(place))) if place else ([], 0)
+    for word in comment.split():
+        # Half of `hetstream:gpu-memory=16G` would be another wish.
+        if word.isprintable() and not word.startswith(COMMENT_MARK) and length + 1 + len(word) <= _MOST_OF_COMMENT:
+            found.append(word)
+            length += 1 + len(word)
+    return " ".join(found)
 
 
 def says_place(comment: str, place: Place) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace as changed
 from packed_slurm import NOW_S, PackedSlurm
 
-from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
 from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
@@ -170,6 +170,64 @@ def test_what_slurm_refuses_concerns_one_job_and_is_not_tried_at_once(site: Site
     assert site.look() == ["placed", "waits"]
     assert [(event.job, "Invalid GRES" in event.reason) for event in site.events] == [("8", False), ("7", True)]
     assert "placed" in site.look(300)
+
+
+def test_a_slurmctld_that_does_not_answer_is_not_asked_for_each_job(site: Site) -> None:
+    slurm = site.slurm
+    slurm.num_gpus = 4
+    for number in range(7, 11):
+        slurm.submit(number)
+    slurm.refuse = {"update": "Unable to contact slurm controller (connect failure)"}
+    with pytest.raises(SlurmCommandError, match="Unable to contact"):
+        site.look()
+    assert [event.event for event in site.events] == ["refused", "refused"]
+    slurm.refuse = {}
+    assert site.look().count("placed") == 2, "the others need not wait for five minutes"
+
+
+def test_an_owner_who_has_a_placed_job_begin_later_does_not_keep_its_gpu(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.jobs[7] = replace(slurm.jobs[7], eligible_s=NOW_S + 1e8, reason="BeginTime")
+    assert site.look(95) == ["taken back"]
+
+
+def test_a_job_that_never_starts_closes_no_gpu_for_others(site: Site) -> None:
+    """Such as one that excludes the node, or waits for a licence: each of its attempts ends after 90 s."""
+    slurm = site.slurm
+    slurm.num_gpus = 1
+    slurm.submit(7)
+    slurm.admin_comments[7] = f"hetstream:evicted=9@{NOW_S - 4000:.0f}@g1:0"
+    assert "placed" in site.look()
+    assert site.look(95) == ["taken back"]
+    slurm.submit(8)
+    assert "placed" in site.look(130)
+    assert slurm.jobs[8].comment == "hetstream:gpu=0"
+
+
+@pytest.mark.parametrize("written", ["placed=g1:0@{at:.0f}@0", "evicted=3@{at:.0f}@g1:0"])
+def test_notes_of_a_clock_that_was_years_ahead_keep_nobody_waiting(site: Site, written: str) -> None:
+    slurm = site.slurm
+    slurm.num_gpus = 1
+    slurm.submit(7)
+    slurm.admin_comments[7] = f"hetstream:{written.format(at=NOW_S + 1e8)}"
+    assert site.look() == ["placed"]
+
+
+def test_a_node_complains_of_its_own_jobs_alone(site: Site) -> None:
+    slurm = site.slurm
+    slurm.num_nodes = 2
+    slurm.submit(7)
+    site.look()
+    (node,) = slurm.jobs[7].required_nodes
+    slurm.start()
+    site.look()
+    other = next(name for name in slurm.names if name != node)
+    slurm.sharing = {(other, 0): (SharingNow("7", 400.0, "it goes on although it should pause"),)}
+    assert site.look() == []
+    slurm.sharing = {(node, 0): (SharingNow("7", 0.0, "it goes on although it should pause"),)}
+    assert site.look() == ["evicted"]
 
 
 def test_without_readings_nobody_is_placed_and_nobody_taken_away(site: Site) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetstream import slurm_plugin
+from hetstream.slurm_plugin.install import node_scripts
 from hetstream.slurm_plugin.packing.state import Place
 from hetstream.slurm_plugin.packing.words import (
+    COMMENT_MARK,
     DEFAULT_GPU_BYTES,
     EvictedRecord,
     PackingRecord,
@@ -41,6 +47,26 @@ def test_wishes(comment: str, gpus: int, gpu_bytes: int) -> None:
 @pytest.mark.parametrize("word", ["gpus=0", "gpus=65", "gpus=-1", "gpus=²", "gpus=99999999999", "gpu-memory=1e9"])
 def test_wishes_that_are_none_are_told(word: str) -> None:
     assert word[:20] in wish_of(f"hetstream:{word}").problem
+
+
+@pytest.mark.parametrize("word", ["gpus=0001" + "0" * 5000, "gpus=\u0663", "gpu-memory=16\u212a", "gpu-memory=\u0661G"])
+def test_words_that_python_takes_for_numbers_are_told_too(word: str) -> None:
+    """An owner can write them by scontrol, and the packer looks at the jobs of all."""
+    assert "its comment says hetstream:" in wish_of(f"hetstream:{word}").problem
+
+
+def test_a_long_comment_keeps_whole_words_alone() -> None:
+    long = "x" * (1023 - len("hetstream:gpu-memory=16G")) + " hetstream:gpu-memory=16G"
+    assert wish_of(comment_with(long, PLACE)) == wish_of(long)
+    assert comment_with(comment_with(long, PLACE), None) == long
+    longer = " ".join(["word"] * 1000)
+    assert set(comment_with(longer, PLACE).split()) == {"hetstream:gpu=0,3", "word"}
+
+
+def test_guard_prolog_and_packer_know_places_by_the_same_mark() -> None:
+    assert node_scripts.COMMENT_MARK == COMMENT_MARK
+    guard = Path(slurm_plugin.__file__).parent / "lua" / "job_submit.lua"
+    assert re.findall(r'^local MARK = "(.*?)"', guard.read_text(), re.M) == [COMMENT_MARK]
 
 
 def test_the_place_comes_first_and_the_owners_words_stay() -> None:

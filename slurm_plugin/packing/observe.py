@@ -76,9 +76,9 @@ def view(
 def _placed(job: OpportunisticJob, sharing: Mapping[tuple[str, str], tuple[float, str]]) -> PlacedJob:
     assert job.record.placed is not None
     place, number = job.record.placed.place, str(job.job.job_id)
-    told = [sharing[node, number] for node in place.nodes if (node, number) in sharing]  # others know nothing of it
-    paused_s = max((paused_s for paused_s, _ in told), default=0.0)
-    complaint = next((complaint for _, complaint in told if complaint), "")
+    readings = [sharing[node, number] for node in place.nodes if (node, number) in sharing]  # others know nothing of it
+    paused_s = max((paused_s for paused_s, _ in readings), default=0.0)
+    complaint = next((complaint for _, complaint in readings if complaint), "")
     return PlacedJob(job.name, place, job.wish.gpu_bytes, paused_s=paused_s, complaint=complaint)
 
 

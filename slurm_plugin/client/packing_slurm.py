@@ -28,10 +28,12 @@ class JobNotes:
     Attributes:
         admin_comment: which operators alone can change.
         can_be_requeued: `--requeue`, or the site's JobRequeue.
+        excluded_nodes: `--exclude`.
     """
 
     admin_comment: str
     can_be_requeued: bool
+    excluded_nodes: tuple[str, ...] = ()
 
 
 class PackingSlurm(CommandSlurm):
@@ -42,8 +44,13 @@ class PackingSlurm(CommandSlurm):
         ends = parse_text.new_separators()
         argv = ["squeue", "--all", "--local", "--noheader", f"--partition={','.join(sorted(partitions))}"]
         said = self._ask(*argv, "-O", parse_text.job_format(_FIELDS, *ends))
+        excluded = parse_excluded(self._ask(*argv, "-o", "%A %x"))  # which -O of 22.05 does not know
         return {
-            int(row["JobID"]): JobNotes(text_or_empty(row["admin_comment"]), row["requeue"].strip() in ("1", "yes"))
+            int(row["JobID"]): JobNotes(
+                text_or_empty(row["admin_comment"]),
+                row["requeue"].strip() in ("1", "yes"),
+                excluded.get(int(row["JobID"]), ()),
+            )
             for row in parse_text.parse_rows(said, _FIELDS, *ends)
         }
 
@@ -70,6 +77,16 @@ class PackingSlurm(CommandSlurm):
     def _ask(self, *argv: str) -> str:
         environ = plain_environ(self._environ)
         return run_slurm(argv, env=environ, timeout_s=_COMMAND_S, hint="Check: scontrol ping").stdout
+
+
+def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
+    """The nodes that jobs exclude, by the jobs' numbers, from lines such as `8123 g[1-4]`."""
+    found = {}
+    for line in text.splitlines():
+        job_id, _, nodes = line.strip().partition(" ")
+        if job_id.isdigit() and text_or_empty(nodes.strip()):
+            found[int(job_id)] = expand(nodes.strip())
+    return found
 
 
 def parse_topology(text: str) -> dict[str, tuple[str, ...]]:

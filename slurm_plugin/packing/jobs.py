@@ -192,6 +192,7 @@ def _only_nodes(job: OpportunisticJob, snapshot: Snapshot) -> frozenset[str]:
         found &= {*asked}
     if re.fullmatch(r"\w+", job.job.features):
         found &= {node.name for node in snapshot.nodes if job.job.features in node.features}
+    found -= {*job.notes.excluded_nodes}
     return frozenset(found) or frozenset({"no node"})
 
 

@@ -32,6 +32,7 @@ class PackedSlurm:
         admin_comments: of these.
         given: what running jobs were given.
         no_requeue: numbers of jobs that cannot be requeued.
+        excluded: nodes that jobs exclude, by number.
         calls: commands that change something.
         refuse: a command that fails -> what it says.
         lie: what a job is given in the place of what was asked for.
@@ -49,6 +50,7 @@ class PackedSlurm:
     admin_comments: dict[int, str] = field(default_factory=dict)
     given: dict[int, tuple[Gres, ...]] = field(default_factory=dict)
     no_requeue: set[int] = field(default_factory=set)
+    excluded: dict[int, tuple[str, ...]] = field(default_factory=dict)
     calls: list[tuple[str, ...]] = field(default_factory=list)
     refuse: dict[str, str] = field(default_factory=dict)
     lie: str = ""
@@ -116,7 +118,7 @@ class PackedSlurm:
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
         return {
-            number: JobNotes(self.admin_comments[number], number not in self.no_requeue)
+            number: JobNotes(self.admin_comments[number], number not in self.no_requeue, self.excluded.get(number, ()))
             for number, job in self.jobs.items()
             if set(job.partitions) <= set(partitions)
         }

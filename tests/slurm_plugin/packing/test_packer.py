@@ -13,6 +13,7 @@ from packed_slurm import NOW_S, PackedSlurm
 from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
 from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
 
 
@@ -194,7 +195,7 @@ def test_an_owner_who_has_a_placed_job_begin_later_does_not_keep_its_gpu(site: S
 
 
 def test_a_job_that_never_starts_closes_no_gpu_for_others(site: Site) -> None:
-    """Such as one that excludes the node, or waits for a licence: each of its attempts ends after 90 s."""
+    """Such as one that waits for a licence: each of its attempts ends after 90 s."""
     slurm = site.slurm
     slurm.num_gpus = 1
     slurm.submit(7)
@@ -213,6 +214,23 @@ def test_notes_of_a_clock_that_was_years_ahead_keep_nobody_waiting(site: Site, w
     slurm.submit(7)
     slurm.admin_comments[7] = f"hetstream:{written.format(at=NOW_S + 1e8)}"
     assert site.look() == ["placed"]
+
+
+def test_a_job_is_not_placed_on_nodes_that_it_excludes(site: Site) -> None:
+    """Slurm takes such an update, and never starts the job: the first node by name would be tried for ever."""
+    slurm = site.slurm
+    slurm.num_nodes = 3
+    slurm.submit(7)
+    slurm.submit(8)
+    slurm.excluded = {7: ("g1", "g2"), 8: ("g1", "g2", "g3")}
+    assert site.look() == ["placed", "waits"]
+    assert slurm.jobs[7].required_nodes == ("g3",)
+    assert "on nodes that it does not ask for" in site.events[1].reason
+
+
+def test_excluded_nodes_are_read_as_squeue_writes_them() -> None:
+    """22.05, 24.11 and 26.05 alike."""
+    assert parse_excluded("9 gpu[0-1]\n10 gpu0\n11 \n12 (null)\n") == {9: ("gpu0", "gpu1"), 10: ("gpu0",)}
 
 
 def test_a_node_complains_of_its_own_jobs_alone(site: Site) -> None:

@@ -11,6 +11,7 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone
 from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
+    check_partitions,
     gpu_readings,
     partitions_of,
     reasons,
@@ -113,6 +114,8 @@ def place_once(args: argparse.Namespace) -> int:
 def _see(args: argparse.Namespace) -> tuple[Snapshot, PackingView, PackingPlan, str]:
     slurm = PackingSlurm()
     snapshot = slurm.snapshot()
+    if args.partition is not None:
+        check_partitions(partitions_of(args), snapshot)
     return snapshot, *seen_by(snapshot, slurm, settings_of(args), partitions_of(args))
 
 

@@ -16,7 +16,12 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.doctor import why_nobody_is_placed
-from hetstream.slurm_plugin.cli.packing_arguments import add_packing_arguments, gpu_readings, partitions_of
+from hetstream.slurm_plugin.cli.packing_arguments import (
+    add_packing_arguments,
+    check_partitions,
+    gpu_readings,
+    partitions_of,
+)
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
 from hetstream.slurm_plugin.packing.words import where
@@ -79,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     acting = not (args.observe or args.dry_run)
     say = say_json if args.json else say_log
     slurm = PackingSlurm()
-    problem = why_nobody_is_placed(slurm.snapshot()) if acting else ""
+    snapshot = slurm.snapshot()
+    check_partitions(partitions_of(args), snapshot)
+    problem = why_nobody_is_placed(snapshot) if acting else ""
     if problem:
         raise HetstreamError(f"nobody can be placed: {problem}. Check: hetstream doctor")
     packer = Packer(slurm, gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting)

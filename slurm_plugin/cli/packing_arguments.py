@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.text import printable
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import SITE_FILE, SiteSettings, in_site_file, read_settings
 from hetstream.hetjob.site.client import ask
@@ -75,6 +76,17 @@ def gpu_readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
         raise SiteError(f"the daemon at {settings.address} answers {answer!r} to a question for readings of GPUs")
 
     return ask_daemon
+
+
+def check_partitions(names: Collection[str], snapshot: Snapshot) -> None:
+    """Look whether a cluster has these partitions: of one that is misspelled no job would ever be placed.
+
+    Raises:
+        UsageError: it has not.
+    """
+    missing = sorted(set(names) - {partition.name for partition in snapshot.partitions})
+    if missing:
+        raise UsageError(f"there is no partition {printable(','.join(missing))}. See: sinfo --all")
 
 
 def seen_by(

@@ -34,8 +34,9 @@ _GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
 _EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
-# Slurm takes 1,024 characters when a job is submitted; the GPUs come on top of them. By an update it takes any number.
-_MOST_OF_COMMENT = 1024 + 256
+# Slurm refuses a longer Comment, also of the packer.
+_MOST_COMMENT_BYTES = 1024
+_OURS = "hetstream:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,19 @@ def wish_of(comment: str) -> GpuWish:
 
 
 def comment_with(comment: str, place: Place | None) -> str:
-    """The Comment of a job: the GPUs first, if it is placed, then the owner's words, each whole or not at all."""
-    found, length = ([_mark(place)], len(_mark(place))) if place else ([], 0)
-    for word in comment.split():
-        # Half of `hetstream:gpu-memory=16G` would be another wish.
-        if word.isprintable() and not word.startswith(COMMENT_MARK) and length + 1 + len(word) <= _MOST_OF_COMMENT:
-            found.append(word)
-            length += 1 + len(word)
-    return " ".join(found)
+    """The Comment of a job: the GPUs first, if it is placed, then the owner's words.
+
+    Where there is no room for all, wishes stay, and each word is whole: half of a wish would be another one.
+    """
+    words = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
+    words = [*([_mark(place)] if place else []), *words]
+    kept, left = set(), _MOST_COMMENT_BYTES
+    for number in sorted(range(len(words)), key=lambda number: not words[number].startswith(_OURS)):
+        num_bytes = len(words[number].encode()) + 1
+        if num_bytes <= left:
+            kept.add(number)
+            left -= num_bytes
+    return " ".join(word for number, word in enumerate(words) if number in kept)
 
 
 def says_place(comment: str, place: Place) -> bool:

@@ -107,6 +107,13 @@ def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypat
     assert named_partitions((tmp_path / "no", tmp_path / "site")) == {"opp", "opp2"}
 
 
+def test_a_partition_that_does_not_exist_is_told(slurm: Recorded) -> None:
+    for line in ("packer --once --observe --partition=opp,nosuch", "opp ls --partition=nosuch"):
+        done = slurm.run(line)
+        assert done.returncode == 2
+        assert "nosuch. See: sinfo --all" in done.stderr
+
+
 def test_what_a_job_got_is_slurms_word(slurm: Recorded) -> None:
     def got(text: str) -> object:
         slurm.tool("scontrol", f"echo '{text}'")

@@ -51,16 +51,18 @@ def test_wishes_that_are_none_are_told(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["gpus=0001" + "0" * 5000, "gpus=\u0663", "gpu-memory=16\u212a", "gpu-memory=\u0661G"])
 def test_words_that_python_takes_for_numbers_are_told_too(word: str) -> None:
-    """An owner can write them by scontrol, and the packer looks at the jobs of all."""
+    """The packer looks at the jobs of all: nobody's Comment may end it."""
     assert "its comment says hetstream:" in wish_of(f"hetstream:{word}").problem
 
 
 def test_a_long_comment_keeps_whole_words_alone() -> None:
-    long = "x" * (1023 - len("hetstream:gpu-memory=16G")) + " hetstream:gpu-memory=16G"
-    assert wish_of(comment_with(long, PLACE)) == wish_of(long)
-    assert comment_with(comment_with(long, PLACE), None) == long
-    longer = " ".join(["word"] * 1000)
-    assert set(comment_with(longer, PLACE).split()) == {"hetstream:gpu=0,3", "word"}
+    """Slurm takes no more than 1,024 bytes, and a Comment of an owner may have as many already."""
+    long = "\u00fc" * 499 + " hetstream:gpu-memory=16G"
+    assert len(long.encode()) == 1023
+    assert comment_with(long, PLACE) == "hetstream:gpu=0,3 hetstream:gpu-memory=16G"
+    many = comment_with(" ".join(["w\u00f6rd"] * 180 + ["hetstream:gpu-memory=16G"]), PLACE)
+    assert set(many.split()) == {"hetstream:gpu=0,3", "w\u00f6rd", "hetstream:gpu-memory=16G"}
+    assert 1000 < len(many.encode()) <= 1024
 
 
 def test_guard_prolog_and_packer_know_places_by_the_same_mark() -> None:

@@ -104,15 +104,15 @@ def comment_with(comment: str, place: Place | None) -> str:
 
     Where there is no room for all, wishes stay, and each word is whole: half of a wish would be another one.
     """
-    words = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
-    words = [*([_mark(place)] if place else []), *words]
+    parts = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
+    parts = [*([_mark(place)] if place else []), *parts]
     kept, left = set(), _MOST_COMMENT_BYTES
-    for number in sorted(range(len(words)), key=lambda number: not words[number].startswith(_OURS)):
-        num_bytes = len(words[number].encode()) + 1
+    for number in sorted(range(len(parts)), key=lambda number: not parts[number].startswith(_OURS)):
+        num_bytes = len(parts[number].encode()) + 1
         if num_bytes <= left:
             kept.add(number)
             left -= num_bytes
-    return " ".join(word for number, word in enumerate(words) if number in kept)
+    return " ".join(word for number, word in enumerate(parts) if number in kept)
 
 
 def says_place(comment: str, place: Place) -> bool:

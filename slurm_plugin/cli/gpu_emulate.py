@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         description="Make a file that stands for a GPU. Programs that share it compute on one core, and count tensors "
         "against its memory. Speeds on it say nothing about a real GPU.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="to be made; the GPU's name is emulation:FILE")
+    parser.add_argument("file", metavar="FILE", help="to be made; the GPU's name is emulation:FILE")
     parser.add_argument("--memory-mib", type=int, default=1024, metavar="N", help="its memory (default 1024)")
     parser.add_argument(
         "--segment-kib", type=int, default=2048, metavar="N", help="what memory comes in (default 2048)"
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if core not in cores:
         raise UsageError(f"--core {core}: this process may run on {sorted(cores)}")
     EmulatedGpuFile.create(
-        args.file,
+        Path(args.file),
         capacity_bytes=args.memory_mib * _MIB,
         core=core,
         segment_bytes=args.segment_kib * 1024,

@@ -1,7 +1,9 @@
 """Which jobs may be guaranteed: (tenants' quotas, their jobs, time) -> a decision with its reason for each. Pure.
 
-Called by the packer. A quota is a number of GPUs that a tenant's guaranteed jobs hold together at most; opportunistic
-jobs count against nobody's. Nothing here names a GPU: who becomes guaranteed stays where he is.
+Nobody calls it yet: the packer places what a user has declared opportunistic.
+
+A quota is a number of GPUs that a tenant's guaranteed jobs hold together at most; opportunistic jobs count against
+nobody's. Nothing here names a GPU: who becomes guaranteed stays where he is.
 
 A tenant's jobs that are or want to be guaranteed stand in one line, by submission. Who runs as an opportunistic job
 already and can be upgraded stands as far ahead as if it had been submitted `patience_s` earlier: so an upgrade comes

@@ -83,8 +83,9 @@ class InjectionPoints:
             self._faults.setdefault(point, []).append(Fault(point, int(count), action, Path(marker)))
 
     def clear(self) -> None:
-        """Forget all requests: what this process forks from here on is not hurt."""
+        """Forget all requests, and all passes: what is requested, or forked, from here on begins anew."""
         self._faults.clear()
+        self._passed.clear()
 
     def reach(self, point: str) -> None:
         """Pass a point: without a request for it, nothing.

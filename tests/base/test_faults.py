@@ -40,6 +40,16 @@ def test_it_happens_at_its_pass_and_once(tmp_path: Path) -> None:
     points.reach("there")
 
 
+def test_what_is_requested_after_a_clear_counts_passes_anew(tmp_path: Path) -> None:
+    points = InjectionPoints("VARIABLE", POINTS, f"here:1:full:{tmp_path}/first")
+    for name in ("second", "third"):
+        with pytest.raises(OSError, match="No space"):
+            points.reach("here")
+        points.reach("here")
+        points.clear()
+        points.request(f"here:1:full:{tmp_path}/{name}")
+
+
 @pytest.mark.parametrize(("action", "status"), [("kill", -signal.SIGKILL), ("exit", 70)])
 def test_a_process_dies_of_it(action: str, status: int, tmp_path: Path) -> None:
     points = InjectionPoints("VARIABLE", POINTS, f"here:1:{action}:{tmp_path}/marker")

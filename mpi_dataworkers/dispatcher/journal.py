@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvidePipeline, RegisterLoader
 
 # Also of the messages in it: a release whose `ProvidePipeline` or `LoaderStats` has another form has another number.
-_SCHEMA_VERSION = 4
+_SCHEMA_VERSION = 3
 _DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
 _MAX_WAL_BYTES = 1 << 20

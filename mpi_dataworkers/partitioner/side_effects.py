@@ -7,6 +7,7 @@ call of the forward is watched, and afterwards, before each step, the plain valu
 from __future__ import annotations
 
 import dis
+import gc
 import operator
 import os
 import sys
@@ -81,12 +82,15 @@ def watch(call: Callable[[], Any]) -> tuple[Any, Effects]:
         if kind == "c_call" and seen[code] and (name := _effect_of(what)):
             effects.note(code, frame.f_lineno, f"the forward calls {name}")
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what a collection calls, as `gc.callbacks`, is none of the forward's
     sys.setprofile(event)
     try:
         result = call()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return result, effects
 
 

@@ -50,12 +50,19 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     assert json.loads(told(devcluster, "summary", "--json", job_id))["job_name"] == "job.sbatch"
     with pytest.raises(SlurmCommandError, match="has ended"):
         told(devcluster, "top", job_id)
-    (row,) = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))["directories"]
-    # squeue shows what has ended for MinJobAge seconds, but not as living.
-    assert (row["directory"], row["done"]) == (f"{place}/job-{job_id}", "would be removed")
+
+    def cleaned() -> tuple[str, str]:
+        (row,) = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))[
+            "directories"
+        ]
+        return row["directory"], row["done"]
+
+    # squeue shows what has ended for MinJobAge seconds, but not as living; the last component ends a moment later.
+    wait_until(lambda: cleaned() == (f"{place}/job-{job_id}", "would be removed"), timeout_s=30, what="the job's end")
     # The same by the environment, which reaches the job through its script.
     second = submit(devcluster, devcluster.out_dir / "by-environment", "--export=NONE", HETSTREAM_JOBS_DIR=pattern)
-    assert (place / f"job-{second}" / "summary.json").exists()
+    summary = place / f"job-{second}" / "summary.json"
+    wait_until(summary.exists, timeout_s=30, what="the summary of the second job")
     assert told(devcluster, "logs", "--path", second, "master") == f"{place}/job-{second}/master.log\n"
 
 

@@ -144,7 +144,7 @@ def test_version_1_is_these_bytes() -> None:
 )
 def test_what_breaks_a_rule_is_no_message(old: bytes, new: bytes) -> None:
     assert old in GOLDEN
-    with pytest.raises(SiteError, match="not a message of versions 1 to 2"):
+    with pytest.raises(SiteError, match="not a message of versions 1 to 3"):
         decode_request(GOLDEN.replace(old, new))
 
 
@@ -219,7 +219,7 @@ def test_an_answer_that_is_none_is_an_error(daemon: Answers, tmp_path: Path) -> 
         assert len(wrong) < len(data)
         return LENGTH.pack(len(wrong)) + wrong
 
-    assert "not a message of versions 1 to 2" in ask_again(daemon, not_json)
+    assert "not a message of versions 1 to 3" in ask_again(daemon, not_json)
     with pytest.raises(SiteError, match=r"unix:/\S+/nobody does not answer: No such file"):
         ask(SiteSettings(UnixAddress(tmp_path / "nobody"), None), DEMAND)
     with pytest.raises(SiteError, match="no address"):
@@ -331,7 +331,7 @@ def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
     data = encode_request(new_request(report, 17))
     assert b'"version":2' in data
     assert decode_request(data).question == report
-    with pytest.raises(SiteError, match="a question of version 1 has what only version 2 has"):
+    with pytest.raises(SiteError, match="a question of version 1 has what only a later version has"):
         decode_request(data.replace(b'"version":2', b'"version":1'))
     assert b'"version":1' in encode_request(new_request(DEMAND, 17))
     assert b"measured" not in encode_request(new_request(DEMAND, 17))
@@ -342,7 +342,7 @@ def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
         msgspec.structs.replace(MEASURED, remaining=RemainingWork(-1.0, 0.0, "loader")),
     ):
         bad = msgspec.structs.replace(report, measured=wrong)
-        with pytest.raises(SiteError, match="not a message of versions 1 to 2"):
+        with pytest.raises(SiteError, match="not a message of versions 1 to 3"):
             decode_request(encode_request(new_request(bad, 17)))
     # What a grant of version 2 adds is not there unless there is something to say: a job of version 1 reads it.
     assert b"nodes" not in encode_answer(GrantLimit(3, "why", 1.0), "ab" * 32)

@@ -24,23 +24,10 @@ import torch
 from benchmarks import harness, machine
 from benchmarks.clients import feature_loops as loops
 from benchmarks.harness import Row
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.native import compiler
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.slurm_plugin.render.cards import STYLE
 
@@ -56,18 +43,18 @@ LEAST = "least possible"
 GOAL = 3.0
 # Of one timing of one system.
 WINDOW_S = 0.04
-OPERATORS: Mapping[str, Callable[[int], Operator]] = {
-    "Logit": lambda _: Logit(loops.EPS),
-    "BoxCox": lambda _: BoxCox(loops.LMBDA),
-    "Onehot": lambda _: Onehot(0.0, 2.0, loops.NUM_CLASSES),
-    "SigridHash": lambda number: SigridHash(number, 1000 + number),
-    "FirstX": lambda _: FirstX(loops.FIRST),
-    "Clamp": lambda number: Clamp(0.1, 0.5 + number),
-    "Bucketize": lambda _: Bucketize(loops.BORDERS),
-    "Ngram": lambda _: Ngram(loops.WINDOW),
-    "MapId": lambda _: MapId(loops.TABLE),
-    "FillNull": lambda number: FillNull(float(number), nan=True),
-    "Cast": lambda _: Cast("int64"),
+OPERATORS: Mapping[str, Callable[[int], ops.Operator]] = {
+    "Logit": lambda _: ops.Logit(loops.EPS),
+    "BoxCox": lambda _: ops.BoxCox(loops.LMBDA),
+    "Onehot": lambda _: ops.Onehot(0.0, 2.0, loops.NUM_CLASSES),
+    "SigridHash": lambda number: ops.SigridHash(number, 1000 + number),
+    "FirstX": lambda _: ops.FirstX(loops.FIRST),
+    "Clamp": lambda number: ops.Clamp(0.1, 0.5 + number),
+    "Bucketize": lambda _: ops.Bucketize(loops.BORDERS),
+    "Ngram": lambda _: ops.Ngram(loops.WINDOW),
+    "MapId": lambda _: ops.MapId(loops.TABLE),
+    "FillNull": lambda number: ops.FillNull(float(number), nan=True),
+    "Cast": lambda _: ops.Cast("int64"),
 }
 OF_LISTS = ("SigridHash", "FirstX", "Ngram", "MapId")
 
@@ -166,16 +153,16 @@ def chain_work(rows: int, native: bool, compiled: bool) -> Work:
         filled = dense(f"f{number}") >> OPERATORS["FillNull"](number)
         clamped = filled >> OPERATORS["Clamp"](number)
         outputs |= {
-            f"a{number}": clamped >> Logit(loops.EPS),
-            f"b{number}": clamped >> BoxCox(loops.LMBDA),
+            f"a{number}": clamped >> ops.Logit(loops.EPS),
+            f"b{number}": clamped >> ops.BoxCox(loops.LMBDA),
             f"c{number}": filled >> OPERATORS["Onehot"](number),
-            f"d{number}": clamped >> OPERATORS["Bucketize"](number) >> Cast("int64"),
-            f"e{number}": clamped >> Cast("int64"),
+            f"d{number}": clamped >> OPERATORS["Bucketize"](number) >> ops.Cast("int64"),
+            f"e{number}": clamped >> ops.Cast("int64"),
         }
-        first = jagged(f"i{number}") >> FirstX(loops.FIRST)
+        first = jagged(f"i{number}") >> ops.FirstX(loops.FIRST)
         outputs |= {
             f"g{number}": first >> OPERATORS["SigridHash"](number) >> OPERATORS["MapId"](number),
-            f"h{number}": jagged(f"i{number}") >> Ngram(loops.WINDOW) >> OPERATORS["SigridHash"](number),
+            f"h{number}": jagged(f"i{number}") >> ops.Ngram(loops.WINDOW) >> OPERATORS["SigridHash"](number),
         }
     graph = FeatureGraph.of(outputs)
     own = FeatureTransform(graph)

@@ -22,23 +22,10 @@ import torch
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.native import compiler
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.features.types import FeatureType
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import fuse
@@ -60,25 +47,31 @@ GOAL_NEAR, GOAL_PLAN = 95.0, 5.0  # percent
 _TABLE = tuple(range(1000, 1256))
 _BORDERS = tuple(float(place) for place in range(-8, 9))
 # Every program of the plans: an operator with a number that is drawn, and the type that it takes.
-PROGRAMS: tuple[tuple[Callable[[random.Random], Operator], FeatureType], ...] = (
-    (lambda _: Logit(1e-3), FeatureType("float32")),
-    (lambda draw: BoxCox(draw.uniform(-1, 1)), FeatureType("float32")),
-    (lambda _: Bucketize(_BORDERS), FeatureType("float32")),
+PROGRAMS: tuple[tuple[Callable[[random.Random], ops.Operator], FeatureType], ...] = (
+    (lambda _: ops.Logit(1e-3), FeatureType("float32")),
+    (lambda draw: ops.BoxCox(draw.uniform(-1, 1)), FeatureType("float32")),
+    (lambda _: ops.Bucketize(_BORDERS), FeatureType("float32")),
     *(
-        (lambda draw: Onehot(-4.0, 4.0, draw.randint(2, 8)), FeatureType(dtype))
+        (lambda draw: ops.Onehot(-4.0, 4.0, draw.randint(2, 8)), FeatureType(dtype))
         for dtype in ("float32", "int32", "int64")
     ),
-    *((lambda draw: Clamp(-draw.randint(1, 50), 900), FeatureType(dtype)) for dtype in ("float32", "int32", "int64")),
-    *((lambda draw: FillNull(draw.randint(0, 9)), FeatureType(dtype)) for dtype in ("float32", "int32", "int64")),
-    (lambda draw: FillNull(draw.randint(0, 9)), FeatureType("float32", is_nullable=True)),
-    *((lambda _: MapId(_TABLE), FeatureType(dtype)) for dtype in ("int32", "int64")),
-    (lambda draw: SigridHash(draw.randint(0, 99), draw.randint(1 << 10, 1 << 30)), FeatureType("int64")),
     *(
-        (lambda _, made=made: Cast(made), FeatureType(given))  # type: ignore[misc]
+        (lambda draw: ops.Clamp(-draw.randint(1, 50), 900), FeatureType(dtype))
+        for dtype in ("float32", "int32", "int64")
+    ),
+    *((lambda draw: ops.FillNull(draw.randint(0, 9)), FeatureType(dtype)) for dtype in ("float32", "int32", "int64")),
+    (lambda draw: ops.FillNull(draw.randint(0, 9)), FeatureType("float32", is_nullable=True)),
+    *((lambda _: ops.MapId(_TABLE), FeatureType(dtype)) for dtype in ("int32", "int64")),
+    (lambda draw: ops.SigridHash(draw.randint(0, 99), draw.randint(1 << 10, 1 << 30)), FeatureType("int64")),
+    *(
+        (lambda _, made=made: ops.Cast(made), FeatureType(given))  # type: ignore[misc]
         for given, made in itertools.permutations(("float32", "int32", "int64"), 2)
     ),
-    *((lambda draw: FirstX(draw.randint(8, 64)), FeatureType(dtype, is_jagged=True)) for dtype in ("int32", "int64")),
-    *((lambda draw: Ngram(draw.randint(2, 4)), FeatureType(dtype, is_jagged=True)) for dtype in ("int32", "int64")),
+    *(
+        (lambda draw: ops.FirstX(draw.randint(8, 64)), FeatureType(dtype, is_jagged=True))
+        for dtype in ("int32", "int64")
+    ),
+    *((lambda draw: ops.Ngram(draw.randint(2, 4)), FeatureType(dtype, is_jagged=True)) for dtype in ("int32", "int64")),
 )
 
 
@@ -91,7 +84,7 @@ class Work:
         given: the features' type, of one value in a row; lists have `width` values, from half of it to one and a half.
     """
 
-    operators: tuple[Operator, ...]
+    operators: tuple[ops.Operator, ...]
     given: FeatureType
     num_rows: int
     width: float
@@ -102,16 +95,16 @@ class Work:
         first = self.operators[0]
         made = first.result(self.given)
         made_width, parameter, pieces = self.width, 0.0, 0.0
-        if isinstance(first, FirstX | Ngram):
+        if isinstance(first, ops.FirstX | ops.Ngram):
             lengths = np.array(self._lengths())
             numbers = np.array([_n(operator) for operator in self.operators])[:, None]
             sizes = np.minimum(numbers, lengths)
-            windows = np.ones_like(sizes) if isinstance(first, FirstX) else lengths - sizes + 1
+            windows = np.ones_like(sizes) if isinstance(first, ops.FirstX) else lengths - sizes + 1
             made_width, parameter = float((windows * sizes).mean()), float(numbers.mean())
             pieces = self.num_rows * len(self.operators) * float(windows.mean())
-        elif isinstance(first, Onehot):
+        elif isinstance(first, ops.Onehot):
             made_width = parameter = statistics.fmean(getattr(each, "num_classes", 0) for each in self.operators)
-        elif isinstance(first, Bucketize):
+        elif isinstance(first, ops.Bucketize):
             parameter = float(len(first.borders))
         form = f"{self.given.dtype}{'?' if self.given.is_nullable else ''} to {made.dtype}"
         item, made_item = (np.dtype(kind.dtype).itemsize for kind in (self.given, made))
@@ -163,7 +156,7 @@ class Work:
         return torch.from_numpy(drawn.astype(self.given.dtype))
 
 
-def _n(operator: Operator) -> int:
+def _n(operator: ops.Operator) -> int:
     return int(getattr(operator, "n", 0))
 
 
@@ -191,11 +184,11 @@ def kernels_of(size: PlanSize) -> list[Work]:
         lengths[step.name] = length_after(step.operator, lengths[step.of]) if kind.is_jagged else kind.width
     found = []
     for _, numbers in fuse(problem):
-        groups: dict[tuple[FeatureType, int], list[Operator]] = {}
+        groups: dict[tuple[FeatureType, int], list[ops.Operator]] = {}
         for at in numbers:
             step = graph.order[at]
             given = graph.types[step.of]
-            is_list = isinstance(step.operator, FirstX | Ngram)
+            is_list = isinstance(step.operator, ops.FirstX | ops.Ngram)
             plain = FeatureType(given.dtype, is_jagged=is_list, is_nullable=given.is_nullable)
             groups.setdefault((plain, max(1, round(lengths[step.of]))), []).append(step.operator)
         found += [Work(tuple(some), kind, PLAN_ROWS, float(width)) for (kind, width), some in groups.items()]

@@ -12,22 +12,9 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.kernel import ByValue, Kernel
 from hetstream.mpi_dataworkers.features.list_kernels import FirstXKernel, NgramKernel, OnehotKernel
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.tiles import Tile
 from hetstream.mpi_dataworkers.features.value_kernels import (
     BoxCoxKernel,
@@ -40,18 +27,18 @@ from hetstream.mpi_dataworkers.features.value_kernels import (
     SigridHashKernel,
 )
 
-KERNELS: dict[type[Operator], type[Kernel]] = {
-    Logit: LogitKernel,
-    BoxCox: BoxCoxKernel,
-    Onehot: OnehotKernel,
-    SigridHash: SigridHashKernel,
-    FirstX: FirstXKernel,
-    Clamp: ClampKernel,
-    Bucketize: BucketizeKernel,
-    Ngram: NgramKernel,
-    MapId: MapIdKernel,
-    FillNull: FillNullKernel,
-    Cast: CastKernel,
+KERNELS: dict[type[ops.Operator], type[Kernel]] = {
+    ops.Logit: LogitKernel,
+    ops.BoxCox: BoxCoxKernel,
+    ops.Onehot: OnehotKernel,
+    ops.SigridHash: SigridHashKernel,
+    ops.FirstX: FirstXKernel,
+    ops.Clamp: ClampKernel,
+    ops.Bucketize: BucketizeKernel,
+    ops.Ngram: NgramKernel,
+    ops.MapId: MapIdKernel,
+    ops.FillNull: FillNullKernel,
+    ops.Cast: CastKernel,
 }
 
 

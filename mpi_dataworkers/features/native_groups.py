@@ -15,25 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.chains import Chain
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.native import Group
-from hetstream.mpi_dataworkers.features.operators import (
-    OPERATORS,
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.reading import Values
 from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, spans
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
@@ -59,7 +45,7 @@ class NativeGroup:
         given = graph.types[chains[0].source]
         operators = [step.operator for step in chains[0].steps]
         self._width = given.width
-        self._tables: dict[Operator, torch.Tensor] = {}  # whose addresses stand among the numbers
+        self._tables: dict[ops.Operator, torch.Tensor] = {}  # whose addresses stand among the numbers
         steps, numbers = [], np.zeros((len(operators), len(chains), _NUMBERS), dtype=np.int64)
         for at, operator in enumerate(operators):
             for number, chain in enumerate(chains):
@@ -71,9 +57,9 @@ class NativeGroup:
         self._steps_and_numbers = np.asarray(steps, dtype=np.int64), numbers
         self._num_steps = len(steps)
         self._dtype = TORCH_DTYPES[given.dtype]
-        self._changes_lengths = given.is_jagged and any(isinstance(each, FirstX | Ngram) for each in operators)
+        self._changes_lengths = given.is_jagged and any(isinstance(each, ops.FirstX | ops.Ngram) for each in operators)
         # Rows of their own width come after Onehot, else those of the source stay.
-        has_classes = any(isinstance(each, Onehot) for each in operators)
+        has_classes = any(isinstance(each, ops.Onehot) for each in operators)
         widths = [graph.types[chain.result].width for chain in chains]
         self._classes = widths if has_classes else None
         self._addresses = [table.ctypes.data for table in self._steps_and_numbers]
@@ -132,42 +118,42 @@ class NativeGroup:
         places = array("q", map(torch.Tensor.data_ptr, made))
         return (made if shapes is None else list(map(torch.Tensor.view, made, shapes))), places
 
-    def _numbers_of(self, operator: Operator, given: FeatureType) -> Sequence[float | int]:
+    def _numbers_of(self, operator: ops.Operator, given: FeatureType) -> Sequence[float | int]:
         """What native.cpp has as the numbers of an operator, in its order."""
         match operator:
-            case Logit(eps):
+            case ops.Logit(eps):
                 return float(np.float32(eps)), float(np.float32(1) - np.float32(eps))
-            case BoxCox(lmbda):
+            case ops.BoxCox(lmbda):
                 return (float(lmbda),)
-            case Onehot(lower, _, num_classes):
+            case ops.Onehot(lower, _, num_classes):
                 return float(np.float32(lower)), operator.step, num_classes
-            case SigridHash(salt, max_value):
+            case ops.SigridHash(salt, max_value):
                 return salt, max_value
-            case FirstX(n) | Ngram(n):
+            case ops.FirstX(n) | ops.Ngram(n):
                 return (min(n, _MOST),)
-            case Clamp(lower, upper):
+            case ops.Clamp(lower, upper):
                 low, high = (-np.inf, np.inf) if given.is_float else RANGES[given.dtype]
                 bounds = low if lower is None else lower, high if upper is None else upper
                 return [float(bound) for bound in bounds] if given.is_float else bounds
-            case Bucketize(borders):
+            case ops.Bucketize(borders):
                 table = borders_without_repeats(np.asarray(borders, dtype=given.dtype))
                 passes = len(table).bit_length()
                 padded = np.full(2**passes - 1, np.inf, dtype=table.dtype)
                 padded[: len(table)] = table
                 return self._address_of(operator, padded), passes, int(len(borders) > 1)
-            case MapId(table):
+            case ops.MapId(table):
                 return self._address_of(operator, np.asarray([*table, 0], dtype=np.int64)), len(table)
-            case FillNull(value, nan):
+            case ops.FillNull(value, nan):
                 return (float(value) if given.is_float else value), int(nan)
-        assert isinstance(operator, Cast)
+        assert isinstance(operator, ops.Cast)
         return ()
 
-    def _address_of(self, operator: Operator, table: np.ndarray[Any, Any]) -> int:
+    def _address_of(self, operator: ops.Operator, table: np.ndarray[Any, Any]) -> int:
         """Where a table is kept; equal operators share one, which then stays in the caches."""
         return self._tables.setdefault(operator, torch.from_numpy(table)).data_ptr()
 
 
-_OPCODES = {kind: at for at, kind in enumerate(OPERATORS)}
+_OPCODES = {kind: at for at, kind in enumerate(ops.OPERATORS)}
 _shape_of = attrgetter("shape")
 
 

@@ -11,27 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.types import RANGES
 
 Row = Sequence[Any]
 _64_BITS = 2**64 - 1
 
 
-def apply(operator: Operator, rows: Sequence[Row]) -> list[list[Any]]:
+def apply(operator: ops.Operator, rows: Sequence[Row]) -> list[list[Any]]:
     """What an operator makes of a feature."""
     with np.errstate(all="ignore"):
         if type(operator) in _OF_ROWS:
@@ -39,14 +26,14 @@ def apply(operator: Operator, rows: Sequence[Row]) -> list[list[Any]]:
         return [[_OF_VALUES[type(operator)](operator, value) for value in row] for row in rows]
 
 
-def logit(operator: Logit, value: Any) -> Any:
+def logit(operator: ops.Logit, value: Any) -> Any:
     x, low = np.float32(value), np.float32(operator.eps)
     high = np.float32(1) - low
     t = low if x < low else high if x > high else x
     return np.log(t / (np.float32(1) - t))
 
 
-def box_cox(operator: BoxCox, value: Any) -> Any:
+def box_cox(operator: ops.BoxCox, value: Any) -> Any:
     x = np.float64(value)
     if not x > 0:
         return np.float32(value)
@@ -54,7 +41,7 @@ def box_cox(operator: BoxCox, value: Any) -> Any:
     return np.float32(np.log(x) if operator.lmbda == 0 else np.expm1(exponent) / operator.lmbda)
 
 
-def onehot(operator: Onehot, row: Row) -> list[Any]:
+def onehot(operator: ops.Onehot, row: Row) -> list[Any]:
     classes = [np.float32(0)] * operator.num_classes
     chosen = 0
     if len(row):
@@ -65,7 +52,7 @@ def onehot(operator: Onehot, row: Row) -> list[Any]:
     return classes
 
 
-def sigrid_hash(operator: SigridHash, value: Any) -> Any:
+def sigrid_hash(operator: ops.SigridHash, value: Any) -> Any:
     hashed = hash_128_to_64(operator.salt & _64_BITS, twang_mix64(int(value) & _64_BITS))
     signed = hashed - 2**64 if hashed >= 2**63 else hashed
     return np.int64(signed % operator.max_value)  # Python's % has the divisor's sign
@@ -92,11 +79,11 @@ def hash_128_to_64(upper: int, lower: int) -> int:
     return b * factor & _64_BITS
 
 
-def first_x(operator: FirstX, row: Row) -> list[Any]:
+def first_x(operator: ops.FirstX, row: Row) -> list[Any]:
     return list(row[: operator.n])
 
 
-def clamp(operator: Clamp, value: Any) -> Any:
+def clamp(operator: ops.Clamp, value: Any) -> Any:
     kind = type(value)
     if operator.lower is not None and value < kind(operator.lower):
         return kind(operator.lower)
@@ -105,7 +92,7 @@ def clamp(operator: Clamp, value: Any) -> Any:
     return value
 
 
-def bucketize(operator: Bucketize, value: Any) -> Any:
+def bucketize(operator: ops.Bucketize, value: Any) -> Any:
     borders = [type(value)(border) for border in operator.borders]
     if np.isnan(value):
         return np.int32(len(borders) > 1)
@@ -113,20 +100,20 @@ def bucketize(operator: Bucketize, value: Any) -> Any:
     return np.int32(below + (borders.count(value) == 2))
 
 
-def ngram(operator: Ngram, row: Row) -> list[Any]:
+def ngram(operator: ops.Ngram, row: Row) -> list[Any]:
     size = min(operator.n, len(row))
     return [row[start + place] for start in range(len(row) - size + 1) for place in range(size)]
 
 
-def map_id(operator: MapId, value: Any) -> Any:
+def map_id(operator: ops.MapId, value: Any) -> Any:
     return np.int64(operator.table[value] if 0 <= value < len(operator.table) else 0)
 
 
-def fill_null(operator: FillNull, value: Any) -> Any:
+def fill_null(operator: ops.FillNull, value: Any) -> Any:
     return operator.value if value is None or (operator.nan and np.isnan(value)) else value
 
 
-def cast_value(operator: Cast, value: Any) -> Any:
+def cast_value(operator: ops.Cast, value: Any) -> Any:
     if operator.dtype not in RANGES:
         return np.dtype(operator.dtype).type(value)
     low, high = RANGES[operator.dtype]
@@ -139,18 +126,18 @@ def cast_value(operator: Cast, value: Any) -> Any:
     return np.dtype(operator.dtype).type(min(max(whole, low), high))
 
 
-_OF_VALUES: dict[type[Operator], Callable[[Any, Any], Any]] = {
-    Logit: logit,
-    BoxCox: box_cox,
-    SigridHash: sigrid_hash,
-    Clamp: clamp,
-    Bucketize: bucketize,
-    MapId: map_id,
-    FillNull: fill_null,
-    Cast: cast_value,
+_OF_VALUES: dict[type[ops.Operator], Callable[[Any, Any], Any]] = {
+    ops.Logit: logit,
+    ops.BoxCox: box_cox,
+    ops.SigridHash: sigrid_hash,
+    ops.Clamp: clamp,
+    ops.Bucketize: bucketize,
+    ops.MapId: map_id,
+    ops.FillNull: fill_null,
+    ops.Cast: cast_value,
 }
-_OF_ROWS: dict[type[Operator], Callable[[Any, Row], list[Any]]] = {
-    Onehot: onehot,
-    FirstX: first_x,
-    Ngram: ngram,
+_OF_ROWS: dict[type[ops.Operator], Callable[[Any, Row], list[Any]]] = {
+    ops.Onehot: onehot,
+    ops.FirstX: first_x,
+    ops.Ngram: ngram,
 }

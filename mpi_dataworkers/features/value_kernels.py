@@ -9,17 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    Logit,
-    MapId,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.tiles import Parameter, Tile
 from hetstream.mpi_dataworkers.features.types import RANGES, FeatureType
 
@@ -40,7 +31,7 @@ def _at_most(x: torch.Tensor, high: Any) -> torch.Tensor:
 
 
 class LogitKernel(ByValue):
-    def __init__(self, operators: Sequence[Logit], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.Logit], given: FeatureType) -> None:
         super().__init__(operators, given)
         lows = [float(np.float32(operator.eps)) for operator in operators]
         highs = [float(np.float32(1) - np.float32(operator.eps)) for operator in operators]
@@ -54,13 +45,13 @@ class LogitKernel(ByValue):
 
 
 class BoxCoxKernel(ByValue):
-    def __init__(self, operators: Sequence[BoxCox], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.BoxCox], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.is_log = operators[0].lmbda == 0
         self.parameters = () if self.is_log else (Parameter([operator.lmbda for operator in operators], torch.float64),)
 
     @classmethod
-    def kind(cls, operator: BoxCox) -> Hashable:
+    def kind(cls, operator: ops.BoxCox) -> Hashable:
         return operator.lmbda == 0
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -104,7 +95,7 @@ def _hash_in_place(x: npt.NDArray[np.uint64], salt: Any) -> None:
 
 
 class SigridHashKernel(ByValue):
-    def __init__(self, operators: Sequence[SigridHash], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.SigridHash], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.parameters = tuple(
             Parameter(numbers, torch.int64)
@@ -127,14 +118,14 @@ class SigridHashKernel(ByValue):
 
 
 class ClampKernel(ByValue):
-    def __init__(self, operators: Sequence[Clamp], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.Clamp], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.has = self.kind(operators[0])
         bounds = [[getattr(operator, side) for operator in operators] for side in ("lower", "upper")]
         self.parameters = tuple(Parameter(side, self.dtype) for side in bounds if side[0] is not None)
 
     @classmethod
-    def kind(cls, operator: Clamp) -> tuple[bool, bool]:
+    def kind(cls, operator: ops.Clamp) -> tuple[bool, bool]:
         return operator.lower is not None, operator.upper is not None
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -151,7 +142,7 @@ class BucketizeKernel(ByValue):
     own cell are compared one by one. Where borders are so uneven that a cell has many, they are searched after all.
     """
 
-    def __init__(self, operators: Sequence[Bucketize], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.Bucketize], given: FeatureType) -> None:
         super().__init__(operators, given)
         tables = [borders_without_repeats(np.asarray(operator.borders, dtype=given.dtype)) for operator in operators]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -235,7 +226,7 @@ def _filled(x: torch.Tensor, where: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 class MapIdKernel(ByValue):
-    def __init__(self, operators: Sequence[MapId], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.MapId], given: FeatureType) -> None:
         super().__init__(operators, given)
         # All tables one behind the other, each once and with a 0 before and behind it.
         joined: list[int] = []
@@ -263,13 +254,13 @@ class MapIdKernel(ByValue):
 
 
 class FillNullKernel(ByValue):
-    def __init__(self, operators: Sequence[FillNull], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.FillNull], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.nan = operators[0].nan
         self.parameters = (Parameter([operator.value for operator in operators], self.dtype),)
 
     @classmethod
-    def kind(cls, operator: FillNull) -> Hashable:
+    def kind(cls, operator: ops.FillNull) -> Hashable:
         return operator.nan
 
     def arguments(self, tile: Tile, as_tensors: bool = False) -> tuple[Any, ...]:
@@ -289,12 +280,12 @@ class FillNullKernel(ByValue):
 
 
 class CastKernel(ByValue):
-    def __init__(self, operators: Sequence[Cast], given: FeatureType) -> None:
+    def __init__(self, operators: Sequence[ops.Cast], given: FeatureType) -> None:
         super().__init__(operators, given)
         self.to = operators[0].dtype
 
     @classmethod
-    def kind(cls, operator: Cast) -> Hashable:
+    def kind(cls, operator: ops.Cast) -> Hashable:
         return operator.dtype
 
     def compute(self, x: torch.Tensor, *_: Any) -> torch.Tensor:

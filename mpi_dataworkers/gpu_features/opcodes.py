@@ -12,22 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output, Step
-from hetstream.mpi_dataworkers.features.operators import (
-    OPERATORS,
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
 
 Words = npt.NDArray[np.int64]
@@ -55,7 +41,7 @@ class Chain:
 
     source: str
     result: str
-    operators: tuple[Operator, ...]
+    operators: tuple[ops.Operator, ...]
     first: int
     given: FeatureType
     made: FeatureType
@@ -64,19 +50,19 @@ class Chain:
     @property
     def is_moved(self) -> bool:
         """Whether its values are not the results of the values at the same places of the source."""
-        return any(isinstance(operator, Onehot | FirstX | Ngram) for operator in self.operators)
+        return any(isinstance(operator, ops.Onehot | ops.FirstX | ops.Ngram) for operator in self.operators)
 
     @property
     def has_classes(self) -> bool:
         """Whether its rows are made by an Onehot."""
-        return any(isinstance(operator, Onehot) for operator in self.operators)
+        return any(isinstance(operator, ops.Onehot) for operator in self.operators)
 
     def lengths(self, lengths: Words) -> Words:
         """Of the lists of the result, where those of the source are these."""
         for operator in self.operators:
-            if isinstance(operator, FirstX):
+            if isinstance(operator, ops.FirstX):
                 lengths = np.minimum(lengths, min(operator.n, _MOST))
-            elif isinstance(operator, Ngram):
+            elif isinstance(operator, ops.Ngram):
                 sizes = np.minimum(lengths, min(operator.n, _MOST))
                 lengths = (lengths - sizes + (lengths > 0)) * sizes
         return lengths
@@ -99,7 +85,7 @@ def program_of(graph: FeatureGraph) -> Program:
     """Compile a graph."""
     steps = {step.name: step for step in graph.steps}
     chains: list[Chain] = []
-    taken: list[tuple[Operator, FeatureType, bool]] = []
+    taken: list[tuple[ops.Operator, FeatureType, bool]] = []
     for number, output in enumerate(graph.outputs):
         for place, name in enumerate(output.of):
             path = _path(steps, name)
@@ -107,7 +93,7 @@ def program_of(graph: FeatureGraph) -> Program:
             operators = tuple(step.operator for step in path)
             kinds = (graph.types[source], graph.types[name])
             chains.append(Chain(source, name, operators, len(taken), *kinds, (number, place)))
-            last_classes = max((at for at, each in enumerate(operators) if isinstance(each, Onehot)), default=-1)
+            last_classes = max((at for at, each in enumerate(operators) if isinstance(each, ops.Onehot)), default=-1)
             taken += [(step.operator, graph.types[step.of], at == last_classes) for at, step in enumerate(path)]
     tables = _Tables(len(taken) * OPERATOR_WORDS)
     rows = [_words_of(operator, given, is_last, tables) for operator, given, is_last in taken]
@@ -136,9 +122,9 @@ class _Tables:
     def __init__(self, first: int) -> None:
         self.pieces: list[Words] = []
         self._size = first
-        self._known: dict[tuple[Operator, str], int] = {}
+        self._known: dict[tuple[ops.Operator, str], int] = {}
 
-    def place(self, operator: Operator, dtype: str, numbers: Words) -> int:
+    def place(self, operator: ops.Operator, dtype: str, numbers: Words) -> int:
         """Where an operator's table is, in words."""
         key = operator, dtype
         if key not in self._known:
@@ -148,38 +134,38 @@ class _Tables:
         return self._known[key]
 
 
-def _words_of(operator: Operator, given: FeatureType, is_last: bool, tables: _Tables) -> list[int]:
+def _words_of(operator: ops.Operator, given: FeatureType, is_last: bool, tables: _Tables) -> list[int]:
     numbers = _numbers_of(operator, given, is_last, tables)
     assert len(numbers) <= OPERATOR_WORDS - _NUMBERS_AT
     kinds = (DTYPES.index(given.dtype), DTYPES.index(operator.result(given).dtype))
-    return [OPERATORS.index(type(operator)), *kinds, *map(_word, numbers)]
+    return [ops.OPERATORS.index(type(operator)), *kinds, *map(_word, numbers)]
 
 
-def _numbers_of(operator: Operator, given: FeatureType, is_last: bool, tables: _Tables) -> Sequence[float | int]:
+def _numbers_of(operator: ops.Operator, given: FeatureType, is_last: bool, tables: _Tables) -> Sequence[float | int]:
     """What `kernel.py` has as the numbers of an operator, in its order; as floats are those of reals."""
     match operator:
-        case Logit(eps):
+        case ops.Logit(eps):
             return float(np.float32(eps)), float(np.float32(1) - np.float32(eps))
-        case BoxCox(lmbda):
+        case ops.BoxCox(lmbda):
             return (float(lmbda),)
-        case Onehot(lower, _, num_classes):
+        case ops.Onehot(lower, _, num_classes):
             return float(np.float32(lower)), operator.step, num_classes, int(is_last)
-        case SigridHash(salt, max_value):
+        case ops.SigridHash(salt, max_value):
             return salt, max_value
-        case FirstX(n) | Ngram(n):
+        case ops.FirstX(n) | ops.Ngram(n):
             return (min(n, _MOST),)
-        case Clamp(lower, upper):
+        case ops.Clamp(lower, upper):
             low, high = (-np.inf, np.inf) if given.is_float else RANGES[given.dtype]
             bounds = low if lower is None else lower, high if upper is None else upper
             return [_rounded(bound, given) for bound in bounds] if given.is_float else bounds
-        case Bucketize(borders):
+        case ops.Bucketize(borders):
             table = _distinct(np.asarray(borders, dtype=given.dtype)).astype(np.float64)
             return tables.place(operator, given.dtype, table.view(np.int64)), len(table), int(len(table) > 1)
-        case MapId(table):
+        case ops.MapId(table):
             return tables.place(operator, "", np.asarray(table, dtype=np.int64)), len(table)
-        case FillNull(value, nan):
+        case ops.FillNull(value, nan):
             return (_rounded(value, given) if given.is_float else value), int(nan)
-    assert isinstance(operator, Cast)
+    assert isinstance(operator, ops.Cast)
     return ()
 
 

@@ -11,37 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.types import FeatureType
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation
 
 # Instructions for each value of the result, counted in what `operators.py` says of each; of Bucketize for each halving.
-INSTRUCTIONS: Mapping[type[Operator], float] = {
-    Logit: 30,
-    BoxCox: 110,
-    Onehot: 8,
-    SigridHash: 60,
-    FirstX: 20,
-    Clamp: 4,
-    Bucketize: 6,
-    Ngram: 45,
-    MapId: 8,
-    FillNull: 4,
-    Cast: 6,
+INSTRUCTIONS: Mapping[type[ops.Operator], float] = {
+    ops.Logit: 30,
+    ops.BoxCox: 110,
+    ops.Onehot: 8,
+    ops.SigridHash: 60,
+    ops.FirstX: 20,
+    ops.Clamp: 4,
+    ops.Bucketize: 6,
+    ops.Ngram: 45,
+    ops.MapId: 8,
+    ops.FillNull: 4,
+    ops.Cast: 6,
 }
 _LENGTH_BYTES = 8
 
@@ -91,7 +78,7 @@ def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: De
         lengths[step.name] = length_after(step.operator, lengths[step.of]) if made.is_jagged else 1.0
         source, result = (_size(kind, rows, lengths[name]) for kind, name in ((given, step.of), (made, step.name)))
         instructions = INSTRUCTIONS[type(step.operator)] * result.values
-        if isinstance(step.operator, Bucketize):
+        if isinstance(step.operator, ops.Bucketize):
             instructions *= np.ceil(np.log2(len(step.operator.borders) + 1))
         places[step.name] = len(found)
         found.append(
@@ -106,11 +93,11 @@ def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: De
     return tuple(found)
 
 
-def length_after(operator: Operator, length: float) -> float:
+def length_after(operator: ops.Operator, length: float) -> float:
     """Values in the list that an operator makes of a list; lengths may be averages."""
-    if isinstance(operator, FirstX):
+    if isinstance(operator, ops.FirstX):
         return min(length, operator.n)
-    if isinstance(operator, Ngram):
+    if isinstance(operator, ops.Ngram):
         size = min(operator.n, length)
         return (length - size + 1) * size if length else 0.0
     return length

@@ -116,7 +116,11 @@ class Placement:
         for part in self.trees[tree]:
             parent = self.problem.operations[int(part[0])].parent
             first = int(self.step_of[parent]) + 1 if parent >= 0 else 0
-            for at, step in zip(part.tolist(), self._cheapest(part, first, prices(part)), strict=True):
+            asked = prices(part)
+            steps = self._cheapest(part, first, asked)
+            if len(steps) < len(part):  # an infinite price closes a step that the part cannot do without
+                steps = self._cheapest(part, first, np.where(np.isfinite(asked), asked, 0.0))
+            for at, step in zip(part.tolist(), steps, strict=True):
                 self.put_operation(at, step)
 
     def take(self, kernels: Sequence[Kernel], step_within: Sequence[int]) -> None:

@@ -11,21 +11,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.types import FeatureType
 
 # Distinct ids of the 26 sparse columns of the two public Criteo datasets; their sums are the paper's 33.7 and 177.9
@@ -88,16 +75,16 @@ def make_plan(size: PlanSize, seed: int = 0) -> FeatureGraph:
     counts = _operators_of_each(size, draw) if size.is_random else []
     dense_features, sparse_features = [], []
     for number in range(size.num_dense):
-        filled = dense(f"dense{number}", is_nullable=True) >> FillNull(0.0)
-        dense_features.append(_grown(filled, counts[number], draw) if size.is_random else filled >> Logit())
+        filled = dense(f"dense{number}", is_nullable=True) >> ops.FillNull(0.0)
+        dense_features.append(_grown(filled, counts[number], draw) if size.is_random else filled >> ops.Logit())
     for number in range(size.num_sparse):
-        filled = jagged(f"sparse{number}") >> FillNull(0)
+        filled = jagged(f"sparse{number}") >> ops.FillNull(0)
         num_rows = _rows_of_table(size, number)
         if size.is_random:
             count = counts[size.num_dense + number]
-            feature = _grown(filled, count - 1, draw) >> SigridHash(number, num_rows)
+            feature = _grown(filled, count - 1, draw) >> ops.SigridHash(number, num_rows)
         else:
-            feature = filled >> SigridHash(number, num_rows) >> FirstX(1)
+            feature = filled >> ops.SigridHash(number, num_rows) >> ops.FirstX(1)
         sparse_features.append(feature)
     outputs = {"dense": dense_features, "sparse": sparse_features}
     return FeatureGraph.of({name: features for name, features in outputs.items() if features})
@@ -140,20 +127,23 @@ def _type_of(feature: Feature) -> FeatureType:
     return kind
 
 
-def _candidates(given: FeatureType, feature: Feature, draw: random.Random) -> list[Operator]:
+def _candidates(given: FeatureType, feature: Feature, draw: random.Random) -> list[ops.Operator]:
     """An operator of each class that makes sense there; those that do not take the type are refused later."""
-    found: list[Operator] = [
-        Clamp(-draw.randint(1, 50), draw.randint(50, 1000)),
-        FillNull(draw.randint(0, 9)),
-        *(Cast(dtype) for dtype in ("float32", "int32", "int64") if dtype != given.dtype),
-        MapId(tuple(draw.randrange(1 << 40) for _ in range(_TABLE_PLACES))),
+    found: list[ops.Operator] = [
+        ops.Clamp(-draw.randint(1, 50), draw.randint(50, 1000)),
+        ops.FillNull(draw.randint(0, 9)),
+        *(ops.Cast(dtype) for dtype in ("float32", "int32", "int64") if dtype != given.dtype),
+        ops.MapId(tuple(draw.randrange(1 << 40) for _ in range(_TABLE_PLACES))),
     ]
     if given.is_jagged:
-        found += [SigridHash(draw.randrange(1 << 30), draw.randint(1 << 10, 1 << 40)), FirstX(draw.randint(8, 64))]
-        if not any(isinstance(operator, Ngram) for operator in feature.operators):
-            found.append(Ngram(draw.randint(2, 4)))  # two of them would make lists of hundreds
-        return [operator for operator in found if operator != Cast("float32")]
-    found += [Logit(draw.uniform(1e-6, 1e-2)), BoxCox(draw.uniform(-1, 1)), Bucketize(_BORDERS)]
-    if not any(isinstance(operator, Onehot) for operator in feature.operators):
-        found.append(Onehot(-4.0, 4.0, draw.randint(2, 8)))
+        found += [
+            ops.SigridHash(draw.randrange(1 << 30), draw.randint(1 << 10, 1 << 40)),
+            ops.FirstX(draw.randint(8, 64)),
+        ]
+        if not any(isinstance(operator, ops.Ngram) for operator in feature.operators):
+            found.append(ops.Ngram(draw.randint(2, 4)))  # two of them would make lists of hundreds
+        return [operator for operator in found if operator != ops.Cast("float32")]
+    found += [ops.Logit(draw.uniform(1e-6, 1e-2)), ops.BoxCox(draw.uniform(-1, 1)), ops.Bucketize(_BORDERS)]
+    if not any(isinstance(operator, ops.Onehot) for operator in feature.operators):
+        found.append(ops.Onehot(-4.0, 4.0, draw.randint(2, 8)))
     return found

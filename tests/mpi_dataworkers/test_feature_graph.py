@@ -14,24 +14,11 @@ import pytest
 import torch
 
 from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
-from hetstream.mpi_dataworkers.features.operators import (
-    OPERATORS,
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.features.types import FeatureType
 
@@ -39,15 +26,15 @@ NAN = float("nan")
 EVERY = FeatureGraph.of(
     {
         "dense": [
-            dense("a", is_nullable=True) >> FillNull(0.0) >> Clamp(0.1, 0.9) >> Logit(1e-3),
-            dense("b") >> FillNull(0.5, nan=True) >> BoxCox(0.25),
+            dense("a", is_nullable=True) >> ops.FillNull(0.0) >> ops.Clamp(0.1, 0.9) >> ops.Logit(1e-3),
+            dense("b") >> ops.FillNull(0.5, nan=True) >> ops.BoxCox(0.25),
         ],
         "sparse": [
-            jagged("c") >> FirstX(2) >> SigridHash(1, 100),
-            (jagged("c") >> FirstX(2) >> Ngram(2) >> MapId((3, 4))).named("c2"),
+            jagged("c") >> ops.FirstX(2) >> ops.SigridHash(1, 100),
+            (jagged("c") >> ops.FirstX(2) >> ops.Ngram(2) >> ops.MapId((3, 4))).named("c2"),
         ],
-        "bucket": dense("b") >> Bucketize((0.0, 1.0)) >> Cast("int64"),
-        "hot": dense("b") >> Onehot(0.0, 1.0, 4),
+        "bucket": dense("b") >> ops.Bucketize((0.0, 1.0)) >> ops.Cast("int64"),
+        "hot": dense("b") >> ops.Onehot(0.0, 1.0, 4),
         "label": dense("label", "int64"),
     }
 )
@@ -63,32 +50,32 @@ def problems_of(*steps: Step, inputs: tuple[Input, ...] = (), outputs: tuple[Out
 @pytest.mark.parametrize(
     ("operator", "of", "words"),
     [
-        (Logit(0.6), "x", "eps=0.6: between 0 and 0.5"),
-        (Logit(1e-9), "x", "1 - eps below 1"),
-        (Logit(), "j", 'Logit of j (jagged int64): it takes float32 or float64: put Cast("float32") before it'),
-        (BoxCox(NAN), "x", "lmbda=nan: a finite number"),
-        (Onehot(1.0, 1.0, 3), "x", "lower < upper"),
-        (Onehot(0.0, 1.0, 0), "x", "num_classes=0: at least 1"),
-        (SigridHash(0, -5), "j", "max_value=-5: 1 to 2**63 - 1"),
-        (SigridHash(0, 5), "x", "it takes int64"),
-        (FirstX(-1), "j", "n=-1: at least 0"),
-        (FirstX(1), "x", "jagged features only"),
-        (Ngram(0), "j", "n=0: at least 1"),
-        (Clamp(2.0, 1.0), "x", "lower <= upper"),
-        (Clamp(NAN, 1.0), "x", "finite, or None"),
-        (Clamp(), "x", "neither lower nor upper"),
-        (Clamp(0.5, 1.5), "j", "bound 0.5 is no int64"),
-        (Bucketize((1.0, 3.0, 2.0)), "x", "borders[2]=2.0 is below borders[1]=3.0: they may not decrease"),
-        (Bucketize((0.0, NAN)), "x", "borders[1]=nan: a finite number"),
-        (Bucketize((1.0, 1.0, 1.0)), "x", "stands there three times in float32"),
-        (Bucketize((1.0, 1.0 + 1e-12, 1.0 + 2e-12)), "x", "three times in float32"),
-        (Bucketize(()), "x", "borders is empty"),
-        (MapId(()), "j", "table is empty"),
-        (MapId((2**63,)), "j", "a value is no int64"),
-        (FillNull(1.5), "j", "value 1.5 is no int64"),
-        (FillNull(0, nan=True), "j", "no int64 is NaN"),
-        (Cast("float16"), "x", "dtype='float16': one of float32"),
-        (SigridHash(0, "many"), "j", "Expected `int`, got `str`"),  # type: ignore[arg-type]
+        (ops.Logit(0.6), "x", "eps=0.6: between 0 and 0.5"),
+        (ops.Logit(1e-9), "x", "1 - eps below 1"),
+        (ops.Logit(), "j", 'Logit of j (jagged int64): it takes float32 or float64: put Cast("float32") before it'),
+        (ops.BoxCox(NAN), "x", "lmbda=nan: a finite number"),
+        (ops.Onehot(1.0, 1.0, 3), "x", "lower < upper"),
+        (ops.Onehot(0.0, 1.0, 0), "x", "num_classes=0: at least 1"),
+        (ops.SigridHash(0, -5), "j", "max_value=-5: 1 to 2**63 - 1"),
+        (ops.SigridHash(0, 5), "x", "it takes int64"),
+        (ops.FirstX(-1), "j", "n=-1: at least 0"),
+        (ops.FirstX(1), "x", "jagged features only"),
+        (ops.Ngram(0), "j", "n=0: at least 1"),
+        (ops.Clamp(2.0, 1.0), "x", "lower <= upper"),
+        (ops.Clamp(NAN, 1.0), "x", "finite, or None"),
+        (ops.Clamp(), "x", "neither lower nor upper"),
+        (ops.Clamp(0.5, 1.5), "j", "bound 0.5 is no int64"),
+        (ops.Bucketize((1.0, 3.0, 2.0)), "x", "borders[2]=2.0 is below borders[1]=3.0: they may not decrease"),
+        (ops.Bucketize((0.0, NAN)), "x", "borders[1]=nan: a finite number"),
+        (ops.Bucketize((1.0, 1.0, 1.0)), "x", "stands there three times in float32"),
+        (ops.Bucketize((1.0, 1.0 + 1e-12, 1.0 + 2e-12)), "x", "three times in float32"),
+        (ops.Bucketize(()), "x", "borders is empty"),
+        (ops.MapId(()), "j", "table is empty"),
+        (ops.MapId((2**63,)), "j", "a value is no int64"),
+        (ops.FillNull(1.5), "j", "value 1.5 is no int64"),
+        (ops.FillNull(0, nan=True), "j", "no int64 is NaN"),
+        (ops.Cast("float16"), "x", "dtype='float16': one of float32"),
+        (ops.SigridHash(0, "many"), "j", "Expected `int`, got `str`"),  # type: ignore[arg-type]
         ("Clamp", "x", "'Clamp' is no operator"),
     ],
 )
@@ -98,11 +85,11 @@ def test_what_an_operator_refuses(operator: Any, of: str, words: str) -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     said = problems_of(
-        Step("a", "nowhere", Logit()),
-        Step("b", "c", FirstX(1)),
-        Step("c", "b", FirstX(1)),
-        Step("d", "j", FirstX(-1)),
-        Step("d", "j", FirstX(1)),
+        Step("a", "nowhere", ops.Logit()),
+        Step("b", "c", ops.FirstX(1)),
+        Step("c", "b", ops.FirstX(1)),
+        Step("d", "j", ops.FirstX(-1)),
+        Step("d", "j", ops.FirstX(1)),
         inputs=(Input("x", FeatureType("float16")), Input("j", FeatureType("int64", True, 2))),
         outputs=(Output("y", ("z",)), Output("y", ())),
     )
@@ -123,16 +110,16 @@ def test_every_problem_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("chain", "words"),
     [
-        (lambda: dense("a", is_nullable=True) >> FillNull(10**400), "a finite number"),
-        (lambda: dense("a") >> Clamp(-(10**400)), "finite, or None"),
-        (lambda: dense("a") >> Bucketize((10**400,)), "Bucketize"),
-        (lambda: dense("a") >> Bucketize(("x",)), "got `str`"),  # type: ignore[arg-type]
-        (lambda: dense("a", "int64") >> MapId((NAN,)), "got `float`"),  # type: ignore[arg-type]
-        (lambda: dense("a", "int64") >> MapId((1.7,)), "got `float`"),  # type: ignore[arg-type]
+        (lambda: dense("a", is_nullable=True) >> ops.FillNull(10**400), "a finite number"),
+        (lambda: dense("a") >> ops.Clamp(-(10**400)), "finite, or None"),
+        (lambda: dense("a") >> ops.Bucketize((10**400,)), "Bucketize"),
+        (lambda: dense("a") >> ops.Bucketize(("x",)), "got `str`"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> ops.MapId((NAN,)), "got `float`"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> ops.MapId((1.7,)), "got `float`"),  # type: ignore[arg-type]
         (lambda: dense("a", width=1.5), "width=1.5"),  # type: ignore[arg-type]
         (lambda: dense("a\ud800"), "a name is a text"),
         (lambda: dense(3), "a name is a text"),  # type: ignore[arg-type]
-        (lambda: dense("a") >> FillNull, "it is no operator"),  # type: ignore[operator]
+        (lambda: dense("a") >> ops.FillNull, "it is no operator"),  # type: ignore[operator]
         (lambda: dense("a") >> 3, "it is no operator"),
     ],
 )
@@ -151,7 +138,7 @@ def test_outputs_have_features_that_go_together() -> None:
         with pytest.raises(FeatureError, match=words):
             FeatureGraph.of({"y": chains})
     with pytest.raises(FeatureError, match="put FillNull before it"):
-        FeatureGraph.of({"y": dense("a", is_nullable=True) >> Logit()})
+        FeatureGraph.of({"y": dense("a", is_nullable=True) >> ops.Logit()})
     with pytest.raises(FeatureError, match="feature 'a' stands there 2 times"):
         FeatureGraph.of({"y": dense("a"), "z": jagged("a")})
 
@@ -161,7 +148,7 @@ def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> No
     assert again == EVERY == pickle.loads(pickle.dumps(EVERY))
     before = pickle.dumps(again)
     assert again.digest == EVERY.digest != FeatureGraph.of({"y": dense("a")}).digest
-    assert {type(step.operator) for step in EVERY.steps} == set(OPERATORS)
+    assert {type(step.operator) for step in EVERY.steps} == set(ops.OPERATORS)
     assert pickle.dumps(again) == before, "what was asked of it does not travel"
     program = "import sys; from hetstream.mpi_dataworkers.features.graph_json import from_json\n"
     program += "print(from_json(sys.stdin.read()).digest); assert 'torch' not in sys.modules"
@@ -169,11 +156,11 @@ def test_a_graph_is_the_same_out_of_json_and_pickle_and_on_every_machine() -> No
         [sys.executable, "-c", program], input=to_json(EVERY), capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == EVERY.digest
-    numpy_s = FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(np.int64(1), np.int64(5))})  # type: ignore[arg-type]
-    assert numpy_s.digest == FeatureGraph.of({"y": dense("a", "int64") >> SigridHash(1, 5)}).digest
+    numpy_s = FeatureGraph.of({"y": dense("a", "int64") >> ops.SigridHash(np.int64(1), np.int64(5))})  # type: ignore[arg-type]
+    assert numpy_s.digest == FeatureGraph.of({"y": dense("a", "int64") >> ops.SigridHash(1, 5)}).digest
     assert from_json(to_json(numpy_s)) == numpy_s
-    whole = FeatureGraph.of({"y": dense("a") >> BoxCox(1) >> Clamp(0, 1) >> Bucketize((1, 2))})
-    point = FeatureGraph.of({"y": dense("a") >> BoxCox(1.0) >> Clamp(0.0, 1.0) >> Bucketize((1.0, 2.0))})
+    whole = FeatureGraph.of({"y": dense("a") >> ops.BoxCox(1) >> ops.Clamp(0, 1) >> ops.Bucketize((1, 2))})
+    point = FeatureGraph.of({"y": dense("a") >> ops.BoxCox(1.0) >> ops.Clamp(0.0, 1.0) >> ops.Bucketize((1.0, 2.0))})
     assert whole == point == from_json(to_json(whole))
     assert whole.digest == point.digest == from_json(to_json(whole)).digest
 
@@ -196,11 +183,11 @@ def test_json_that_is_no_graph() -> None:
 
 
 def test_chains_that_begin_alike_are_computed_once_and_like_chains_together() -> None:
-    assert sum(step.operator == FirstX(2) for step in EVERY.steps) == 1
-    many = FeatureGraph.of({"y": [dense(f"a{at}") >> Clamp(0.0, at + 1.0) >> Logit() for at in range(20)]})
+    assert sum(step.operator == ops.FirstX(2) for step in EVERY.steps) == 1
+    many = FeatureGraph.of({"y": [dense(f"a{at}") >> ops.Clamp(0.0, at + 1.0) >> ops.Logit() for at in range(20)]})
     [group] = groups_of(many)
     assert len(group) == 20
-    kinds = FeatureGraph.of({"x": dense("a") >> Clamp(0.0), "y": dense("b") >> Clamp(upper=1.0)})
+    kinds = FeatureGraph.of({"x": dense("a") >> ops.Clamp(0.0), "y": dense("b") >> ops.Clamp(upper=1.0)})
     assert len(groups_of(kinds)) == 2
 
 
@@ -222,7 +209,7 @@ def test_an_empty_batch_has_empty_features() -> None:
 
 def test_an_empty_batch_has_the_columns_of_others() -> None:
     wide = FeatureGraph.of(
-        {"y": [dense("x", width=8) >> Clamp(0.0, 1.0), dense("b") >> Onehot(0.0, 1.0, 5), dense("b")]}
+        {"y": [dense("x", width=8) >> ops.Clamp(0.0, 1.0), dense("b") >> ops.Onehot(0.0, 1.0, 5), dense("b")]}
     )
     for rows in (0, 3):
         batch = {"x": torch.rand(rows, 8), "b": torch.rand(rows)}
@@ -233,7 +220,7 @@ def test_what_a_program_has_set_as_default_changes_nothing() -> None:
     batch = a_batch()
     want = FeatureTransform(EVERY)(batch)
     none = {**batch, "c": Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))}
-    hot = FeatureGraph.of({"y": jagged("c") >> Onehot(0.0, 1.0, 3)})
+    hot = FeatureGraph.of({"y": jagged("c") >> ops.Onehot(0.0, 1.0, 3)})
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
     try:
@@ -250,7 +237,7 @@ def test_what_a_program_has_set_as_default_changes_nothing() -> None:
 
 
 def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
-    transform = FeatureTransform(FeatureGraph.of({"y": dense("x") >> Clamp(1.0, 2.0)}))
+    transform = FeatureTransform(FeatureGraph.of({"y": dense("x") >> ops.Clamp(1.0, 2.0)}))
     read_only = np.arange(4, dtype=np.float32)
     read_only.setflags(write=False)
     for array in (read_only, read_only[::-1], read_only[::2], read_only.astype(">f4")):

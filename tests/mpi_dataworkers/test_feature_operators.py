@@ -16,22 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.features import native, reference
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.tiles import Span, spans
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 
@@ -44,7 +31,7 @@ def transforms(graph: FeatureGraph) -> list[FeatureTransform]:
     return [FeatureTransform(graph), *([FeatureTransform(graph, native=True)] if native.compiler() else [])]
 
 
-def of_values(operator: Operator, values: Sequence[Any], dtype: str) -> list[Any]:
+def of_values(operator: ops.Operator, values: Sequence[Any], dtype: str) -> list[Any]:
     """What the reference and the kernels make of a dense feature; asserts that it is the same."""
     array = np.asarray(values, dtype=dtype)
     expected = [row[0] for row in reference.apply(operator, [[value] for value in array])]
@@ -55,7 +42,7 @@ def of_values(operator: Operator, values: Sequence[Any], dtype: str) -> list[Any
     return list(found)
 
 
-def of_lists(operator: Operator, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def of_lists(operator: ops.Operator, rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """The same for a jagged feature of int64."""
     expected = reference.apply(operator, [[*map(np.int64, row)] for row in rows])
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
@@ -69,26 +56,28 @@ def of_lists(operator: Operator, rows: Sequence[Sequence[int]]) -> list[list[int
 
 
 def test_hashes_are_torcharrow_s() -> None:
-    hashes = of_values(SigridHash(salt=0, max_value=100), range(17), "int64")
+    hashes = of_values(ops.SigridHash(salt=0, max_value=100), range(17), "int64")
     assert hashes == [6, 60, 54, 54, 9, 4, 91, 11, 67, 79, 2, 25, 92, 98, 83, 66, 2]
     extremes = [-(2**63), -1, 0, 1, LARGE]
-    assert of_values(SigridHash(salt=-5, max_value=1), extremes, "int64") == [0] * 5
-    assert all(0 <= value < LARGE for value in of_values(SigridHash(salt=2**40, max_value=LARGE), extremes, "int64"))
+    assert of_values(ops.SigridHash(salt=-5, max_value=1), extremes, "int64") == [0] * 5
+    assert all(
+        0 <= value < LARGE for value in of_values(ops.SigridHash(salt=2**40, max_value=LARGE), extremes, "int64")
+    )
 
 
 def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> None:
     values = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, NAN, INF, -INF]
-    assert of_values(Bucketize((1.0, 2.0, 2.0, 3.0)), values, "float32") == [0, 0, 1, 2, 3, 3, 4, 1, 4, 0]
-    assert of_values(Bucketize((2.0,)), [1, 2, 3, NAN, INF, -INF], "float64") == [0, 0, 1, 0, 1, 0]
-    apart = Bucketize((-3e38, 3e38))
+    assert of_values(ops.Bucketize((1.0, 2.0, 2.0, 3.0)), values, "float32") == [0, 0, 1, 2, 3, 3, 4, 1, 4, 0]
+    assert of_values(ops.Bucketize((2.0,)), [1, 2, 3, NAN, INF, -INF], "float64") == [0, 0, 1, 0, 1, 0]
+    apart = ops.Bucketize((-3e38, 3e38))
     assert of_values(apart, [-INF, INF, NAN, 0, 3.3e38, -3.3e38], "float32") == [0, 2, 1, 1, 2, 0]
-    crowded = Bucketize([0.0, *(1e30 + at * 1e24 for at in range(20)), 2e38])
+    crowded = ops.Bucketize([0.0, *(1e30 + at * 1e24 for at in range(20)), 2e38])
     assert of_values(crowded, [-1.0, 0.5, 1e30 + 1.5e24, 3e38], "float64") == [0, 1, 3, 22]
-    assert of_values(Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
+    assert of_values(ops.Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
 
 
 def test_what_is_outside_the_classes_has_class_0() -> None:
-    operator = Onehot(lower=0.0, upper=10.0, num_classes=5)
+    operator = ops.Onehot(lower=0.0, upper=10.0, num_classes=5)
     values = np.array([0, 1.9, 2, 9.99, 10, 11, -1, -0.5, NAN, INF, -INF], dtype=np.float32)
     for transform in transforms(FeatureGraph.of({"y": dense("x") >> operator})):
         rows = transform({"x": values})["y"]
@@ -104,13 +93,13 @@ def test_what_is_outside_the_classes_has_class_0() -> None:
 
 def test_windows_and_first_values() -> None:
     rows = [[1, 2, 3], [4], [], [5, 6]]
-    assert of_lists(Ngram(2), rows) == [[1, 2, 2, 3], [4], [], [5, 6]]
-    assert of_lists(Ngram(3), rows) == [[1, 2, 3], [4], [], [5, 6]]
-    assert of_lists(Ngram(1), rows) == rows
-    assert of_lists(FirstX(2), rows) == [[1, 2], [4], [], [5, 6]]
-    assert of_lists(FirstX(0), rows) == [[], [], [], []]
-    assert of_lists(Ngram(2**62), rows) == rows
-    for operator in (Ngram(2), FirstX(1), SigridHash(0, 5)):
+    assert of_lists(ops.Ngram(2), rows) == [[1, 2, 2, 3], [4], [], [5, 6]]
+    assert of_lists(ops.Ngram(3), rows) == [[1, 2, 3], [4], [], [5, 6]]
+    assert of_lists(ops.Ngram(1), rows) == rows
+    assert of_lists(ops.FirstX(2), rows) == [[1, 2], [4], [], [5, 6]]
+    assert of_lists(ops.FirstX(0), rows) == [[], [], [], []]
+    assert of_lists(ops.Ngram(2**62), rows) == rows
+    for operator in (ops.Ngram(2), ops.FirstX(1), ops.SigridHash(0, 5)):
         assert of_lists(operator, [[], []]) == [[], []]
         assert of_lists(operator, []) == []
 
@@ -119,27 +108,44 @@ def test_casts_truncate_and_saturate() -> None:
     values = [1.9, -1.9, NAN, INF, -INF, 2.0**63, -(2.0**63), 3e9, -3e9, 2.0**62]
     low, high, small, large = -(2**63), LARGE, -(2**31), 2**31 - 1
     expected = [1, -1, 0, high, low, high, low, 3 * 10**9, -3 * 10**9, 2**62]
-    assert of_values(Cast("int64"), values, "float64") == of_values(Cast("int64"), values, "float32") == expected
-    assert of_values(Cast("int32"), values, "float64") == [1, -1, 0, large, small, large, small, large, small, large]
-    assert of_values(Cast("int32"), [low, high, 5, 2**31, large], "int64") == [small, large, 5, large, large]
-    assert of_values(Cast("int64"), [small, large], "int32") == [small, large]
-    assert of_values(Cast("float32"), [1e300, 0.1], "float64") == [INF, np.float32(0.1)]
+    assert (
+        of_values(ops.Cast("int64"), values, "float64") == of_values(ops.Cast("int64"), values, "float32") == expected
+    )
+    assert of_values(ops.Cast("int32"), values, "float64") == [
+        1,
+        -1,
+        0,
+        large,
+        small,
+        large,
+        small,
+        large,
+        small,
+        large,
+    ]
+    assert of_values(ops.Cast("int32"), [low, high, 5, 2**31, large], "int64") == [small, large, 5, large, large]
+    assert of_values(ops.Cast("int64"), [small, large], "int32") == [small, large]
+    assert of_values(ops.Cast("float32"), [1e300, 0.1], "float64") == [INF, np.float32(0.1)]
 
 
 def test_values_that_are_not_numbers_stay_and_bounds_hold() -> None:
-    assert of_values(Clamp(-1.0, 0.1), [NAN, -5, INF, 0.05], "float32")[1:] == [-1.0, np.float32(0.1), np.float32(0.05)]
-    assert of_values(Clamp(lower=LARGE), [0, LARGE], "int64") == [LARGE, LARGE]
-    assert of_values(Clamp(upper=-(2**63)), [0, LARGE], "int64") == [-(2**63)] * 2
-    assert np.isnan(of_values(Logit(), [NAN, 0.0, 1.0, 0.5, INF, -INF], "float32")[0])
-    assert of_values(BoxCox(0.0), [-1.0, 0.0, 1.0], "float32") == [-1, 0, 0]
-    assert of_values(BoxCox(2.0), [-1.0, 0.0, 3.0, INF], "float64") == [-1, 0, 4, INF]
-    assert of_values(MapId((7, 8, 9)), [-1, 0, 2, 3, LARGE, -(2**63)], "int64") == [0, 7, 9, 0, 0, 0]
-    assert of_values(FillNull(5.0), [NAN, 1], "float32")[1] == 1
-    assert of_values(FillNull(5.0, nan=True), [NAN, 1], "float32") == [5, 1]
+    assert of_values(ops.Clamp(-1.0, 0.1), [NAN, -5, INF, 0.05], "float32")[1:] == [
+        -1.0,
+        np.float32(0.1),
+        np.float32(0.05),
+    ]
+    assert of_values(ops.Clamp(lower=LARGE), [0, LARGE], "int64") == [LARGE, LARGE]
+    assert of_values(ops.Clamp(upper=-(2**63)), [0, LARGE], "int64") == [-(2**63)] * 2
+    assert np.isnan(of_values(ops.Logit(), [NAN, 0.0, 1.0, 0.5, INF, -INF], "float32")[0])
+    assert of_values(ops.BoxCox(0.0), [-1.0, 0.0, 1.0], "float32") == [-1, 0, 0]
+    assert of_values(ops.BoxCox(2.0), [-1.0, 0.0, 3.0, INF], "float64") == [-1, 0, 4, INF]
+    assert of_values(ops.MapId((7, 8, 9)), [-1, 0, 2, 3, LARGE, -(2**63)], "int64") == [0, 7, 9, 0, 0, 0]
+    assert of_values(ops.FillNull(5.0), [NAN, 1], "float32")[1] == 1
+    assert of_values(ops.FillNull(5.0, nan=True), [NAN, 1], "float32") == [5, 1]
 
 
 def test_missing_values_are_filled() -> None:
-    graph = FeatureGraph.of({"y": dense("x", "int64", is_nullable=True) >> FillNull(-1)})
+    graph = FeatureGraph.of({"y": dense("x", "int64", is_nullable=True) >> ops.FillNull(-1)})
     given_values, valid = torch.tensor([1, 2, 3]), torch.tensor([True, False, True])
     for transform in transforms(graph):
         assert transform({"x": Nullable(given_values, valid)})["y"].tolist() == [1, -1, 3]
@@ -156,24 +162,24 @@ borders = (
     .filter(lambda found: all(a != b for a, b in zip(found, found[2:], strict=False)))
 )
 bounds = st.tuples(numbers, numbers).map(sorted)
-OF_FLOATS: dict[type[Operator], st.SearchStrategy[Any]] = {
-    Logit: st.builds(Logit, st.floats(1e-6, 0.49)),
-    BoxCox: st.builds(BoxCox, st.one_of(st.just(0.0), st.floats(-3, 3))),
-    Clamp: st.builds(lambda two: Clamp(*two), bounds),
-    Bucketize: st.builds(Bucketize, borders.map(tuple)),
-    FillNull: st.builds(FillNull, numbers, st.booleans()),
-    Cast: st.builds(Cast, st.sampled_from(["float64", "int32", "int64"])),
-    Onehot: st.builds(lambda two, count: Onehot(two[0], two[1] + 1.0, count), bounds, st.integers(1, 7)),
+OF_FLOATS: dict[type[ops.Operator], st.SearchStrategy[Any]] = {
+    ops.Logit: st.builds(ops.Logit, st.floats(1e-6, 0.49)),
+    ops.BoxCox: st.builds(ops.BoxCox, st.one_of(st.just(0.0), st.floats(-3, 3))),
+    ops.Clamp: st.builds(lambda two: ops.Clamp(*two), bounds),
+    ops.Bucketize: st.builds(ops.Bucketize, borders.map(tuple)),
+    ops.FillNull: st.builds(ops.FillNull, numbers, st.booleans()),
+    ops.Cast: st.builds(ops.Cast, st.sampled_from(["float64", "int32", "int64"])),
+    ops.Onehot: st.builds(lambda two, count: ops.Onehot(two[0], two[1] + 1.0, count), bounds, st.integers(1, 7)),
 }
-OF_INTS: dict[type[Operator], st.SearchStrategy[Any]] = {
-    SigridHash: st.builds(SigridHash, int64s, st.integers(1, LARGE)),
-    Clamp: st.builds(lambda two: Clamp(*sorted(two)), st.tuples(int64s, int64s)),
-    MapId: st.builds(MapId, st.lists(int64s, min_size=1, max_size=5).map(tuple)),
-    FillNull: st.builds(FillNull, int64s),
-    Cast: st.builds(Cast, st.sampled_from(["float32", "float64", "int32"])),
-    Onehot: st.builds(Onehot, st.just(-2.0), st.just(3.0), st.integers(1, 4)),
-    FirstX: st.builds(FirstX, st.integers(0, 4)),
-    Ngram: st.builds(Ngram, st.integers(1, 4)),
+OF_INTS: dict[type[ops.Operator], st.SearchStrategy[Any]] = {
+    ops.SigridHash: st.builds(ops.SigridHash, int64s, st.integers(1, LARGE)),
+    ops.Clamp: st.builds(lambda two: ops.Clamp(*sorted(two)), st.tuples(int64s, int64s)),
+    ops.MapId: st.builds(ops.MapId, st.lists(int64s, min_size=1, max_size=5).map(tuple)),
+    ops.FillNull: st.builds(ops.FillNull, int64s),
+    ops.Cast: st.builds(ops.Cast, st.sampled_from(["float32", "float64", "int32"])),
+    ops.Onehot: st.builds(ops.Onehot, st.just(-2.0), st.just(3.0), st.integers(1, 4)),
+    ops.FirstX: st.builds(ops.FirstX, st.integers(0, 4)),
+    ops.Ngram: st.builds(ops.Ngram, st.integers(1, 4)),
 }
 
 
@@ -257,14 +263,14 @@ def test_chains_of_many_features_on_several_tiles() -> None:
     for at in range(5):
         lengths = draw.integers(0, 60, 1500)
         rows = [draw.integers(-(2**63), LARGE, int(length)).tolist() for length in lengths]
-        operators = (FirstX(20 + at), SigridHash(at, 1000 + at), Clamp(5, 900 - at))
+        operators = (ops.FirstX(20 + at), ops.SigridHash(at, 1000 + at), ops.Clamp(5, 900 - at))
         chain = jagged(f"x{at}")
         for operator in operators:
             chain = chain >> operator
         chains.append((chain, rows))
     check(chains, 1500)
     long = [
-        (dense(f"x{at}") >> FillNull(0.5, nan=True) >> Logit(0.1 / (at + 1)), draw.random((70_000, 1)).tolist())
+        (dense(f"x{at}") >> ops.FillNull(0.5, nan=True) >> ops.Logit(0.1 / (at + 1)), draw.random((70_000, 1)).tolist())
         for at in range(2)
     ]
     graph = FeatureGraph.of({"all": [chain for chain, _ in long]})
@@ -294,7 +300,7 @@ def test_tiles_cover_all_values_once(sizes: list[int], most: int, whole: bool) -
 
 
 def test_jagged_features_come_together_as_torchrec_has_them() -> None:
-    chains = [jagged("a") >> FirstX(2), dense("b", "int64") >> Clamp(0, 5), jagged("a") >> Ngram(2)]
+    chains = [jagged("a") >> ops.FirstX(2), dense("b", "int64") >> ops.Clamp(0, 5), jagged("a") >> ops.Ngram(2)]
     graph = FeatureGraph.of({"sparse": [chains[0], chains[1], chains[2].named("a2")]})
     batch = {"a": Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1])), "b": torch.tensor([9, 1])}
     found = FeatureTransform(graph)(batch)["sparse"]
@@ -334,6 +340,6 @@ def test_without_a_compiler_it_runs_as_it_is_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    graph = FeatureGraph.of({"y": dense("x", "int64") >> Clamp(0, 5)})
+    graph = FeatureGraph.of({"y": dense("x", "int64") >> ops.Clamp(0, 5)})
     assert FeatureTransform(graph, compiled=True)({"x": torch.tensor([9])})["y"].tolist() == [5]
     assert "no C++ compiler" in caplog.text

@@ -17,21 +17,9 @@ import torch
 
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import native
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
@@ -44,24 +32,30 @@ def graph_of_everything() -> FeatureGraph:
     """Chains of all kinds: operators by value, of lists and of rows in one chain, several dtypes, several users."""
     outputs: dict[str, Any] = {}
     for at in range(3):
-        filled = dense(f"f{at}", width=at + 1, is_nullable=True) >> FillNull(0.5, nan=True)
-        clamped = filled >> Clamp(0.0 if at else None, 1.0 + at)
+        filled = dense(f"f{at}", width=at + 1, is_nullable=True) >> ops.FillNull(0.5, nan=True)
+        clamped = filled >> ops.Clamp(0.0 if at else None, 1.0 + at)
         outputs |= {
-            f"logit{at}": clamped >> Logit(0.01),
-            f"boxcox{at}": filled >> BoxCox(0.3 * at - 0.3) >> Cast("float64"),
-            f"hot{at}": clamped >> Onehot(0.0, 1.5, 5 + at) >> Clamp(0.1, 0.9),
-            f"bucket{at}": dense(f"d{at}", "float64") >> Bucketize((-1.0, 0.0, 0.0, 0.5, 2.0)) >> Cast("int64"),
-            f"class{at}": dense(f"d{at}", "float64") >> Cast("int32") >> MapId(TABLE) >> SigridHash(at, 50),
-            f"whole{at}": dense(f"d{at}", "float64") >> Cast("int64") >> Cast("float32"),
-            f"pairs{at}": jagged(f"i{at}") >> Clamp(-5, 2000) >> FirstX(7 + at) >> Ngram(2) >> MapId(TABLE),
-            f"hashed{at}": jagged(f"i{at}") >> SigridHash(-at, 2**62 + at if at == 2 else 10 ** (at + 1)) >> FirstX(3),
-            f"words{at}": jagged(f"w{at}", "int32") >> Ngram(at + 1) >> Cast("int64") >> FirstX(10),
-            f"first{at}": jagged(f"w{at}", "int32") >> FirstX(2) >> Onehot(0.0, 5.0, 3),
-            f"reals{at}": jagged(f"r{at}", "float32") >> FirstX(9 + at) >> Logit(),
+            f"logit{at}": clamped >> ops.Logit(0.01),
+            f"boxcox{at}": filled >> ops.BoxCox(0.3 * at - 0.3) >> ops.Cast("float64"),
+            f"hot{at}": clamped >> ops.Onehot(0.0, 1.5, 5 + at) >> ops.Clamp(0.1, 0.9),
+            f"bucket{at}": dense(f"d{at}", "float64") >> ops.Bucketize((-1.0, 0.0, 0.0, 0.5, 2.0)) >> ops.Cast("int64"),
+            f"class{at}": dense(f"d{at}", "float64") >> ops.Cast("int32") >> ops.MapId(TABLE) >> ops.SigridHash(at, 50),
+            f"whole{at}": dense(f"d{at}", "float64") >> ops.Cast("int64") >> ops.Cast("float32"),
+            f"pairs{at}": jagged(f"i{at}")
+            >> ops.Clamp(-5, 2000)
+            >> ops.FirstX(7 + at)
+            >> ops.Ngram(2)
+            >> ops.MapId(TABLE),
+            f"hashed{at}": jagged(f"i{at}")
+            >> ops.SigridHash(-at, 2**62 + at if at == 2 else 10 ** (at + 1))
+            >> ops.FirstX(3),
+            f"words{at}": jagged(f"w{at}", "int32") >> ops.Ngram(at + 1) >> ops.Cast("int64") >> ops.FirstX(10),
+            f"first{at}": jagged(f"w{at}", "int32") >> ops.FirstX(2) >> ops.Onehot(0.0, 5.0, 3),
+            f"reals{at}": jagged(f"r{at}", "float32") >> ops.FirstX(9 + at) >> ops.Logit(),
         }
-    sparse = [(jagged(f"i{at}") >> Ngram(3)).named(f"i{at}") for at in range(3)]
+    sparse = [(jagged(f"i{at}") >> ops.Ngram(3)).named(f"i{at}") for at in range(3)]
     return FeatureGraph.of(
-        {**outputs, "sparse": [*sparse, dense("n", "int64") >> SigridHash(3, 10)], "n": dense("n", "int64")}
+        {**outputs, "sparse": [*sparse, dense("n", "int64") >> ops.SigridHash(3, 10)], "n": dense("n", "int64")}
     )
 
 
@@ -140,7 +134,9 @@ def test_several_threads_may_call_one() -> None:
 def test_data_workers_and_the_program_itself_make_the_same_bytes(
     three: Any, loaders: Callable[..., DataLoader]
 ) -> None:
-    graph = FeatureGraph.of({"x": dense("x") >> Clamp(0.01, 0.9) >> Logit(1e-3), "box": dense("x") >> BoxCox(0.25)})
+    graph = FeatureGraph.of(
+        {"x": dense("x") >> ops.Clamp(0.01, 0.9) >> ops.Logit(1e-3), "box": dense("x") >> ops.BoxCox(0.25)}
+    )
     samples = [{"x": np.float32(value)} for value in np.random.default_rng(1).random(200)]
     made = []
     places: tuple[dict[str, Any], ...] = ({}, {"service": three.name})
@@ -154,7 +150,7 @@ def test_data_workers_and_the_program_itself_make_the_same_bytes(
 
 @pytest.mark.parametrize("is_native", [False, True])
 def test_lengths_that_are_more_than_int64_together_are_refused(is_native: bool) -> None:
-    transform = FeatureTransform(FeatureGraph.of({"y": jagged("x") >> FirstX(1)}), native=is_native)
+    transform = FeatureTransform(FeatureGraph.of({"y": jagged("x") >> ops.FirstX(1)}), native=is_native)
     lengths = torch.tensor([2**62] * 4)
     assert int(lengths.sum()) == 0
     with pytest.raises(FeatureError, match="x has a list that is longer than all of its values"):
@@ -173,7 +169,7 @@ def test_where_it_cannot_be_made_torch_does_the_work(
     monkeypatch.setenv("PATH", str(tmp_path))
     native.library.cache_clear()
     try:
-        transform = FeatureTransform(FeatureGraph.of({"y": dense("x", "int64") >> Clamp(0, 5)}), native=True)
+        transform = FeatureTransform(FeatureGraph.of({"y": dense("x", "int64") >> ops.Clamp(0, 5)}), native=True)
         assert transform({"x": torch.tensor([9])})["y"].tolist() == [5]
         assert transform({"x": torch.tensor([-9])})["y"].tolist() == [0]
     finally:
@@ -189,8 +185,8 @@ def test_native_and_compiled_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("is_native", [False, True])
 def test_ids_without_a_place_are_counted_where_it_is_asked_for(is_native: bool) -> None:
-    chain = jagged("x") >> FirstX(3) >> MapId((7, 8))
-    graph = FeatureGraph.of({"y": chain, "z": dense("n", "int32") >> MapId((1, 2, 3)) >> Cast("float32")})
+    chain = jagged("x") >> ops.FirstX(3) >> ops.MapId((7, 8))
+    graph = FeatureGraph.of({"y": chain, "z": dense("n", "int32") >> ops.MapId((1, 2, 3)) >> ops.Cast("float32")})
     transform = FeatureTransform(graph, native=is_native, outside="outside")
     transform = pickle.loads(pickle.dumps(transform))
     batch = {

@@ -22,24 +22,10 @@ import torch
 
 from benchmarks.rap_cases import batch_of
 from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.operators import (
-    OPERATORS,
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    Ngram,
-    Onehot,
-    Operator,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
@@ -75,24 +61,24 @@ def fused(graph: FeatureGraph, **options: Any) -> FusedTransform:
     return FusedTransform(graph, **{**usual, **options})
 
 
-def random_operator(draw: random.Random) -> Operator:
+def random_operator(draw: random.Random) -> ops.Operator:
     """Any of the eleven, with any numbers."""
     low = draw.uniform(-3, 3)
     salt, most = draw.randint(-(2**63), LARGE), draw.choice([1, 2, 97, 10**6, 2**62 + 3, LARGE])
     return draw.choice(
         [
-            Logit(draw.uniform(1e-6, 0.4)),
-            BoxCox(draw.choice([0.0, 1e-9, 0.5, -0.7, 2.0])),
-            Onehot(low, low + draw.uniform(0.5, 6), draw.randint(1, 5)),
-            SigridHash(salt, most),
-            FirstX(draw.randint(0, 6)),
-            Clamp(draw.choice([None, low]), low + 4),
-            Clamp(draw.randint(-9, 0), draw.randint(0, 300)),
-            Bucketize(tuple(BORDERS[: draw.randint(1, 8)])),
-            Ngram(draw.choice([1, 2, 3, 5, 2**62])),
-            MapId(tuple(draw.randint(-(2**63), LARGE) for _ in range(draw.randint(1, 9)))),
-            FillNull(draw.choice([0, 7, 0.5]), draw.random() < 0.5),
-            Cast(draw.choice(DTYPES)),
+            ops.Logit(draw.uniform(1e-6, 0.4)),
+            ops.BoxCox(draw.choice([0.0, 1e-9, 0.5, -0.7, 2.0])),
+            ops.Onehot(low, low + draw.uniform(0.5, 6), draw.randint(1, 5)),
+            ops.SigridHash(salt, most),
+            ops.FirstX(draw.randint(0, 6)),
+            ops.Clamp(draw.choice([None, low]), low + 4),
+            ops.Clamp(draw.randint(-9, 0), draw.randint(0, 300)),
+            ops.Bucketize(tuple(BORDERS[: draw.randint(1, 8)])),
+            ops.Ngram(draw.choice([1, 2, 3, 5, 2**62])),
+            ops.MapId(tuple(draw.randint(-(2**63), LARGE) for _ in range(draw.randint(1, 9)))),
+            ops.FillNull(draw.choice([0, 7, 0.5]), draw.random() < 0.5),
+            ops.Cast(draw.choice(DTYPES)),
         ]
     )
 
@@ -107,7 +93,7 @@ def random_chain(name: str, draw: random.Random) -> Feature:
         feature = dense(name, dtype, width=width, is_nullable=is_nullable)
         kind = feature.input.type
         if is_nullable:
-            feature = feature >> FillNull(draw.randint(0, 5))
+            feature = feature >> ops.FillNull(draw.randint(0, 5))
             kind = feature.operators[0].result(kind)
     for _ in range(draw.randint(0, 14)):
         operator = random_operator(draw)
@@ -192,7 +178,7 @@ def test_the_kernel_does_what_the_reference_does_on_500_random_graphs(first: int
 def test_random_graphs_have_all_operators() -> None:
     drawn = [random.Random(seed) for seed in range(20)]
     kinds = {type(operator) for draw in drawn for at in range(5) for operator in random_chain(f"x{at}", draw).operators}
-    assert kinds == {*OPERATORS}
+    assert kinds == {*ops.OPERATORS}
 
 
 def same(found: Any, expected: Any) -> None:
@@ -218,14 +204,18 @@ def test_the_papers_plans_in_the_layout_that_a_trainer_takes(number: int) -> Non
 
 def test_outputs_of_every_form_from_common_inputs() -> None:
     """Dense features among lists, columns of several widths, an input as it is, a feature that is an output twice."""
-    filled = dense("age", is_nullable=True) >> FillNull(3.0)
+    filled = dense("age", is_nullable=True) >> ops.FillNull(3.0)
     graph = FeatureGraph.of(
         {
-            "mixed": [jagged("ids") >> FirstX(2), (dense("page", "int64") >> SigridHash(1, 50)).named("page")],
-            "matrix": [filled >> Onehot(0.0, 9.0, 4), filled >> Logit(), filled],
+            "mixed": [jagged("ids") >> ops.FirstX(2), (dense("page", "int64") >> ops.SigridHash(1, 50)).named("page")],
+            "matrix": [filled >> ops.Onehot(0.0, 9.0, 4), filled >> ops.Logit(), filled],
             "age": filled,
             "raw": jagged("ids"),
-            "hot": jagged("ids") >> FirstX(0) >> Onehot(0.0, 4.0, 3) >> Onehot(0.5, 2.0, 2) >> Clamp(0.25, 0.75),
+            "hot": jagged("ids")
+            >> ops.FirstX(0)
+            >> ops.Onehot(0.0, 4.0, 3)
+            >> ops.Onehot(0.5, 2.0, 2)
+            >> ops.Clamp(0.25, 0.75),
         }
     )
     batch = {

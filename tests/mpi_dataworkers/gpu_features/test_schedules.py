@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -221,3 +223,10 @@ def test_the_clock_ends_the_search_and_the_seed_decides() -> None:
     first, second = (search(problem, seed=4, limit_s=80, clock=lambda tick=tick: float(next(tick))) for tick in ticks)
     assert first == second
     assert first.reason == "the time was over"
+
+
+def test_a_closed_step_is_used_where_there_is_no_other() -> None:
+    problem = Problem(chains("ab"), layers(), US)
+    grid = Placement(problem, [1] * len(problem.layers))
+    grid.put(0, lambda part: np.full((len(part), grid.num_steps), math.inf))
+    assert problems_of(problem, grid.kernels()) == []

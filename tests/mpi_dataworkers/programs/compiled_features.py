@@ -9,19 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
-from hetstream.mpi_dataworkers.features.operators import (
-    BoxCox,
-    Bucketize,
-    Cast,
-    Clamp,
-    FillNull,
-    FirstX,
-    Logit,
-    MapId,
-    SigridHash,
-)
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.cwd())
@@ -39,12 +29,16 @@ def batch_of(rows: int, draw: np.random.Generator) -> dict[str, Any]:
 
 def main() -> None:
     """Compare."""
-    ids = [dense(f"i{at}", "int64") >> SigridHash(at, 1000 + at) >> MapId(tuple(range(7, 900))) for at in range(3)]
-    reals = [dense(f"f{at}") >> FillNull(0.5, nan=True) >> Clamp(0.01, 3.0 + at) >> Logit() for at in range(3)]
-    buckets = [dense(f"f{at}") >> Bucketize((0.0, 1.0, 1.0)) >> Cast("int64") for at in range(3)]
-    lists = jagged("j") >> FirstX(3) >> SigridHash(0, 99)
+    ids = [
+        dense(f"i{at}", "int64") >> ops.SigridHash(at, 1000 + at) >> ops.MapId(tuple(range(7, 900))) for at in range(3)
+    ]
+    reals = [
+        dense(f"f{at}") >> ops.FillNull(0.5, nan=True) >> ops.Clamp(0.01, 3.0 + at) >> ops.Logit() for at in range(3)
+    ]
+    buckets = [dense(f"f{at}") >> ops.Bucketize((0.0, 1.0, 1.0)) >> ops.Cast("int64") for at in range(3)]
+    lists = jagged("j") >> ops.FirstX(3) >> ops.SigridHash(0, 99)
     graph = FeatureGraph.of(
-        {"ids": ids, "reals": reals, "buckets": buckets, "j": lists, "box": dense("f0") >> BoxCox(0.3)}
+        {"ids": ids, "reals": reals, "buckets": buckets, "j": lists, "box": dense("f0") >> ops.BoxCox(0.3)}
     )
     plain, compiled = FeatureTransform(graph), FeatureTransform(graph, compiled=True)
     draw = np.random.default_rng(1)

@@ -97,8 +97,17 @@ class Switch:
         context: Any = torch._dynamo.optimize(backend=self._compile)
         self._compiles = context.callback
 
+        # Of a function that has no graph of this switch whose guards hold: it runs as it is written, and so do, or do
+        # not, the functions that it calls. Made here, where a torch that has them not ends the capture.
+        types: Any = torch._dynamo.types
+        skip, default = types.FrameAction.SKIP, types.FrameAction.DEFAULT
+        self._all_as_written, self._as_written = (
+            types.ConvertFrameReturn(frame_exec_strategy=types.FrameExecStrategy(skip, inside), apply_to_code=False)
+            for inside in (skip, default)
+        )
+
         def uses(*_: Any) -> Any:
-            return self._as_written()
+            return self._all_as_written if self._body is None else self._as_written
 
         self._uses: Any = uses
 
@@ -130,14 +139,6 @@ class Switch:
             raise _Reached
         self._uses._torchdynamo_orig_backend = None  # what comes behind the graph runs as it is written
         return body(given)
-
-    def _as_written(self) -> Any:
-        """Of a function that has no graph of this switch whose guards hold: it runs as it is written."""
-        types: Any = torch._dynamo.types
-        action = types.FrameAction
-        inside = action.SKIP if self._body is None else action.DEFAULT
-        strategy = types.FrameExecStrategy(action.SKIP, inside)
-        return types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
 
 def _looking_at_frames(callback: Any, call: Callable[[], Any]) -> Any:

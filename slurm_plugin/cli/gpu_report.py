@@ -110,7 +110,12 @@ def _numbers(text: str | None) -> dict[str, int]:
         return parse_numbers(listed)
     found = {}
     for path in sorted(_DRIVER.glob("*/information")):
-        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        try:
+            text = path.read_text()
+        except OSError as error:  # the GPU has vanished meanwhile
+            _log.warning("a GPU is left out: %s", error)
+            continue
+        lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         number, name = lines.get("Device Minor", "").strip(), lines.get("GPU UUID", "").strip()
         if number.isdecimal() and name:
             found[name] = int(number)

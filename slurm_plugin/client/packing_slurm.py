@@ -12,6 +12,7 @@ from hetstream.slurm_plugin.client.held import parse_held
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Gres
 from hetstream.slurm_plugin.client.read import plain_environ
+from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import text_or_empty
@@ -71,8 +72,10 @@ class PackingSlurm(CommandSlurm):
         """The switches above each node, the highest first; of no node where the cluster does not tell."""
         try:
             return parse_topology(self._ask("scontrol", "show", "topology"))
-        except SlurmCommandError:  # there is no topology plugin: 26.05 says so with 1
-            return {}
+        except SlurmCommandError as error:
+            if failure_of(error) is not Failure.REFUSED:  # nobody has said that there is none
+                raise
+            return {}  # there is no topology plugin: 26.05 says so with 1
 
     def _ask(self, *argv: str) -> str:
         environ = plain_environ(self._environ)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.orders import JobClass, Verdict
 from hetstream.hetjob.site.gpus import MAX_GPUS, MAX_SHARING, GpuNow, ReportGpus, SharingNow
 from hetstream.slurm_plugin.coordinator.memory import left_bytes
@@ -19,6 +20,7 @@ _WINDOW = 10
 # A guaranteed job whose agent is silent for longer may be anywhere.
 _SILENT_S = 30.0
 _MOST_TEXT = 200
+_MOST_DIGITS = 4
 _PAUSE = Verdict.PAUSE.name.lower()
 
 
@@ -76,12 +78,19 @@ class GpuWatch:
 
 
 def parse_numbers(text: str) -> dict[str, int]:
-    """GPUs' numbers by their names, from `0=GPU-1a2b 1=GPU-3c4d`; what has another form is left out."""
-    found = {}
+    """GPUs' numbers by their names, from `0=GPU-1a2b 1=GPU-3c4d`.
+
+    Raises:
+        UsageError: a word has another form, or a number or name comes twice.
+    """
+    found: dict[str, int] = {}
     for word in text.split():
         number, _, name = word.partition("=")
-        if number.isdecimal() and name:
-            found[name] = int(number)
+        if not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS and name):
+            raise UsageError(f"GPU {word!r}: must be NUMBER=NAME, as in 0=GPU-1a2b")
+        if name in found or int(number) in found.values():
+            raise UsageError(f"GPU {word!r}: its number or its name stands there twice")
+        found[name] = int(number)
     return found
 
 

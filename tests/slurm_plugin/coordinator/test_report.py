@@ -6,9 +6,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from running_daemon import RunningDaemon
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import AskGpus, GpuNow, ShowGpus
 from hetstream.slurm_plugin.cli import main
@@ -92,7 +94,19 @@ def test_who_breaks_his_orders_is_told_of_and_other_gpus_are_not() -> None:
 
 
 def test_numbers_of_gpus() -> None:
-    assert parse_numbers("0=GPU-a 1=emulation:/x/gpu1 two=GPU-c 3=") == {"GPU-a": 0, "emulation:/x/gpu1": 1}
+    assert parse_numbers("0=GPU-a 1=emulation:/x/gpu1") == {"GPU-a": 0, "emulation:/x/gpu1": 1}
+
+
+@pytest.mark.parametrize("word", ["two=GPU-c", "3=", "GPU-c", "-1=GPU-c", "\u0663=GPU-c", "1" * 5000 + "=GPU-c"])
+def test_a_gpu_without_a_number_is_refused_and_not_left_out(word: str) -> None:
+    with pytest.raises(UsageError, match="must be NUMBER=NAME"):
+        parse_numbers(f"0=GPU-a {word}")
+
+
+@pytest.mark.parametrize("twice", ["0=GPU-a 0=GPU-b", "0=GPU-a 1=GPU-a"])
+def test_a_gpu_that_stands_there_twice_is_refused(twice: str) -> None:
+    with pytest.raises(UsageError, match="twice"):
+        parse_numbers(twice)
 
 
 def test_a_node_tells_a_real_daemon_what_its_coordinator_sees(

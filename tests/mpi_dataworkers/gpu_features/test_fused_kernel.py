@@ -19,23 +19,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_features import as_input, random_chain, random_rows
 
 from benchmarks.rap_cases import batch_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
-from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+from hetstream.mpi_dataworkers.features.types import FeatureType
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
-REALS = (0.0, -0.0, 1.0, -1.0, 0.25, 0.5, 2.0, 7.5, -3.25, 1e-30, 1e30, 3e9, NAN, INF, -INF)
-WHOLE = (0, 1, 2, 3, -1, -2, 17, 255, 2**31 - 1, -(2**31))
-BORDERS = (-2.0, -1.0, 0.0, 0.0, 0.5, 1.0, 4.0, 4.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,73 +57,6 @@ def fused(graph: FeatureGraph, **options: Any) -> FusedTransform:
     """The kernel in the interpreter, with little tiles and several programs."""
     usual = {"device": "cpu", "num_programs": 3, "tile": 16, "launch": interpreted_launch}
     return FusedTransform(graph, **{**usual, **options})
-
-
-def random_operator(draw: random.Random) -> ops.Operator:
-    """Any of the eleven, with any numbers."""
-    low = draw.uniform(-3, 3)
-    salt, most = draw.randint(-(2**63), LARGE), draw.choice([1, 2, 97, 10**6, 2**62 + 3, LARGE])
-    return draw.choice(
-        [
-            ops.Logit(draw.uniform(1e-6, 0.4)),
-            ops.BoxCox(draw.choice([0.0, 1e-9, 0.5, -0.7, 2.0])),
-            ops.Onehot(low, low + draw.uniform(0.5, 6), draw.randint(1, 5)),
-            ops.SigridHash(salt, most),
-            ops.FirstX(draw.randint(0, 6)),
-            ops.Clamp(draw.choice([None, low]), low + 4),
-            ops.Clamp(draw.randint(-9, 0), draw.randint(0, 300)),
-            ops.Bucketize(tuple(BORDERS[: draw.randint(1, 8)])),
-            ops.Ngram(draw.choice([1, 2, 3, 5, 2**62])),
-            ops.MapId(tuple(draw.randint(-(2**63), LARGE) for _ in range(draw.randint(1, 9)))),
-            ops.FillNull(draw.choice([0, 7, 0.5]), draw.random() < 0.5),
-            ops.Cast(draw.choice(DTYPES)),
-        ]
-    )
-
-
-def random_chain(name: str, draw: random.Random) -> Feature:
-    """An input of any type with up to seven operators."""
-    dtype = draw.choice(DTYPES)
-    if draw.random() < 0.5:
-        feature, kind = jagged(name, dtype), FeatureType(dtype, is_jagged=True)
-    else:
-        width, is_nullable = draw.choice([1, 1, 3]), draw.random() < 0.4
-        feature = dense(name, dtype, width=width, is_nullable=is_nullable)
-        kind = feature.input.type
-        if is_nullable:
-            feature = feature >> ops.FillNull(draw.randint(0, 5))
-            kind = feature.operators[0].result(kind)
-    for _ in range(draw.randint(0, 14)):
-        operator = random_operator(draw)
-        if not operator.refusal(kind) and kind.width * getattr(operator, "num_classes", 1) < 30:
-            feature, kind = feature >> operator, operator.result(kind)
-    return feature
-
-
-def random_rows(chain: Feature, num_rows: int, draw: random.Random) -> list[list[Any]]:
-    """What the reference is given; None is a value that is missing."""
-    kind = chain.input.type
-    number = np.dtype(kind.dtype).type
-    wild = REALS if kind.is_float else WHOLE if kind.dtype == "int32" else (*WHOLE, LARGE, -(2**63))
-
-    def value() -> Any:
-        if kind.is_nullable and draw.random() < 0.3:
-            return None
-        return number(draw.choice(wild) if draw.random() < 0.6 else draw.uniform(-4, 4))
-
-    return [[value() for _ in range(draw.randint(0, 6) if kind.is_jagged else kind.width)] for _ in range(num_rows)]
-
-
-def as_input(chain: Feature, rows: list[list[Any]]) -> Any:
-    """The same as a batch has it."""
-    kind = chain.input.type
-    flat = [value for row in rows for value in row]
-    values = torch.from_numpy(np.array([0 if value is None else value for value in flat], dtype=kind.dtype))
-    if kind.is_jagged:
-        return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
-    shape = (len(rows),) if kind.width == 1 else (len(rows), kind.width)
-    valid = torch.tensor([value is not None for value in flat], dtype=torch.bool).reshape(shape)
-    return Nullable(values.reshape(shape), valid) if kind.is_nullable else values.reshape(shape)
 
 
 def check_random_graph(seed: int) -> None:

@@ -1,0 +1,143 @@
+"""A feature graph in two parts: what data workers compute, and what is left for the trainer. Pure, without torch.
+
+Used by `cut_transform.py`, which computes the parts, and by `gpu_features/hybrid.py`, which decides where to cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Set
+from dataclasses import dataclass, field, replace
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """A feature graph that is cut at some of its operators; both parts together make the same of a batch.
+
+    What data workers hand over is a dict: the outputs that they finish, under their names, and each feature that the
+    trainer's part takes, under its name or, where that is taken, a longer one.
+
+    Attributes:
+        graph: the whole graph.
+        first: names of the steps with which the trainer's part begins: it has these and all that need them.
+        data_workers: what data workers compute; None if it is nothing.
+        passed: inputs of the graph that the trainer's part takes as they are, and under which key.
+        trainer: what the trainer computes of that; None if it is nothing.
+
+    Raises:
+        FeatureError: The graph has no such step; the message has every problem.
+    """
+
+    graph: FeatureGraph
+    first: tuple[str, ...] = ()
+    data_workers: FeatureGraph | None = field(init=False, repr=False, compare=False)
+    passed: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
+    trainer: FeatureGraph | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self.graph, self.first))
+        if problems:
+            raise FeatureError("this feature graph cannot be cut: " + "; ".join(problems))
+        object.__setattr__(self, "first", tuple(sorted(set(self.first))))
+        parts = _Parts(self.graph, behind(self.graph, self.first))
+        object.__setattr__(self, "data_workers", parts.data_workers())
+        object.__setattr__(self, "trainer", parts.trainer())
+        object.__setattr__(self, "passed", parts.passed)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As FeatureGraph: the same cut is the same bytes.
+        return CutGraph, (self.graph, self.first)
+
+    @property
+    def fingerprint(self) -> str:
+        """What two cuts share if what data workers hand over is the same."""
+        return f"{self.graph.digest}-{','.join(map(repr, self.first))}"
+
+    def __str__(self) -> str:
+        own = len(self.trainer.steps) if self.trainer is not None else 0
+        return f"CutGraph({own} of {len(self.graph.steps)} operators on the trainer)"
+
+
+def behind(graph: FeatureGraph, first: Collection[str]) -> frozenset[str]:
+    """Some steps, and all that need them."""
+    found = set(first)
+    for step in graph.order:
+        if step.of in found:
+            found.add(step.name)
+    return frozenset(found)
+
+
+def _problems(graph: object, first: object) -> Iterator[str]:
+    if not isinstance(graph, FeatureGraph):
+        yield f"it is a {type(graph).__name__}; give a FeatureGraph"
+        return
+    if isinstance(first, str) or not isinstance(first, Collection):
+        yield f"first={first!r}: names of steps, such as {[step.name for step in graph.steps[:2]]}"
+        return
+    steps = {step.name for step in graph.steps}
+    for name in first:
+        if name not in steps:
+            some = ", ".join(sorted(steps)[:5]) or "none"
+            yield f"there is no step {name!r}; its steps are {some}{', ...' if len(steps) > 5 else ''}"
+
+
+class _Parts:
+    """The two parts while they are made."""
+
+    def __init__(self, graph: FeatureGraph, on_trainer: Set[str]) -> None:
+        self._graph = graph
+        self._inputs = {node.name for node in graph.inputs}
+        self._finished = [output for output in graph.outputs if on_trainer.isdisjoint(output.of)]
+        self._outputs = [output for output in graph.outputs if not on_trainer.isdisjoint(output.of)]
+        results = _features_of(self._outputs)
+        self._own = _needed([step for step in graph.order if step.name in on_trainer], results)
+        self._others = [step for step in graph.order if step.name not in on_trainer]
+        taken = {output.name for output in self._finished} | {step.name for step in self._own}
+        # Under which key each feature is handed over, in the order in which they are needed.
+        self._keys: dict[str, str] = {}
+        for name in (*(step.of for step in self._own), *results):
+            if name not in on_trainer and name not in self._keys:
+                self._keys[name] = key = _free(name, taken)
+                taken.add(key)
+        self.passed = tuple((name, key) for name, key in self._keys.items() if name in self._inputs)
+
+    def data_workers(self) -> FeatureGraph | None:
+        handed = [Output(key, (name,)) for name, key in self._keys.items() if name not in self._inputs]
+        outputs = (*self._finished, *handed)
+        if not outputs:
+            return None
+        results = _features_of(outputs)
+        steps = _needed(self._others, results)
+        used = {*results, *(step.of for step in steps)}
+        return FeatureGraph(tuple(node for node in self._graph.inputs if node.name in used), tuple(steps), outputs)
+
+    def trainer(self) -> FeatureGraph | None:
+        if not self._outputs:
+            return None
+        keys = self._keys
+        inputs = tuple(Input(key, self._graph.types[name]) for name, key in keys.items())
+        steps = tuple(replace(step, of=keys.get(step.of, step.of)) for step in self._own)
+        outputs = (replace(output, of=tuple(keys.get(name, name) for name in output.of)) for output in self._outputs)
+        return FeatureGraph(inputs, steps, tuple(outputs))
+
+
+def _features_of(outputs: Collection[Output]) -> list[str]:
+    return [name for output in outputs for name in output.of]
+
+
+def _needed(steps: Collection[Step], features: Collection[str]) -> list[Step]:
+    """Those of some steps, each after the one that it needs, that these features need."""
+    wanted = set(features)
+    for step in reversed([*steps]):
+        if step.name in wanted:
+            wanted.add(step.of)
+    return [step for step in steps if step.name in wanted]
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """The name, or a longer one that nothing else has."""
+    while name in taken:
+        name += "'"
+    return name

@@ -1,0 +1,78 @@
+"""Run the two parts of a cut feature graph: one is a batch stage in data workers, the other finishes in the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.reading import Reader
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+
+Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class HandedOver(NamedTuple):
+    """What data workers hand over of a batch.
+
+    Attributes:
+        fingerprint: of the cut by which it was made.
+        features: by key, as `CutGraph` says.
+    """
+
+    fingerprint: str
+    features: dict[str, Any]
+
+
+class DataWorkersPart:
+    """The data workers' part of a cut graph, as a function of batches. It can be pickled.
+
+    The whole graph's inputs are checked here, so that a batch which does not fit fails alike wherever it is cut.
+
+    Args:
+        cut: the graph and where it is cut.
+
+    Raises:
+        FeatureError: when it is called: the batch does not fit the graph, and the message names each feature.
+    """
+
+    def __init__(self, cut: CutGraph) -> None:
+        self.cut = cut
+        self._check = Reader(cut.graph.inputs)
+        self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DataWorkersPart, (self.cut,)
+
+    def __repr__(self) -> str:
+        return f"DataWorkersPart({self.cut})"
+
+    def __call__(self, batch: Mapping[str, Any]) -> HandedOver:
+        self._check(batch)
+        made = {} if self._transform is None else self._transform(batch)
+        return HandedOver(self.cut.fingerprint, made | {key: batch[name] for name, key in self.cut.passed})
+
+
+class TrainersPart:
+    """The trainer's part of a cut graph: makes the whole graph's outputs of what data workers hand over.
+
+    Args:
+        cut: the graph and where it is cut.
+        compute: what computes `cut.trainer`, such as a `FusedTransform`; default: torch, in host memory.
+
+    Raises:
+        FeatureError: when it is called: this was handed over for another cut.
+    """
+
+    def __init__(self, cut: CutGraph, compute: Compute | None = None) -> None:
+        self.cut = cut
+        if cut.trainer is not None and compute is None:
+            compute = FeatureTransform(cut.trainer)
+        self._compute = compute if cut.trainer is not None else None
+
+    def __call__(self, handed: HandedOver) -> dict[str, Any]:
+        if handed.fingerprint != self.cut.fingerprint:
+            raise FeatureError(f"these features were handed over for another cut than {self.cut}")
+        made = handed.features if self._compute is None else handed.features | self._compute(handed.features)
+        return {output.name: made[output.name] for output in self.cut.graph.outputs}

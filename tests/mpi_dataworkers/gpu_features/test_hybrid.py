@@ -1,0 +1,101 @@
+"""Where a feature graph is cut: what exceeds the GPU's leftover goes to data workers, by the cost model."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from random_features import as_bytes, random_batch, random_graph
+
+from benchmarks.rap_cases import batch_of, layers, problem_of
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.hybrid import Batches, HybridDecision, decide
+from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
+from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+
+ROWS = 1 << 17  # so many that work counts, and not launches alone
+BATCHES = Batches(ROWS)
+PLAN = make_plan(PLANS[0])
+
+
+def decided(pressure: float, allowed_s: float = 0.0) -> HybridDecision:
+    """For plan 0 beside a model that leaves 1 / pressure of what the plan needs."""
+    problem = problem_of(operations_of(PLAN, ROWS, 1, A100), A100, pressure)
+    return decide(PLAN, BATCHES, A100, problem.layers, allowed_s)
+
+
+def on_trainer(decision: HybridDecision) -> int:
+    trainer = decision.cut.trainer
+    return 0 if trainer is None else len(trainer.steps)
+
+
+def test_a_graph_that_fits_stays_on_the_gpu() -> None:
+    decision = decide(PLAN, BATCHES, A100, layers())
+    assert on_trainer(decision) == 104
+    assert decision.exposed_s == 0
+    assert decision.reason == "all 104 operators fit beside training: it is 0 us longer, and 0 us are allowed"
+
+
+def test_what_exceeds_the_leftover_goes_to_data_workers_and_no_more() -> None:
+    tight = decided(2.0)
+    assert 0 < on_trainer(tight) < 104
+    assert tight.exposed_s == 0 < tight.whole_exposed_s
+    assert f"data workers have {104 - on_trainer(tight)} of 104 operators" in tight.reason
+    tighter, allowed = decided(4.0), decided(2.0, tight.whole_exposed_s / 2)
+    assert on_trainer(tighter) < on_trainer(tight) < on_trainer(allowed)
+    assert 0 < allowed.exposed_s <= tight.whole_exposed_s / 2
+    assert decided(2.0) == tight, "the same numbers are decided alike"
+
+
+def test_a_gpu_that_leaves_nothing_keeps_nothing() -> None:
+    full = decide(PLAN, BATCHES, A100, (Layer("all", 1e-3, 0.0, 0.0),))
+    assert full.cut.trainer is None
+    assert full.exposed_s == 0
+    assert "no operator fits, data workers have all 104" in full.reason
+
+
+def test_a_graph_without_operators_is_the_data_workers() -> None:
+    decision = decide(FeatureGraph.of({"x": dense("x")}), BATCHES, A100, layers())
+    assert decision.cut.trainer is None
+    assert as_bytes(DataWorkersPart(decision.cut)({"x": torch.ones(2)}).features["x"]) == as_bytes(torch.ones(2))
+
+
+@pytest.mark.parametrize("pressure", [0.5, 1.5, 3.0])
+def test_the_decided_cut_makes_the_bytes_of_the_whole(pressure: float) -> None:
+    cut, batch = decided(pressure).cut, batch_of(PLANS[0], 9)
+    found = TrainersPart(cut)(DataWorkersPart(cut)(batch))
+    assert as_bytes(found) == as_bytes(FeatureTransform(PLAN)(batch))
+
+
+def test_decided_cuts_of_random_graphs_make_the_bytes_of_the_whole() -> None:
+    parts = set()
+    for seed in range(30):
+        draw = random.Random(seed)
+        graph, chains = random_graph(draw)
+        layer = Layer("layer", 1e-3, draw.uniform(0, 6e-5), draw.uniform(0, 6e-5))
+        cut = decide(graph, Batches(64, 3.0), replace(A100, bytes_per_s=1e9), (layer,)).cut
+        batch = random_batch(chains, 7, draw)
+        found = TrainersPart(cut)(DataWorkersPart(cut)(batch))
+        assert as_bytes(found) == as_bytes(FeatureTransform(graph)(batch)), f"seed {seed}"
+        parts.add((cut.trainer is None, cut.data_workers is None))
+    assert len(parts) > 1, "cuts of one kind alone"
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    for batches, allowed_s, words in (
+        (Batches(0), 0.0, "rows of at least 1"),
+        (Batches(8, math.nan), 0.0, "finite list_length"),
+        (Batches(8), -1.0, "allowed_s=-1.0: a finite number of seconds, 0 at least"),
+        (Batches(8), math.inf, "allowed_s=inf"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            decide(PLAN, batches, A100, layers(), allowed_s)
+    with pytest.raises(FeatureError, match="there is no layer"):
+        decide(PLAN, BATCHES, A100, ())

@@ -32,7 +32,7 @@ MAY_IMPORT_WITHIN = {
         "ops": {"", "wire", "order", "sources"},
         "worker": {"", "wire", "order", "transports", "ops"},
         "dispatcher": {"", "wire", "order", "transports"},
-        "loader": {"", "wire", "order", "transports", "ops"},
+        "loader": {"", "wire", "order", "transports", "ops", "features", "gpu_features"},
         "partitioner": {"", "ops", "loader"},
         "stages": {"", "wire", "ops", "loader", "worker"},
         "hook": {"", "wire", "loader", "partitioner"},

@@ -45,6 +45,7 @@ class FusedTransform:
         arena_bytes: The largest batch that is computed on the GPU, with its results; default: any that fits.
         tile: Values that a program works on at once, a power of two, at most 512: registers have room for so many.
         launch: What runs the kernel; default: Triton, which must be installed.
+        on_shortage: Called with the reason for each batch that is computed in host memory; default: log it once.
 
     Raises:
         FeatureError: when it is made: there is no GPU or no Triton, num_programs is below 1, or tile cannot be; when
@@ -60,6 +61,7 @@ class FusedTransform:
         arena_bytes: int | None = None,
         tile: int = 256,
         launch: Launch | None = None,
+        on_shortage: Callable[[str], None] | None = None,
     ) -> None:
         if num_programs is not None and num_programs < 1:
             raise FeatureError(f"num_programs={num_programs}: at least 1")
@@ -78,6 +80,7 @@ class FusedTransform:
         self._num_programs = num_programs or _multiprocessors(self._device)
         self._arena_bytes = arena_bytes
         self._in_host_memory = FeatureTransform(graph)
+        self._on_shortage = on_shortage
         self._has_said_so = False
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +104,9 @@ class FusedTransform:
         return dict(unpack(self.graph, packed, arena, made))
 
     def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:
-        if not self._has_said_so:
+        if self._on_shortage is not None:
+            self._on_shortage(reason)
+        elif not self._has_said_so:
             _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
             self._has_said_so = True
         return {name: _moved(value, self._device) for name, value in self._in_host_memory(batch).items()}

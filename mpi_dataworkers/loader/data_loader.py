@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from hetstream.mpi_dataworkers.config import service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
+from hetstream.mpi_dataworkers.loader.feature_options import checked_features, feature_parts
 from hetstream.mpi_dataworkers.loader.keyword import takes
 from hetstream.mpi_dataworkers.loader.loader_order import order_of
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
@@ -72,7 +74,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
         self.seed = options.seed or 0
         self._repeat = options.repeat
-        self._device = torch.device("cpu" if options.device is None else options.device)
+        self._device, missing = options.place()
+        self._features = None if options.features is None else feature_parts(self._device, missing)
         self._position = LoaderPosition()
         self._order = order_of(self, options, identity)
         service = options.service or service_from_environment()
@@ -82,9 +85,12 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             self,
             options.service_options(service, identity, self._description()),
             buckets=self._order.buckets or options.stream_buckets(),
-            batch_stage=options.batch_stage,
+            batch_stage=options.batch_stage if self._features is None else self._features.stage_of(options.features),
             gpu_stage=options.gpu_stage,
         )
+        if self._features is not None:
+            self._features.use_stage = self._connection.use_batch_stage
+            self._connection.has_features = True
         self._connection.close_with(self)  # also when the program drops the loader without `close`
 
     def _description(self) -> dict[str, str]:
@@ -111,9 +117,11 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         """Begin an iteration over one epoch; the next call begins the next epoch."""
         passes = LoaderPasses(self._begin_pass, self.__len__, self._repeat, type(self.dataset).__name__)
+        finish = None if self._features is None else self._features.finish
         if self._device.type == "cpu":
-            return PositionTracker(passes, self._position)
-        return OnDevice(PositionTracker(passes, self._position, is_prefetched=True), self._device, self._position)
+            return PositionTracker(replace(passes, finish=finish), self._position)
+        ahead = PositionTracker(passes, self._position, is_prefetched=True)
+        return OnDevice(ahead, self._device, self._position, finish)
 
     def _begin_pass(self, at: Position) -> PassIterator:
         """Begin a pass at a position."""
@@ -186,7 +194,20 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             OptionsError: it is no function, or cannot be pickled; the old stage stays.
             PipelineError: the pipeline cannot be handed to data workers now; the old stage stays.
         """
+        if self._features is not None:
+            raise OptionsError("set_batch_stage on a loader with features: change the graph with set_features")
         self._connection.use_batch_stage(batch_stage)
+
+    def set_features(self, features: Any) -> None:
+        """Compute other features, or cut the graph elsewhere, from the next step on, as `set_batch_stage`.
+
+        Raises:
+            OptionsError: the loader has no features, or this is no feature graph; the one before stays.
+            PipelineError: the pipeline cannot be handed to data workers now; the graph before stays.
+        """
+        if self._features is None:
+            raise OptionsError("set_features on a loader without features: give it features= when it is made")
+        self._connection.use_batch_stage(self._features.stage_of(checked_features(features)))
 
     # Saving and restoring the position
 

@@ -33,6 +33,14 @@ def check_device(device: Any) -> str:
     return ""
 
 
+def is_cuda_missing(device: Any) -> bool:
+    """Whether this is a CUDA device, and this process has none at all."""
+    try:
+        return device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available()
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def move(value: Any, to: Callable[[Any], Any]) -> Any:
     """Rebuild a batch with `to` called on each tensor, and on each object that has a method `to` of its own.
 
@@ -63,9 +71,17 @@ class OnDevice(Iterator[Any]):
         batches: the batches, in host memory; it was told that they are prefetched.
         device: where to.
         position: the loader's; what was taken moves on when the training loop gets a batch, an exception or the end.
+        finish: called with each batch before it is copied, where its copy runs.
     """
 
-    def __init__(self, batches: PositionTracker, device: torch.device, position: LoaderPosition) -> None:
+    def __init__(
+        self,
+        batches: PositionTracker,
+        device: torch.device,
+        position: LoaderPosition,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._finish = finish
         self._batches = batches
         self._device = device
         self._position = position
@@ -93,14 +109,15 @@ class OnDevice(Iterator[Any]):
         """The next batch, its copy under way, the event of the copy's end, and the position behind it."""
         try:
             batch = next(self._batches)
+            if self._side is None:
+                return self._moved(batch), None, self._batches.taken
+            with torch.cuda.stream(self._side):
+                return self._moved(batch), self._side.record_event(), self._batches.taken
         except Exception as error:  # noqa: BLE001, raised when the training loop comes to it
             return _Raised(error), None, self._batches.taken
-        if self._side is None:
-            return move(batch, self._copy), None, self._batches.taken
-        with torch.cuda.stream(self._side):
-            moved = move(batch, self._copy)
-            copied = self._side.record_event()
-        return moved, copied, self._batches.taken
+
+    def _moved(self, batch: Any) -> Any:
+        return move(batch if self._finish is None else self._finish(batch), self._copy)
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

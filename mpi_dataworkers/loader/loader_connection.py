@@ -90,6 +90,7 @@ class LoaderConnection:
         local_workers: with persistent_workers, torch's worker processes, which are kept from pass to pass.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
+        has_features: its batch stage is a part of the loader's features; no forward stage goes with it.
         closed: it has left the service, or the interpreter ends.
     """
 
@@ -110,6 +111,7 @@ class LoaderConnection:
         self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
         self.local_workers: LocalWorkers | None = None
         self.on_extra: OnExtra | None = None
+        self.has_features = False
         # Of the pass that delivered last. Weakly: a pass that ends early must end its processes then.
         self._again: weakref.WeakMethod[Callable[[], MakesAgain | None]] | None = None
         self.closed = False

@@ -15,6 +15,7 @@ from hetstream.mpi_dataworkers.config import (
     service_from_environment,
     transports_from_environment,
 )
+from hetstream.mpi_dataworkers.loader.device import check_device, is_cuda_missing
 from hetstream.mpi_dataworkers.loader.keyword import problem_of, problems_of
 from hetstream.mpi_dataworkers.ops.iterable import generator_problem
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, boundary_problems
@@ -85,6 +86,17 @@ def _combination_rules(options: LoaderOptions) -> Iterator[str]:
         yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
     if options.pipeline_name is not None and options.sharing is None:
         yield f"pipeline_name={options.pipeline_name!r} goes with sharing="
+
+
+def _device_rules(options: LoaderOptions) -> Iterator[str]:
+    """Where batches come, and who computes features."""
+    falls_back = options.features is not None and is_cuda_missing(options.device)
+    if options.device is not None and not falls_back and (problem := check_device(options.device)):
+        yield problem
+    if options.features is not None:
+        for name in ("batch_stage", "gpu_stage"):
+            if getattr(options, name) is not None:
+                yield f"features with {name}: the graph is the loader's stage; put the function into collate_fn"
 
 
 def _in_process_rules(options: LoaderOptions) -> Iterator[str]:
@@ -179,6 +191,7 @@ RULES: tuple[Callable[[LoaderOptions], Iterator[str]], ...] = (
     problems_of,
     _environment_rules,
     _combination_rules,
+    _device_rules,
     _in_process_rules,
     _length_rules,
     _refused_keywords,

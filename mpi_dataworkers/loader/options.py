@@ -22,8 +22,9 @@ import torch.utils.data
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.config import TrainerIdentity, identity_from_environment, quarantine_dir_from_environment
 from hetstream.mpi_dataworkers.loader.batch_stages import picklable_stage
-from hetstream.mpi_dataworkers.loader.device import check_device
+from hetstream.mpi_dataworkers.loader.device import check_device, is_cuda_missing
 from hetstream.mpi_dataworkers.loader.division import Division
+from hetstream.mpi_dataworkers.loader.feature_options import features_or_none
 from hetstream.mpi_dataworkers.loader.keyword import (
     among,
     folder,
@@ -60,11 +61,6 @@ def _address(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value!r}: must be the text file:PATH, the address file of a dispatcher, or None"
     elif value is not None:
         yield from problem_of(parse_service, value)
-
-
-def _device(_: str, value: Any) -> Iterator[str]:
-    if value is not None and (problem := check_device(value)):
-        yield problem
 
 
 def _generator(name: str, value: Any) -> Iterator[str]:
@@ -123,6 +119,9 @@ class LoaderOptions:
             step). `set_batch_stage` changes it between two steps.
         gpu_stage: the same, after `batch_stage`, on data workers with a GPU each (`hetstream worker --device gpu`);
             they get batches from those without. What it returns is in host memory.
+        features: a `FeatureGraph`, which data workers compute on each batch, or with a CUDA `device` the trainer's GPU;
+            or a `CutGraph`, whose second part the trainer computes, on the device. Without that GPU, Triton or GPU
+            memory data workers compute all of it, and the log says why. `set_features` changes it between two steps.
         device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
     """
 
@@ -181,7 +180,8 @@ class LoaderOptions:
 
     batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
     gpu_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
-    device: torch.device | str | int | None = field(default=None, metadata=must_be(_device))
+    features: Any = field(default=None, metadata=must_be(features_or_none))
+    device: torch.device | str | int | None = None  # a rule checks it
 
     @property
     def is_iterable(self) -> bool:
@@ -283,7 +283,7 @@ class LoaderOptions:
             "worker_init_fn generator prefetch_factor persistent_workers multiprocessing_context"
         )
         keywords = {name: getattr(self, name) for name in names.split()}
-        if self.device is not None and torch.device(self.device).type == "cuda":
+        if self.place()[0].type == "cuda":
             keywords["pin_memory"] = True  # only from there a copy runs beside the training loop
         if self.global_batch_size is not None:
             keywords["batch_size"] = -(-self.global_batch_size // world_size)
@@ -291,6 +291,12 @@ class LoaderOptions:
         if self.is_iterable or (self.shuffle and hasattr(self.dataset, "__len__") and len(self.dataset) == 0):
             keywords["shuffle"] = None
         return keywords
+
+    def place(self) -> tuple[torch.device, str]:
+        """Where batches come; and, where features were to be computed on a GPU that is not there, why they are not."""
+        if self.features is not None and is_cuda_missing(self.device):
+            return torch.device("cpu"), check_device(self.device)
+        return torch.device("cpu" if self.device is None else self.device), ""
 
     def say_what_has_no_effect(self, is_streamed: bool) -> None:
         """Log, once in a process, which keywords ask for processes that this loader does not have."""

@@ -84,12 +84,14 @@ class LoaderPasses:
         num_steps: gives the number of steps of an iteration.
         repeat: passes of an epoch; None for an endless stream.
         dataset_name: what an error calls the dataset.
+        finish: makes of a batch what the training loop gets, if that is something else.
     """
 
     begin: Callable[[Position], PassIterator]
     num_steps: Callable[[], int]
     repeat: int | None
     dataset_name: str
+    finish: Callable[[Any], Any] | None = None
 
 
 class PositionTracker(Iterator[Any]):
@@ -140,7 +142,7 @@ class PositionTracker(Iterator[Any]):
                 raise
             self._note_taken(self._pass)
             self._pass_gave_batches, self._may_read_next_epoch = True, False
-            return batch
+            return batch if self._passes.finish is None else self._passes.finish(batch)
         raise StopIteration
 
     def _end_pass(self, ended: PassIterator) -> None:

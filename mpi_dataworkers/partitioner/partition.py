@@ -264,6 +264,12 @@ class Partition:
             self.decide(self._rates)
 
 
+_EITHER = (
+    "partition(loader=...): the loader has features=, and either the graph or the forward is divided; "
+    "give the graph as batch_stage=FeatureTransform(graph), or leave partition out"
+)
+
+
 def partition(
     model: torch.nn.Module,
     example_batch: Any,
@@ -297,6 +303,8 @@ def partition(
     connection = getattr(loader, "_connection", None)
     if not isinstance(connection, LoaderConnection):
         raise OptionsError(f"partition(loader={type(loader).__name__}): must be a hetstream.DataLoader")
+    if connection.has_features:
+        raise OptionsError(_EITHER)
     if offload not in [choice.value for choice in Offload]:
         raise OptionsError(
             f"partition(offload={offload!r}): must be one of {', '.join(choice.value for choice in Offload)}"

@@ -235,6 +235,8 @@ def follow(connection: LoaderConnection | None, offload: str, num_processes: int
         offload: `auto` or `all`.
         num_processes: worker processes of the loader.
     """
-    if connection is not None and connection.on_extra is None and connection not in _followed:
+    if connection is None or connection.has_features:
+        return
+    if connection.on_extra is None and connection not in _followed:
         _followed.add(connection)
         Follower(connection, Offload(offload), num_processes)

@@ -1,0 +1,46 @@
+"""The keyword `features`: what it may be, and its parts; graphs are loaded only where a loader has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetstream.base.errors import OptionsError
+
+if TYPE_CHECKING:
+    from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts
+
+
+def features_or_none(_: str, value: Any) -> Iterator[str]:
+    """A feature graph, or one that is cut, or None."""
+    if value is not None:
+        from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+        from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+
+        if not isinstance(value, FeatureGraph | CutGraph):
+            yield (
+                f"features={value!r}: must be a FeatureGraph, a CutGraph such as decide(...).cut, or None; "
+                "a function of a batch is given as batch_stage"
+            )
+
+
+def checked_features(value: Any) -> Any:
+    """The features.
+
+    Raises:
+        OptionsError: they are none.
+    """
+    for problem in features_or_none("features", value):
+        raise OptionsError(f"DataLoader: {problem}")
+    if value is None:
+        raise OptionsError("DataLoader: features=None: give a FeatureGraph or a CutGraph")
+    return value
+
+
+def feature_parts(device: torch.device, missing: str) -> FeatureParts:
+    """The parts of a loader's graph; see `FeatureParts`."""
+    from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts
+
+    return FeatureParts(device, missing)

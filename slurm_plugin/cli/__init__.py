@@ -1,4 +1,4 @@
-"""The `hetstream` command: one file per verb, each with `add_parser` and `run`.
+"""The `hetstream` command: one file per verb, each with `add_arguments` and `run`.
 
 Verbs are imported only when they are called, so that reading commands start without the data plane or torch.
 Data goes to stdout, notes and errors to stderr. Exit codes: 0 done, 1 the operation failed, 2 the command line or a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import io
 import logging
 import os
@@ -22,6 +21,7 @@ import hetstream
 from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.text import PrintableFormatter, printable
+from hetstream.slurm_plugin.cli.commands import add_command
 
 VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
@@ -74,7 +74,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, summary in VERBS.items():
         if only in (None, verb):
-            importlib.import_module(f"hetstream.slurm_plugin.cli.{verb}").add_parser(subparsers, summary)
+            add_command(subparsers, verb, summary, verb)
         else:
             subparsers.add_parser(verb, help=summary)
     return parser

@@ -46,15 +46,10 @@ examples:
 RECENT_S = 24 * 3600.0
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "advise",
-        help=summary,
-        description="List running, pending and recent jobs that would gain from data workers, with an estimate.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "List running, pending and recent jobs that would gain from data workers, with an estimate."
+    parser.epilog = EPILOG
     add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)

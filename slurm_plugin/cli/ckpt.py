@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+
+from hetstream.slurm_plugin.cli.commands import add_command
 
 # In the order of the help text; each is a module `ckpt_NAME` beside this one.
 _ACTIONS = {
@@ -16,11 +17,9 @@ _ACTIONS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb with all its actions."""
-    parser = subparsers.add_parser(
-        "ckpt", help=summary, description="Flash checkpoints: list, check, clean up, and write them to disk."
-    )
+    parser.description = "Flash checkpoints: list, check, clean up, and write them to disk."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text in _ACTIONS.items():
-        importlib.import_module(f"hetstream.slurm_plugin.cli.ckpt_{action}").add_parser(actions, text)
+        add_command(actions, action, text, f"ckpt_{action}")

@@ -37,15 +37,10 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "convert",
-        help=summary,
-        description="Turn checkpoints into other formats, and others into checkpoints.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Turn checkpoints into other formats, and others into checkpoints."
+    parser.epilog = EPILOG
     parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
     parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
     parser.add_argument("--to", required=True, choices=(*KINDS, "hdf5"), help="format of DST")

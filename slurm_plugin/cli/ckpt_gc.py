@@ -36,15 +36,10 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "gc",
-        help=summary,
-        description="Remove what dead jobs left in memory, and unfinished checkpoints.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Remove what dead jobs left in memory, and unfinished checkpoints."
+    parser.epilog = EPILOG
     parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="checkpoint directories")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, with the reason")
     parser.add_argument("--discard-unsaved", action="store_true", help="remove from memory also what is not on disk")

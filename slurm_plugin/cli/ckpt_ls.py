@@ -39,15 +39,10 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "ls",
-        help=summary,
-        description="List checkpoints on disk, and what this host holds in memory.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "List checkpoints on disk, and what this host holds in memory."
+    parser.epilog = EPILOG
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.set_defaults(run=run)

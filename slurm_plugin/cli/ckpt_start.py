@@ -26,15 +26,10 @@ says why on stderr and exits with 1. Then each trainer starts a checkpoint write
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "start",
-        help=summary,
-        description="Start the checkpoint writers of this job.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Start the checkpoint writers of this job."
+    parser.epilog = EPILOG
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="exported as HETSTREAM_CKPT_DIR, absolute")
     parser.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
     parser.set_defaults(run=run)

@@ -28,15 +28,10 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "verify",
-        help=summary,
-        description="Read checkpoints and compare their checksums.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Read checkpoints and compare their checksums."
+    parser.epilog = EPILOG
     parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--step", type=int, metavar="N", help="only checkpoints of this step")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

@@ -42,15 +42,10 @@ Exit code 1: something was not written to disk.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "writer",
-        help=summary,
-        description="Write what a job saves from memory to disk, until the job ends.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Write what a job saves from memory to disk, until the job ends."
+    parser.epilog = EPILOG
     parser.add_argument("--once", action="store_true", help="write what dead trainers left, and end")
     parser.add_argument("--dry-run", action="store_true", help="with --once: say what would be written")
     parser.add_argument("--jobs-dir", type=Path, metavar="DIR", help="directories of jobs (default: .hetstream)")

@@ -36,15 +36,10 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "clean",
-        help=summary,
-        description="List the directories of old jobs in .hetstream, or remove them with --remove.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "List the directories of old jobs in .hetstream, or remove them with --remove."
+    parser.epilog = EPILOG
     parser.add_argument(
         "directories", nargs="*", type=Path, metavar="DIR", help="where jobs were submitted (default: this directory)"
     )

@@ -41,9 +41,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Declare the verb. argparse hands over every word, as for `hetstream sbatch`: the words mean the same here."""
-    parser = subparsers.add_parser("convert", help=summary, prefix_chars="\0", add_help=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 

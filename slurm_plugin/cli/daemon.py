@@ -57,15 +57,10 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "daemon",
-        help=summary,
-        description="Read the cluster again and again, keep its history, and divide data workers among jobs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Read the cluster again and again, keep its history, and divide data workers among jobs."
+    parser.epilog = EPILOG
     parser.add_argument("--allocate", action="store_true", help="tell jobs how many data workers they may have")
     parser.add_argument(
         "--pool", metavar="PARTITIONS", help="whose CPUs are divided, with commas (default: those without GPUs)"

@@ -40,14 +40,11 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    parser = subparsers.add_parser(
-        "devcluster",
-        help=summary,
-        description="Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already."
     )
+    parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     p = actions.add_parser("install", help="install Debian's Slurm packages, without starting any service")

@@ -9,13 +9,11 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "dispatcher",
-        help=summary,
-        description="Hand out steps to data workers until SIGTERM. Started again with the same arguments it recovers "
-        "and keeps its address.",
+    parser.description = (
+        "Hand out steps to data workers until SIGTERM. Started again with the same arguments it recovers "
+        "and keeps its address."
     )
     parser.add_argument("--bind", required=True, metavar="tcp://HOST:PORT", help="address to bind; port 0 finds one")
     parser.add_argument("--work-dir", required=True, metavar="DIR", help="directory of the journal")

@@ -51,15 +51,10 @@ EXIT_PROBLEMS = 3
 MAX_LOOKUPS = 8
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help=summary,
-        description="Look for problems in the cluster's configuration, and say how to fix them. Changes nothing.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Look for problems in the cluster's configuration, and say how to fix them. Changes nothing."
+    parser.epilog = EPILOG
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 

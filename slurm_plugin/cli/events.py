@@ -10,13 +10,11 @@ from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.top import add_service_arguments, address_file_of
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "events",
-        help=summary,
-        description="Print the events of a job's dispatcher, oldest first: data workers that came and went, leases "
-        "that were taken back, epochs that began and ended, each with its cause. Also after the job's end.",
+    parser.description = (
+        "Print the events of a job's dispatcher, oldest first: data workers that came and went, leases "
+        "that were taken back, epochs that began and ended, each with its cause. Also after the job's end."
     )
     add_service_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with all fields")

@@ -32,17 +32,13 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "explain",
-        help=summary,
-        description="Show which operators of a model's forward could run in data workers, what they cost, and why the "
-        "others stay.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [options] [--] train.py [ARGUMENTS]",
+    parser.description = (
+        "Show which operators of a model's forward could run in data workers, what they cost, and why the others stay."
     )
+    parser.epilog = EPILOG
+    parser.usage = "%(prog)s [options] [--] train.py [ARGUMENTS]"
     parser.add_argument(
         "--data-workers", type=int, default=4, metavar="N", help="decide for so many processes (default %(default)s)"
     )

@@ -33,15 +33,12 @@ exit codes:
 DASHBOARD = Path(__file__).parents[1] / "dashboard.json"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "exporter",
-        help=summary,
-        description="Serve the cluster's allocation, fragmentation and pending causes to Prometheus. Changes nothing.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Serve the cluster's allocation, fragmentation and pending causes to Prometheus. Changes nothing."
     )
+    parser.epilog = EPILOG
     add_watch_arguments(parser, "127.0.0.1:9418")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--print", action="store_true", help="print the metrics of one reading and end")

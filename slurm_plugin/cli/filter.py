@@ -41,9 +41,8 @@ exit codes: 0 convert, 3 nothing to convert, anything else: trouble. Unless it i
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Declare the verb. argparse hands over every word, as for `hetstream sbatch`."""
-    parser = subparsers.add_parser("filter", help=summary, prefix_chars="\0", add_help=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 

@@ -39,15 +39,10 @@ MOST_SHAPES = 20
 _BAD, _WORSE = 0.25, 0.5
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "frag",
-        help=summary,
-        description="Show which CPUs, GPUs and memory are free, and how much of it no pending job can use.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Show which CPUs, GPUs and memory are free, and how much of it no pending job can use."
+    parser.epilog = EPILOG
     add_node_arguments(parser)
     add_fresh_argument(parser)
     add_output_arguments(parser)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
-# In the order of the help text; each is a module `gpu_NAME` beside this one. `suspend` brings `resume` along.
+from hetstream.slurm_plugin.cli.commands import add_command
+
+# In the order of the help text; each is a module `gpu_NAME` beside this one, but `resume` is one with `suspend`.
 _ACTIONS = {
     "coordinator": "coordinate the jobs on this node's GPUs",
     "run": "run a training program that shares its GPU",
@@ -13,17 +14,14 @@ _ACTIONS = {
     "exporter": "the same for Prometheus",
     "report": "tell the site daemon of this node's GPUs, for the packer",
     "suspend": "take a process off its GPU, with its memory: the last resort",
+    "resume": "put a process back that was taken off its GPU",
     "emulate": "make an emulated GPU, to try all this on a machine without one",
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb with all its actions."""
-    parser = subparsers.add_parser(
-        "gpu",
-        help=summary,
-        description="Several jobs on one GPU: a guaranteed one, and opportunistic ones that use what it leaves.",
-    )
+    parser.description = "Several jobs on one GPU: a guaranteed one, and opportunistic ones that use what it leaves."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text in _ACTIONS.items():
-        importlib.import_module(f"hetstream.slurm_plugin.cli.gpu_{action}").add_parser(actions, text)
+        add_command(actions, action, text, "gpu_suspend" if action == "resume" else f"gpu_{action}")

@@ -28,15 +28,10 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "coordinator",
-        help=summary,
-        description="Say which of a GPU's jobs may launch work, and how much of its memory each may hold.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Say which of a GPU's jobs may launch work, and how much of its memory each may hold."
+    parser.epilog = EPILOG
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="GPU", help="NAME=BYTES or emulation:FILE; again for each"
     )

@@ -12,13 +12,11 @@ from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 _MIB = 2**20
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "emulate",
-        help=summary,
-        description="Make a file that stands for a GPU. Programs that share it compute on one core, and count tensors "
-        "against its memory. Speeds on it say nothing about a real GPU.",
+    parser.description = (
+        "Make a file that stands for a GPU. Programs that share it compute on one core, and count tensors "
+        "against its memory. Speeds on it say nothing about a real GPU."
     )
     parser.add_argument("file", metavar="FILE", help="to be made; the GPU's name is emulation:FILE")
     parser.add_argument("--memory-mib", type=int, default=1024, metavar="N", help="its memory (default 1024)")

@@ -25,15 +25,10 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "exporter",
-        help=summary,
-        description="Serve who is on this node's shared GPUs, and how they fare, to Prometheus. Changes nothing.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Serve who is on this node's shared GPUs, and how they fare, to Prometheus. Changes nothing."
+    parser.epilog = EPILOG
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
     parser.add_argument("--listen", metavar="[HOST:]PORT", default="127.0.0.1:9419", help="where (default %(default)s)")
     parser.add_argument(

@@ -41,15 +41,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 _log = logging.getLogger(__name__)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "report",
-        help=summary,
-        description="Tell the site daemon how much of this node's shared GPUs is in use, until it is stopped.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Tell the site daemon how much of this node's shared GPUs is in use, until it is stopped."
+    parser.epilog = EPILOG
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
     parser.add_argument("--node", metavar="NAME", help="Slurm's name of this node (default: the host's short name)")
     parser.add_argument(

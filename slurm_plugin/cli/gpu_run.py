@@ -19,17 +19,14 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "run",
-        help=summary,
-        description="Run a training program with an agent that keeps to what the node's coordinator says. The program "
-        "needs no change.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --class CLASS --gpu GPU [options] [--] PROGRAM [ARGUMENTS]",
+    parser.description = (
+        "Run a training program with an agent that keeps to what the node's coordinator says. The program "
+        "needs no change."
     )
+    parser.epilog = EPILOG
+    parser.usage = "%(prog)s --class CLASS --gpu GPU [options] [--] PROGRAM [ARGUMENTS]"
     parser.add_argument(
         "--class", dest="job_class", required=True, choices=[kind.value for kind in JobClass], help="what the job is"
     )

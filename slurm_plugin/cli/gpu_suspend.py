@@ -22,18 +22,12 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Declare both actions."""
-    for action, text in (("suspend", summary), ("resume", "put a process back that was taken off its GPU")):
-        parser = subparsers.add_parser(
-            action,
-            help=text,
-            description="The last resort for a job that does not give its memory back.",
-            epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("pid", type=int, metavar="PID", nargs="+", help="of each process of the job")
-        parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the action, one or the other."""
+    parser.description = "The last resort for a job that does not give its memory back."
+    parser.epilog = EPILOG
+    parser.add_argument("pid", type=int, metavar="PID", nargs="+", help="of each process of the job")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-import time
 
-import msgspec
-
-from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
-from hetstream.slurm_plugin.cli.screen import draw, drawing
+from hetstream.slurm_plugin.cli.screen import add_screen_arguments, check_interval, show_again
 from hetstream.slurm_plugin.coordinator.look import look
 from hetstream.slurm_plugin.render.gpu_top import render
 
@@ -33,43 +26,20 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser = subparsers.add_parser(
-        "top",
-        help=summary,
-        description="Show the processes on this node's shared GPUs, again and again until Ctrl-C. Where the output is "
-        "no terminal, once.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Show the processes on this node's shared GPUs, again and again until Ctrl-C. Where the output is "
+        "no terminal, once."
     )
+    parser.epilog = EPILOG
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
-    parser.add_argument("--once", action="store_true", help="show it once")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
-    )
+    add_screen_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
-    if args.interval <= 0:
-        raise UsageError(f"--interval {args.interval:g}: must be more than 0")
-    terminal = sys.stdout.isatty()
-    once = args.once or not terminal
-    color = terminal and not os.environ.get("NO_COLOR")
-    live = not once and not args.json
+    check_interval(args)
     coordinator_uid = coordinator_uid_of()
-    with drawing() if live else contextlib.nullcontext():
-        while True:
-            seen = look(args.socket, coordinator_uid)
-            if args.json:
-                print(msgspec.json.encode(seen).decode(), flush=True)
-            elif live:
-                draw(render(seen, color))
-            else:
-                print("\n".join(render(seen, color)))
-            if once:
-                return 0
-            time.sleep(args.interval)
+    return show_again(args, lambda: look(args.socket, coordinator_uid), render)

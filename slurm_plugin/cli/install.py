@@ -59,16 +59,11 @@ examples:
 _SLURM_CONF = {"cli_filter.lua": "CliFilterPlugins=lua", "job_submit.lua": "JobSubmitPlugins=lua"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "install",
-        help=summary,
-        description="Place the Lua plugins, the site's policy, systemd units, man pages and bash completion.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+    parser.description = "Place the Lua plugins, the site's policy, systemd units, man pages and bash completion."
+    parser.epilog = EPILOG
+    add_place_arguments(parser)
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--slurm-dir", type=Path, metavar="DIR", help="where slurm.conf is: place the two hooks there")
     place.add_argument(
@@ -77,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.set_defaults(run=run)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `install` and `uninstall` share."""
     parser.add_argument("--prefix", type=Path, required=True, metavar="DIR", help="such as /usr/local")
     parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be done")

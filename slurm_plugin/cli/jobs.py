@@ -41,15 +41,12 @@ STATES = {
 }  # fmt: skip
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "jobs",
-        help=summary,
-        description="Show pending and running jobs: CPUs, GPUs and memory of each, and what the pending ones wait for.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Show pending and running jobs: CPUs, GPUs and memory of each, and what the pending ones wait for."
     )
+    parser.epilog = EPILOG
     parser.add_argument("jobs", nargs="*", metavar="JOBID", help="only these: N, N+COMPONENT or N_TASK")
     parser.add_argument("-u", "--user", metavar="NAMES", help="only jobs of these users, with commas between them")
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")

@@ -35,16 +35,13 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "logs",
-        help=summary,
-        description="Print the logs of a job's master, dispatcher, data workers and checkpoint writers. The job may be "
-        "named by any of its numbers, from any directory, as long as Slurm knows it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Print the logs of a job's master, dispatcher, data workers and checkpoint writers. The job may be "
+        "named by any of its numbers, from any directory, as long as Slurm knows it."
     )
+    parser.epilog = EPILOG
     parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
     parser.add_argument("names", nargs="*", metavar="LOG", help="print the whole text of these logs")
     parser.add_argument(

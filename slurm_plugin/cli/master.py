@@ -20,21 +20,21 @@ from hetstream.hetjob.master.server import MasterConfig, serve, start
 from hetstream.hetjob.master.stages import GpuStage
 from hetstream.hetjob.site.link import linked
 from hetstream.mpi_dataworkers.config import OFFLOADS
+from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.program import own_program, program_of
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser("master", help=summary, description="The job master of a converted script.")
+    parser.description = "The job master of a converted script."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text, run in (
         ("start", "start it in a job step and print the variables for the script to export", _start),
         ("keep", "run `serve`, and start it again when it is killed", _keep),
         ("serve", "run the dispatcher and the data workers until SIGTERM", _serve),
     ):
-        p = actions.add_parser(action, help=text, description=text)
-        p.set_defaults(run=run)
+        p = add_action(actions, action, text, run)
         if action != "start":
             p.add_argument("spec", type=Path, metavar="SPEC", help="what `start` has written: spec.json of the job")
             continue

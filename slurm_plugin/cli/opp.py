@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
+from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone
@@ -41,30 +41,24 @@ examples:
 _GIB = 1 << 30
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb with its actions."""
-    parser = subparsers.add_parser(
-        "opp",
-        help=summary,
-        description="Show opportunistic GPU jobs and why they wait; place them once by hand.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Show opportunistic GPU jobs and why they wait; place them once by hand."
+    parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     text = "all opportunistic jobs: where they are, or why they wait"
-    _add(actions.add_parser("ls", help=text, description=text), list_jobs)
+    _add_shared(add_action(actions, "ls", text, list_jobs))
     text = "why one of them waits, GPU by GPU"
-    why = _add(actions.add_parser("why", help=text, description=text), explain)
+    why = _add_shared(add_action(actions, "why", text, explain))
     why.add_argument("job", metavar="JOBID", help="N, or N_TASK of an array")
     text = "look, decide and act once"
-    place = _add(actions.add_parser("place", help=text, description=text), place_once)
+    place = _add_shared(add_action(actions, "place", text, place_once))
     place.add_argument("-n", "--dry-run", action="store_true", help="say what it would do, and change nothing")
 
 
-def _add(parser: argparse.ArgumentParser, run: Any) -> argparse.ArgumentParser:
+def _add_shared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_packing_arguments(parser)
     add_output_arguments(parser)
-    parser.set_defaults(run=run)
     return parser
 
 

@@ -50,15 +50,10 @@ exit codes:
 _log = logging.getLogger(__name__)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "packer",
-        help=summary,
-        description="Place opportunistic GPU jobs onto GPUs that other jobs use, again and again.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Place opportunistic GPU jobs onto GPUs that other jobs use, again and again."
+    parser.epilog = EPILOG
     add_packing_arguments(parser)
     parser.add_argument("--observe", action="store_true", help="say what it would do, and change nothing")
     parser.add_argument("-n", "--dry-run", action="store_true", help="the same, once: --observe --once")

@@ -23,6 +23,7 @@ from hetstream.hetjob.site.messages import (
     SetPolicy,
     ShowPolicy,
 )
+from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import add_address, asked, settings_of
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
@@ -63,24 +64,18 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 _LONGEST_NAME = 256
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "policy",
-        help=summary,
-        description="Show, set and explain how the site daemon divides data workers among jobs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Show, set and explain how the site daemon divides data workers among jobs."
+    parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     text = "which policy divides, what it is told of the jobs, and its last decisions"
-    _add_action(actions.add_parser("show", help=text, description=text)).set_defaults(run=show)
+    _add_shared(add_action(actions, "show", text, show))
     text = "what the policy is told of one job, and every decision about it that is remembered"
-    explain = _add_action(actions.add_parser("explain", help=text, description=text))
+    explain = _add_shared(add_action(actions, "explain", text, explain_job))
     explain.add_argument("job", metavar="JOBID", help="of the trainer; of a heterogeneous job without +COMPONENT")
-    explain.set_defaults(run=explain_job)
     text = "divide otherwise from now on; what is not named stays as it is"
-    change = _add_action(actions.add_parser("set", help=text, description=text))
+    change = _add_shared(add_action(actions, "set", text, set_policy))
     change.add_argument("policy", metavar="POLICY", choices=tuple(POLICIES), help=", ".join(POLICIES))
     change.add_argument("--floor", type=float, metavar="SHARE", help="least speed of every job, 0 to 0.5")
     change.add_argument("--cpus-per-gpu", type=float, metavar="CPUS", help="for jobs that have measured nothing")
@@ -96,10 +91,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
             help=f"of all data workers of {what}, or without NAME of each; NAME=none or none for no cap",
         )
     change.add_argument("-n", "--dry-run", action="store_true", help="say who would get what, and change nothing")
-    change.set_defaults(run=set_policy)
 
 
-def _add_action(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _add_shared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_address(parser, None)
     parser.add_argument("--last", type=int, default=50, metavar="N", help="decisions to show (default %(default)s)")
     add_output_arguments(parser)

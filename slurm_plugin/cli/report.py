@@ -37,15 +37,10 @@ examples:
 DEFAULT_START = "now-7days"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "report",
-        help=summary,
-        description="Show fragmentation, queueing delay by cause and utilisation, now and over time.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Show fragmentation, queueing delay by cause and utilisation, now and over time."
+    parser.epilog = EPILOG
     parser.add_argument("--html", metavar="FILE", help="write the page there")
     add_history_argument(parser)
     parser.add_argument(

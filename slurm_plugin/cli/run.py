@@ -28,17 +28,13 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "run",
-        help=summary,
-        description="Run a program whose torch DataLoader streams from data workers on this host. "
-        "The program needs no change.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --data-workers N [options] [--] PROGRAM [ARGUMENTS]",
+    parser.description = (
+        "Run a program whose torch DataLoader streams from data workers on this host. The program needs no change."
     )
+    parser.epilog = EPILOG
+    parser.usage = "%(prog)s --data-workers N [options] [--] PROGRAM [ARGUMENTS]"
     parser.add_argument(
         "--data-workers",
         type=int,

@@ -35,9 +35,8 @@ Options may also stand behind a script that does not use its arguments.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Declare the verb. argparse hands over every word: which are options is sbatch's rule, not argparse's."""
-    parser = subparsers.add_parser("sbatch", help=summary, prefix_chars="\0", add_help=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb."""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 

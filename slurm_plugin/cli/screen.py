@@ -2,13 +2,74 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from hetstream.base.errors import UsageError
+
+Seen = TypeVar("Seen", bound=msgspec.Struct)
 
 # https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
 _HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+
+
+def add_screen_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--once`, `--json` and `--interval`."""
+    parser.add_argument("--once", action="store_true", help="show it once")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
+    )
+
+
+def check_interval(args: argparse.Namespace) -> None:
+    """Refuse an interval that is none.
+
+    Raises:
+        UsageError: it is not above 0.
+    """
+    if args.interval <= 0:
+        raise UsageError(f"--interval {args.interval:g}: must be more than 0")
+
+
+def show_again(
+    args: argparse.Namespace, look: Callable[[], Seen], render: Callable[[Seen, bool], Sequence[str]]
+) -> int:
+    """Show what there is until the user has seen enough; where the output is no terminal, once.
+
+    Args:
+        args: with those of `add_screen_arguments`.
+        look: asked for what to show, each time.
+        render: (what is seen, whether with colours) -> lines of text.
+
+    Returns:
+        The exit code.
+    """
+    terminal = sys.stdout.isatty()
+    once = args.once or not terminal
+    color = terminal and not os.environ.get("NO_COLOR")
+    live = not once and not args.json
+    with drawing() if live else contextlib.nullcontext():
+        while True:
+            seen = look()
+            if args.json:
+                print(msgspec.json.encode(seen).decode(), flush=True)
+            elif live:
+                draw(render(seen, color))
+            else:
+                print("\n".join(render(seen, color)))
+            if once:
+                return 0
+            time.sleep(args.interval)
 
 
 @contextlib.contextmanager

@@ -43,15 +43,10 @@ exit codes:
 REFRESH_EARLY_S = 2
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "serve",
-        help=summary,
-        description="Serve the page of hetstream report, made anew at each --interval.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Serve the page of hetstream report, made anew at each --interval."
+    parser.epilog = EPILOG
     add_watch_arguments(parser, "127.0.0.1:8418")
     parser.add_argument(
         "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"

@@ -82,15 +82,10 @@ _SAMPLES = 200
 _SPANS = 8
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help=summary,
-        description="Replay jobs on a cluster under each policy and each discipline of the queue, and compare.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Replay jobs on a cluster under each policy and each discipline of the queue, and compare."
+    parser.epilog = EPILOG
     parser.add_argument("trace", metavar="FILE", help="jobs: a trace, a table, or an export of sacct -P")
     parser.add_argument("--form", choices=_FORMS, default="auto", help="what FILE is (default: by its columns)")
     where = parser.add_mutually_exclusive_group(required=True)

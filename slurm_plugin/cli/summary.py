@@ -35,15 +35,12 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "summary",
-        help=summary,
-        description="Print what a job did that has ended: its loaders, its data workers, the changes of their number.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Print what a job did that has ended: its loaders, its data workers, the changes of their number."
     )
+    parser.epilog = EPILOG
     parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
     parser.add_argument("--json", action="store_true", help="the whole record, as it was written")
     parser.set_defaults(run=run)

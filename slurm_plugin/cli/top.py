@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
-import time
 from pathlib import Path
 
-import msgspec
-
-from hetstream.base.errors import UsageError
 from hetstream.hetjob.find_service import check_running, find_address_file
-from hetstream.slurm_plugin.cli.screen import draw, drawing
+from hetstream.slurm_plugin.cli.screen import add_screen_arguments, check_interval, show_again
 from hetstream.slurm_plugin.render.top import render
 
 EPILOG = """\
@@ -33,22 +27,14 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "top",
-        help=summary,
-        description="Show a job's data workers and loaders, again and again until Ctrl-C. Where the output is no "
-        "terminal, once.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser.description = (
+        "Show a job's data workers and loaders, again and again until Ctrl-C. Where the output is no terminal, once."
     )
+    parser.epilog = EPILOG
     add_service_arguments(parser)
-    parser.add_argument("--once", action="store_true", help="show it once")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
-    )
+    add_screen_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,23 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
     from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
-    if args.interval <= 0:
-        raise UsageError(f"--interval {args.interval:g}: must be more than 0")
+    check_interval(args)
     path = address_file_of(args)
     check_running(path)
-    terminal = sys.stdout.isatty()
-    once = args.once or not terminal
-    color = terminal and not os.environ.get("NO_COLOR")
-    live = not once and not args.json
-    with StatusClient(running_service(path)) as client, drawing() if live else contextlib.nullcontext():
-        while True:
-            status = client.fetch()
-            if args.json:
-                print(msgspec.json.encode(status).decode(), flush=True)
-            elif live:
-                draw(render(status, path.parent.name, color))
-            else:
-                print("\n".join(render(status, path.parent.name, color)))
-            if once:
-                return 0
-            time.sleep(args.interval)
+    with StatusClient(running_service(path)) as client:
+        return show_again(args, client.fetch, lambda status, color: render(status, path.parent.name, color))

@@ -39,15 +39,10 @@ examples:
 DEFAULT_START = "now-1day"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "util",
-        help=summary,
-        description="Show allocated and effective utilisation of CPUs and GPUs over a window of time.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Show allocated and effective utilisation of CPUs and GPUs over a window of time."
+    parser.epilog = EPILOG
     parser.add_argument(
         "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the window (default %(default)s)"
     )

@@ -38,17 +38,14 @@ examples:
 {EXIT_CODES}"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "why",
-        help=summary,
-        description="Say what a pending job waits for: CPUs, GPUs, memory, several nodes at once, another job's "
+    parser.description = (
+        "Say what a pending job waits for: CPUs, GPUs, memory, several nodes at once, another job's "
         "reservation; and whether it would start now with its data loading on other nodes. Of a running job of yours "
-        "that is about to run out of memory: when, and what helps.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "that is about to run out of memory: when, and what helps."
     )
+    parser.epilog = EPILOG
     parser.add_argument("job", metavar="JOBID", help="N, N+COMPONENT or N_TASK")
     add_fresh_argument(parser)
     add_output_arguments(parser)

@@ -17,13 +17,11 @@ log = logging.getLogger(__name__)
 _MAX_PROCESSES = 4096
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
-    parser = subparsers.add_parser(
-        "worker",
-        help=summary,
-        description="Make batches for the loaders of a service until the dispatcher ends or SIGTERM comes. A process "
-        "that dies is replaced.",
+    parser.description = (
+        "Make batches for the loaders of a service until the dispatcher ends or SIGTERM comes. A process "
+        "that dies is replaced."
     )
     parser.add_argument("--service", required=True, metavar="file:FILE", help="address file of the dispatcher")
     parser.add_argument(

@@ -4,17 +4,13 @@ which writes the record (`summary.json` in the job's directory), and by `hetstre
 
 from __future__ import annotations
 
-import json
-import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetstream.base.files import Directory
-
-SUMMARY_FILE = "summary.json"
-MAX_SUMMARY_BYTES = 64 << 20
+from hetstream.base.users import user_name
+from hetstream.hetjob.summary import load_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +52,11 @@ def read_ended(directory: Path) -> EndedJob | None:
         OSError: it cannot be read.
     """
     try:
-        with Directory.open(directory) as opened:  # of a user who may have put anything there
-            text, status = opened.read(SUMMARY_FILE, MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
+        summary, status = load_summary(directory)
+        return ended_of(summary, directory.name.split("-")[1], user_name(status.st_uid), status.st_mtime)
     except FileNotFoundError:
         return None
-    try:
-        user = pwd.getpwuid(status.st_uid).pw_name
-    except KeyError:  # a number that this host has no name for
-        user = str(status.st_uid)
-    try:
-        return ended_of(json.loads(text), directory.name.split("-")[1], user, status.st_mtime)
-    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
         return None  # of another version, or no record of ours
 
 

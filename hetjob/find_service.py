@@ -15,9 +15,9 @@ from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory
-from hetstream.hetjob.ended_job import SUMMARY_FILE
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.summary import SUMMARY_FILE
 from hetstream.mpi_dataworkers.wire.address import parse_service
 
 _ADDRESS = "address"

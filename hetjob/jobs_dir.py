@@ -11,13 +11,13 @@ Two settings, each an option, else a variable of the environment, else a line in
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from hetstream.base.errors import ConfigError
+from hetstream.base.users import user_name
 from hetstream.hetjob.site.address import SITE_FILE, in_site_file
 
 JOBS_DIR, JOURNAL_DIR = "HETSTREAM_JOBS_DIR", "HETSTREAM_JOURNAL_DIR"
@@ -46,7 +46,7 @@ def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) 
 
 def for_user(pattern: str, user: str = "") -> Path:
     """The directory of a user; by default of whom this process runs as."""
-    return Path(pattern.replace("%u", user or _own_name()))
+    return Path(pattern.replace("%u", user or user_name(os.geteuid())))
 
 
 def jobs_dir_in(script: str) -> str:
@@ -64,10 +64,3 @@ def jobs_dir_in(script: str) -> str:
             named = (word.removeprefix("--jobs-dir=") for word in arguments if word.startswith("--jobs-dir="))
             return next((text for text in named if is_directory_pattern(text)), "")
     return ""
-
-
-def _own_name() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a number that this host has no name for
-        return str(os.geteuid())

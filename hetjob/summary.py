@@ -1,9 +1,13 @@
-"""What a service has done in all: the dispatcher's `summary.json`, and one line of it. Used when a job ends."""
+"""What a service has done in all: the record of a job or its dispatcher, `summary.json`, and one line of it.
+
+Used when a job ends, and by the commands that look at jobs that have ended.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +16,37 @@ from hetstream.base.files import Directory
 
 log = logging.getLogger(__name__)
 
+SUMMARY_FILE = "summary.json"
 _MAX_SUMMARY_BYTES = 64 << 20
 
 
-def read_summary(work_dir: Path) -> dict[str, Any]:
-    """The dispatcher's `summary.json`; empty when it left none (it was killed)."""
+def load_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
+    """The record in a directory, which may be of a user who has put anything there, and the status of its file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read.
+        ValueError: it is no record; the text says what of the file, without its name.
+    """
+    with Directory.open(directory) as opened:
+        text, status = opened.read(SUMMARY_FILE, _MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
     try:
-        with Directory.open(work_dir) as directory:
-            summary = json.loads(directory.read("summary.json", _MAX_SUMMARY_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        summary = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is damaged: {error}") from error
+    if not isinstance(summary, dict):
+        raise ValueError("is no record of a job")
+    return summary, status
+
+
+def read_summary(work_dir: Path) -> dict[str, Any]:
+    """The dispatcher's record; empty when it left none (it was killed)."""
+    try:
+        summary, _ = load_summary(work_dir)
+    except (OSError, ValueError) as error:
         log.warning("no summary in %s: %s", work_dir, error)
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return summary
 
 
 def summary_line(summary: Mapping[str, Any]) -> str:

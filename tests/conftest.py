@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ import pytest
 
 from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.kernel import mount_memory, unshare_mounts
 from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, missing_programs
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
@@ -34,7 +33,6 @@ RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in
 # Threads and processes that were told to stop may need this long to be gone.
 LEAK_GRACE_S = 3.0
 POLL_INTERVAL_S = 0.02
-_CLONE_NEWNS = 0x00020000  # linux/sched.h
 
 WaitUntil = Callable[..., None]
 
@@ -46,11 +44,12 @@ def pytest_configure() -> None:
     """Give each of several test processes a /dev/shm of its own (see unshare(2)): what others have there is no leak."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) != 0:
-        raise OSError(ctypes.get_errno(), "two test processes need a mount namespace each; run pytest without -n")
-    for arguments in (["--make-rprivate", "/"], ["-t", "tmpfs", "tmpfs", "/dev/shm"]):
-        subprocess.run(["mount", *arguments], check=True)
+    try:
+        unshare_mounts()
+        mount_memory("/dev/shm")
+    except OSError as error:
+        problem = "two test processes need a mount namespace each; run pytest without -n"
+        raise OSError(error.errno, f"{problem}: {error.strerror}") from error
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -32,7 +32,7 @@ from hetstream.hetjob.elastic.holes import Holes
 from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.remaining_work import UsualLength, Work, nothing_usual
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
-from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
+from hetstream.hetjob.ended_job import ended_of
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
 from hetstream.hetjob.job_steps import await_ready, why_no_directory
@@ -49,7 +49,7 @@ from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
 from hetstream.hetjob.site.address import SITE_FILE
-from hetstream.hetjob.summary import read_summary, summary_line
+from hetstream.hetjob.summary import SUMMARY_FILE, read_summary, summary_line
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.interpreter import remove_announcement

@@ -15,7 +15,7 @@ from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import is_own
 from hetstream.slurm_plugin.insight.advise import Advice, advise
-from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.past_jobs import ended_jobs
 from hetstream.slurm_plugin.insight.proposals import (
     NextSubmission,
     Remembered,

@@ -8,18 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetstream.base.files import Directory
 from hetstream.base.text import printable
 from hetstream.hetjob.elastic.step_terms import StepTerm
-from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
+from hetstream.hetjob.ended_job import ended_of
 from hetstream.hetjob.errors import ServiceNotFound
-from hetstream.hetjob.summary import summary_line
+from hetstream.hetjob.summary import SUMMARY_FILE, load_summary, summary_line
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.slurm_plugin.cli.logs import directory_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES
 from hetstream.slurm_plugin.render.table import Cell, duration_words, size_words, table
 
-_MAX_BYTES = 64 << 20
 _HEAD = ("LOADER", "RANK", "HOST", "EPOCHS", "STEPS", "SAMPLES", "BYTES", "WAITED", "LOCAL", "LEFT OUT")
 _DECISIONS_SHOWN = 10
 
@@ -63,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        with Directory.open(directory) as opened:
-            summary = json.loads(opened.read(SUMMARY_FILE, _MAX_BYTES))
+        summary, _ = load_summary(directory)
     except FileNotFoundError as error:
         running = (directory / "address").exists()
         raise ServiceNotFound(
@@ -72,10 +69,8 @@ def _read(directory: Path) -> dict[str, Any]:
             + ("the job runs; see: hetstream top " if running else "its job master was killed; see: hetstream logs ")
             + str(directory)
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ServiceError(f"{directory / SUMMARY_FILE} is damaged: {error}") from error
-    if not isinstance(summary, dict):
-        raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job")
+    except ValueError as error:
+        raise ServiceError(f"{directory / SUMMARY_FILE} {error}") from error
     return summary
 
 

@@ -8,12 +8,12 @@ in the hierarchies that are needed and in no other.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import time
 from pathlib import Path
 
+from hetstream.slurm_plugin.devcluster import kernel
 from hetstream.slurm_plugin.devcluster.render import version_tuple
 
 ROOT = Path("/sys/fs/cgroup")
@@ -23,10 +23,6 @@ HIERARCHIES = ("freezer", "devices")
 FIRST_WITHOUT_V1 = (25, 5)
 
 _EMPTY_WITHIN_S, _LOOK_S = 10.0, 0.05
-_CLONE_NEWNS = 0x00020000
-_CLONE_NEWCGROUP = 0x02000000
-_MS_REC, _MS_SLAVE = 0x4000, 0x80000
-_MNT_DETACH = 2
 
 
 def why_not(version: str, root: Path = ROOT) -> str:
@@ -85,18 +81,6 @@ def enter(cluster_name: str) -> None:
         group = ROOT / hierarchy / cluster_name
         group.mkdir(exist_ok=True)
         (group / "cgroup.procs").write_text(str(os.getpid()))
-    libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWCGROUP), "unshare mounts and cgroups")
-    # Mounts of the machine still arrive here; none of these goes back.
-    _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    kernel.unshare_mounts(also=kernel.CLONE_NEWCGROUP)
     for hierarchy in HIERARCHIES:
-        path = str(ROOT / hierarchy).encode()
-        # The kernel mounts no file system twice at one place.
-        _check(libc.umount2(path, _MNT_DETACH), f"umount {ROOT / hierarchy}")
-        _check(libc.mount(b"cgroup", path, b"cgroup", 0, hierarchy.encode()), f"mount {ROOT / hierarchy}")
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        kernel.mount_groups_anew(str(ROOT / hierarchy), hierarchy)

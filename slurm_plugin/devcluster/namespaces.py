@@ -5,9 +5,7 @@ Called by boot.py, teardown.py and, for `enter`, by the supervisor's children be
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import random
 import shutil
 import socket
@@ -15,15 +13,13 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetstream.slurm_plugin.devcluster import kernel
 from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet
 from hetstream.slurm_plugin.devcluster.programs import search_path
 from hetstream.slurm_plugin.errors import NetworkFailed
 
 NETNS_DIR = Path("/run/netns")
 _TIMEOUT_S = 30.0
-# <sched.h> and <sys/mount.h>; Python has setns and unshare from 3.12 on, and no mount.
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
 
 
 def free_subnet() -> str:
@@ -90,22 +86,11 @@ def enter(namespace: str, host_name: str, hosts_file: str) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(NETNS_DIR / namespace, os.O_RDONLY | os.O_CLOEXEC)
-    _check(libc.setns(descriptor, _CLONE_NEWNET), f"setns {namespace}")
-    os.close(descriptor)
-    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS), "unshare mount and host name")
+    kernel.enter_namespace(NETNS_DIR / namespace, kernel.CLONE_NEWNET)
+    kernel.unshare_mounts(also=kernel.CLONE_NEWUTS)
     socket.sethostname(host_name)
-    # Mounts of the machine still arrive here; none of these goes back.
-    _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
-    _check(libc.mount(hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None), f"mount --bind {hosts_file}")
-    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=1777"), "mount /dev/shm")
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    kernel.bind(hosts_file, "/etc/hosts")
+    kernel.mount_memory("/dev/shm")
 
 
 def _ip(arguments: Sequence[str], lines: Sequence[str] = ()) -> str:

@@ -6,13 +6,10 @@ reach such a cluster from inside, so `command_text` is what stands in their plac
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_CLONE_NEWNS = 0x00020000
-_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 0x4000, 0x80000
+from hetstream.slurm_plugin.devcluster import kernel
 
 
 def enter(mounts: Iterable[Sequence[str]]) -> None:
@@ -24,12 +21,9 @@ def enter(mounts: Iterable[Sequence[str]]) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(_CLONE_NEWNS), "unshare mounts")
-    # Mounts of the machine still arrive here; none of these goes back.
-    _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    kernel.unshare_mounts()
     for source, place in mounts:
-        _check(libc.mount(source.encode(), place.encode(), None, _MS_BIND, None), f"mount --bind {source} {place}")
+        kernel.bind(source, place)
 
 
 def command_text(program: Path, mark: str, pid_file: Path) -> str:
@@ -45,9 +39,3 @@ def command_text(program: Path, mark: str, pid_file: Path) -> str:
         f'[ -e /run/{mark} ] && exec {program} "$@"\n'
         f'exec nsenter --mount="/proc/$(cat {pid_file})/ns/mnt" --wdns="$PWD" {program} "$@"\n'
     )
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -7,7 +7,6 @@ always be found. It restarts nothing, and ends when its last child has ended or 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import socket
@@ -17,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hetstream.slurm_plugin.devcluster import cgroups, private_run
+from hetstream.slurm_plugin.devcluster import cgroups, kernel, private_run
 from hetstream.slurm_plugin.devcluster.namespaces import enter
 from hetstream.slurm_plugin.devcluster.processes import start_ticks
 from hetstream.slurm_plugin.devcluster.record import DaemonState, write_daemons
 
-PR_SET_CHILD_SUBREAPER = 36
 READY_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.01
 
@@ -37,9 +35,7 @@ def main(argv: list[str]) -> int:
         return 0 if os.read(ready, 1) else 1
     os.close(ready)
     os.setsid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    kernel.adopt_orphans()
     if plan["cgroup"]:
         cgroups.enter(plan["cgroup"])
     if plan["mounts"]:

@@ -1,60 +1,67 @@
-"""The records of this user's ended jobs, as the job history keeps them. Called by `advise` and `convert --auto`.
+"""The records that ended hetstream jobs have left where they were submitted. Called by `advise` and `convert --auto`.
 
-It reads directories, `job-ID/` in each place, and asks nobody. What belongs to others is left out: a record in a
-directory that many can write to must not decide what this user submits.
+It reads directories, `job-ID/` in each place, and asks nobody. What this user may not read is left out.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pwd
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hetstream.base.files import Directory
-from hetstream.hetjob.ended_job import MAX_SUMMARY_BYTES, SUMMARY_FILE
+from hetstream.base.users import user_name
+from hetstream.hetjob.ended_job import EndedJob, read_ended
+from hetstream.hetjob.summary import load_summary
 from hetstream.slurm_plugin.model.past_job import PastJob, past_job_of
 
 
-def past_jobs(places: Iterable[Path]) -> list[PastJob]:
-    """What the records in these places tell.
+def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:
+    """Of each script's name and place, the newest job that ended since then.
 
     Args:
         places: that hold directories of jobs, such as `.hetstream` where they were submitted.
+        since_s: in seconds since the epoch.
     """
-    found: list[PastJob] = []
+    newest: dict[tuple[Path, str], EndedJob] = {}
+    for directory in _directories(places):
+        try:
+            found = read_ended(directory)
+        except OSError:
+            continue
+        if found is None or found.ended_s < since_s:
+            continue
+        before = newest.get((directory.parent, found.name))
+        if before is None or before.ended_s < found.ended_s:
+            newest[directory.parent, found.name] = found
+    return sorted(newest.values(), key=lambda job: job.ended_s)
+
+
+def past_jobs(places: Iterable[Path]) -> list[PastJob]:
+    """What the records of this user's own jobs tell, as the job history keeps them.
+
+    What belongs to others is left out: a record in a directory that many can write to must not decide what this user
+    submits.
+
+    Args:
+        places: as of `ended_jobs`.
+    """
+    return [past_job for directory in _directories(places) if (past_job := _read(directory)) is not None]
+
+
+def _directories(places: Iterable[Path]) -> Iterator[Path]:
+    """The directories of jobs in these places."""
     for place in sorted({path.resolve() for path in places}):
         try:
-            for directory in sorted(place.glob("job-*")):
-                past_job = _read(directory)
-                if past_job is not None:
-                    found.append(past_job)
+            yield from sorted(place.glob("job-*"))
         except OSError:
-            continue  # another user's directory
-    return found
+            continue  # another user's place
 
 
 def _read(directory: Path) -> PastJob | None:
     try:
-        with Directory.open(directory) as opened:
-            text, status = opened.read(SUMMARY_FILE, MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
-    except OSError:
-        return None  # it runs, or is not ours
+        summary, status = load_summary(directory)
+    except (OSError, ValueError):
+        return None  # it runs, is not ours, or no record
     if status.st_uid != os.geteuid():
         return None
-    try:
-        summary = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(summary, dict):
-        return None
-    return past_job_of(summary, directory.name.split("-")[1], own_name(), round(status.st_mtime, 3))
-
-
-def own_name() -> str:
-    """The name of whom this process runs as; the number where this host has no name for it."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a number that this host has no name for
-        return str(os.geteuid())
+    return past_job_of(summary, directory.name.split("-")[1], user_name(status.st_uid), round(status.st_mtime, 3))

@@ -8,17 +8,19 @@ the command.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.users import user_name
 from hetstream.hetjob.directives import Directive
 from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.request import gpus_per_task, tasks_per_node
 from hetstream.hetjob.sbatch_options import SbatchOptions
 from hetstream.slurm_plugin.errors import HistoryError
-from hetstream.slurm_plugin.insight.past_jobs import own_name, past_jobs
+from hetstream.slurm_plugin.insight.past_jobs import past_jobs
 from hetstream.slurm_plugin.model.alike import Proposal, last_batch, propose
 from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, JobHistory, history_directory, keeps_plain_names
 from hetstream.slurm_plugin.model.past_job import Features, PastJob
@@ -66,7 +68,7 @@ def remember(places: Iterable[Path], environ: Mapping[str, str], now_s: float) -
         with JobHistory(directory, plain_names=keeps_plain_names(environ)) as history:
             history.add(new, now_s)
             jobs = tuple(history.jobs())
-            return Remembered(jobs, history.user(own_name()), num_unreadable=history.num_unreadable)
+            return Remembered(jobs, history.user(user_name(os.geteuid())), num_unreadable=history.num_unreadable)
     except HistoryError as error:
         return Remembered(problem=str(error))
     except OSError as error:

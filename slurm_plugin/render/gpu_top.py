@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pwd
-
 from hetstream.base.text import printable
+from hetstream.base.users import user_name
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
 from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, size_words, table
@@ -70,7 +69,7 @@ def _cells(row: GpuRow, process: ProcessRow) -> list[Cell]:
         (row.gpu, ""),
         (process.job, ""),
         (process.job_class, ""),
-        (_user(process.uid), ""),
+        (user_name(process.uid), ""),
         (str(process.pid), ""),
         ("disobeys" if process.is_disobedient else process.verdict, RED if process.is_disobedient else ""),
         ("-" if process.limit_bytes is None else size_words(process.limit_bytes), ""),
@@ -81,13 +80,6 @@ def _cells(row: GpuRow, process: ProcessRow) -> list[Cell]:
         (_time_words(process.alone_s), ""),
         (f"{ratio:.2f}" if ratio else "-", slow),
     ]
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _time_words(seconds: float | None) -> str:

@@ -36,8 +36,10 @@ def planned(nodes: int = 4, token: str = "0123abcd") -> ClusterNetwork:
     return plan_network(f"unit-{token}", [f"cpu{number}" for number in range(nodes)], "10.1.2.0/24")
 
 
-def devices() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
+def devices(network: ClusterNetwork) -> set[str]:
+    """What the machine has of a network's devices; other tests may have networks at the same time."""
+    own = {network.bridge, *(host.link for host in network.hosts)}
+    return {name for _, name in socket.if_nameindex() if name in own}
 
 
 def namespaces_of(cluster_name: str) -> list[str]:
@@ -145,17 +147,16 @@ def test_a_kernel_that_refuses_is_one_line_too(tmp_path: Path, monkeypatch: pyte
 def test_a_network_of_which_half_is_there_goes_whole() -> None:
     token = f"{os.getpid():08x}"
     network = plan_network(f"unit-{token}", ["cpu0", "cpu1"], free_subnet())
-    before = devices()
     make_network(network)
     try:
-        assert devices() - before == {network.bridge, *(host.link for host in network.hosts)}
+        assert devices(network) == {network.bridge, *(host.link for host in network.hosts)}
         subprocess.run(["ip", "link", "del", network.hosts[1].link], check=True)
         subprocess.run(["ip", "netns", "del", network.hosts[2].namespace], check=True)
         assert len(left_of(network)) == 5 or len(left_of(network)) == 4  # its cable goes some time after a namespace
     finally:
         remove_network(network)
     assert left_of(network) == []
-    assert devices() == before
+    assert devices(network) == set()
     remove_network(network)
 
 
@@ -184,15 +185,15 @@ print(probe.getsockname()[0])
 @pytest.mark.slurm
 @pytest.mark.usefixtures("may_make_namespaces")
 def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
-    before = devices()
     assert "network namespaces on the bridge" in hetstream("up", "--network", "--dry-run", "--name", place).stdout
-    assert devices() == before
+    assert namespaces_of(place) == []
     up = hetstream("up", "--network", "--name", place, "--gpu-nodes=1", "--cpu-nodes=2", "--json")
     assert up.returncode == 0, up.stderr
     hosts = {host["name"]: host for host in json.loads(up.stdout)["network"]["hosts"]}
     assert hosts.keys() == {"ctl", "gpu0", "cpu0", "cpu1"}
     record = read_record(DEFAULT_STATE_ROOT / place)
     assert record is not None
+    assert record.network is not None
     port = int((DEFAULT_STATE_ROOT / place / "slurm.conf").read_text().split("SlurmctldPort=")[1].split()[0]) + 2
     note = f"/dev/shm/{place}"
     argv = ["srun", "--nodelist=cpu0", "--partition=cpu", "touch", note]
@@ -207,7 +208,7 @@ def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
     assert all(host["address"] in status.stdout and host["link"] in status.stdout for host in hosts.values())
     assert f"would remove link {hosts['cpu0']['link']}" in hetstream("down", "--name", place, "--dry-run").stdout
     assert "9 parts of its network" in hetstream("down", "--name", place).stdout
-    assert devices() == before
+    assert devices(record.network) == set()
     assert namespaces_of(record.cluster_name) == []
 
 
@@ -216,7 +217,6 @@ def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
 @pytest.mark.usefixtures("may_make_namespaces")
 @pytest.mark.parametrize("moment", ["cluster.json", "hosts", "run/plan.json", "log/slurmctld.log"])
 def test_an_up_that_was_killed_leaves_nothing_after_down(place: str, moment: str, wait_until: Any) -> None:
-    before = devices()
     argv = [*HETSTREAM, "devcluster", "up", "--network", "--name", place]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: (DEFAULT_STATE_ROOT / place / moment).exists(), 20, moment)
@@ -225,7 +225,7 @@ def test_an_up_that_was_killed_leaves_nothing_after_down(place: str, moment: str
     assert record is not None
     assert record.network is not None
     assert hetstream("down", "--name", place).returncode == 0
-    assert devices() == before
+    assert devices(record.network) == set()
     assert namespaces_of(record.cluster_name) == []
 
 
@@ -233,12 +233,11 @@ def test_an_up_that_was_killed_leaves_nothing_after_down(place: str, moment: str
 @pytest.mark.slurm
 @pytest.mark.usefixtures("may_make_namespaces")
 def test_a_boot_that_fails_leaves_nothing(place: str) -> None:
-    before = devices()
     programs = replace(host_programs(), slurmd=Path("/bin/false"))
     request = BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(), network=True)
     with pytest.raises(BootFailed, match=r"slurmd gpu0 ended with 1\."):
         boot(request, programs, print)
-    assert devices() == before
+    assert namespaces_of(place) == []
     assert not (DEFAULT_STATE_ROOT / place).exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from recorded import Recorded
 
 from hetstream.hetjob.ended_job import EndedJob, read_ended
-from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.past_jobs import ended_jobs
 
 
 def leave(

@@ -17,6 +17,8 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _JobId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Whole = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class SharingNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,8 +35,30 @@ class SharingNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     complaint: _Text = ""
 
 
+class JobNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a job fares on a GPU, as it says itself: for people. Nothing is decided by it.
+
+    Attributes:
+        job: its id.
+        uid: whose it is.
+        is_guaranteed: it has the GPU; else it is opportunistic.
+        held_bytes: memory of the GPU that it holds.
+        host_bytes: most that its last mini-batch had on the host for want of memory of the GPU.
+        batch_s: how long a mini-batch takes; 0: not known.
+        alone_s: how long one takes when nobody else is there; 0: not known.
+    """
+
+    job: _JobId
+    uid: _Whole
+    is_guaranteed: bool = False
+    held_bytes: _Whole = 0
+    host_bytes: _Whole = 0
+    batch_s: _Seconds = 0.0
+    alone_s: _Seconds = 0.0
+
+
 class GpuNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One GPU, as its node sees it; nothing in it is a job's word about itself alone.
+    """One GPU, as its node sees it; but for `jobs`, nothing in it is a job's word about itself alone.
 
     Attributes:
         index: its number on the node.
@@ -45,6 +69,9 @@ class GpuNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         guaranteed: those jobs, as far as they have an agent.
         closed: why an opportunistic job could do nothing there; empty if it could.
         sharing: the opportunistic jobs on it.
+        capacity_bytes: memory that its jobs may hold together; 0: not told.
+        idle_share: of the guaranteed job's mini-batches, in which it has nothing on the GPU; None: not known.
+        jobs: how those on it fare.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GPUS)]
@@ -55,6 +82,9 @@ class GpuNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     guaranteed: Annotated[tuple[_JobId, ...], msgspec.Meta(max_length=MAX_SHARING)] = ()
     closed: _Text = ""
     sharing: Annotated[tuple[SharingNow, ...], msgspec.Meta(max_length=MAX_SHARING)] = ()
+    capacity_bytes: _Whole = 0
+    idle_share: _Share | None = None
+    jobs: Annotated[tuple[JobNow, ...], msgspec.Meta(max_length=MAX_SHARING)] = ()
 
 
 class ReportGpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report_gpus"):

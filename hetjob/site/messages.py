@@ -25,8 +25,9 @@ from hetstream.hetjob.site.measured import MAX_NODES, Measured
 VERSION = 3
 _POLICY_VERSION = 2
 _FIRST_VERSION = 1
-# A question has less than 1 kB of JSON; a credential is a third longer.
-MAX_QUESTION_BYTES = 16 << 10
+# A question has less than 1 kB of JSON, but for a node's report of its GPUs: about 0.3 kB for each GPU and job. A
+# credential is a third longer.
+MAX_QUESTION_BYTES = 64 << 10
 # The status of 10,000 jobs. A reading of the cluster has at most 2 MiB.
 MAX_ANSWER_BYTES = 8 << 20
 LENGTH = struct.Struct(">I")

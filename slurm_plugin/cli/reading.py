@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from hetstream.base.errors import HetstreamError
 from hetstream.base.text import printable
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import ADDRESS_VARIABLE, read_settings
+from hetstream.hetjob.site.address import ADDRESS_VARIABLE, SiteSettings, read_settings
 from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ShowGpus
 from hetstream.hetjob.site.messages import AskReading, RefuseReading, ShowReading
 from hetstream.slurm_plugin.client.model import Cluster, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import unpack
+from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +105,8 @@ def last_reading(environ: Mapping[str, str]) -> Snapshot | None:
         ConfigError: its address is of another form, or names a user that is unknown here.
         SiteError: it does not answer, or not to the question.
     """
-    if ADDRESS_VARIABLE not in environ and any(name in environ for name in _OTHER_CLUSTER):
-        return None
-    settings = read_settings(environ)
-    if settings.address is None:
+    settings = _daemon(environ)
+    if settings is None:
         return None
     answer = ask(settings, AskReading(), _ANSWER_S)
     if isinstance(answer, RefuseReading):
@@ -115,3 +115,26 @@ def last_reading(environ: Mapping[str, str]) -> Snapshot | None:
     if not isinstance(answer, ShowReading):
         raise SiteError(f"the daemon at {settings.address} answers {answer!r} to a question for its last reading")
     return unpack(answer.snapshot)
+
+
+def shared_gpus(environ: Mapping[str, str] = os.environ) -> SharedGpus | None:
+    """What the site daemon knows of shared GPUs; None if there is no daemon for this cluster."""
+    try:
+        settings = _daemon(environ)
+        if settings is None:
+            return None
+        answer = ask(settings, AskGpus(), _ANSWER_S)
+    except HetstreamError as error:
+        return SharedGpus(missing=str(error))
+    if isinstance(answer, ShowGpus):
+        return SharedGpus(answer.nodes, answer.wait_shares)
+    why = answer.reason if isinstance(answer, RefuseGpus) else f"it answers {answer!r}"
+    return SharedGpus(missing=f"the site daemon shows none: {why}")
+
+
+def _daemon(environ: Mapping[str, str]) -> SiteSettings | None:
+    """Where the daemon of this cluster is; None without one."""
+    if ADDRESS_VARIABLE not in environ and any(name in environ for name in _OTHER_CLUSTER):
+        return None
+    settings = read_settings(environ)
+    return settings if settings.address else None

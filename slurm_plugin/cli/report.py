@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster, shared_gpus
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
@@ -22,6 +22,7 @@ from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.page import page
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration
+from hetstream.slurm_plugin.render.shared_gpus import shared_gpu_sections
 
 EPILOG = f"""\
 The page is one file: it has no script and loads nothing from elsewhere. It names users and jobs, so mind whom you send
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         snapshot = read_cluster(args)
         start_s = parse_time("--start", args.start, snapshot.taken_s)
-        seen = observe(snapshot, wait_shares(snapshot.jobs))
+        seen = observe(snapshot, wait_shares(snapshot.jobs), shared_gpus())
         samples = [seen.sample]
         if history:
             history.append(seen.sample)
@@ -108,9 +109,11 @@ def report_of(seen: Observation, samples: Sequence[Sample], prices: Prices | Non
         for cause, group in sorted(now.waiting.items(), key=lambda item: -item[1].num_jobs)
     ]
     sections = [Section("waiting", _COLUMNS, waiting, title="What jobs wait for", empty="no job waits")]
+    shared_sections, notes = shared_gpu_sections(seen)
+    sections += shared_sections
     if samples:
         sections.append(Section("history", (), [asdict(sample) for sample in samples]))
-    return Report(meta_of("report", seen.snapshot), summary, lines, sections)
+    return Report(meta_of("report", seen.snapshot), summary, lines, sections, notes)
 
 
 def check_page(text: str | None, inputs: Collection[str]) -> None:

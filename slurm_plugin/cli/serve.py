@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetstream.base.web import Document
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
+from hetstream.slurm_plugin.cli.reading import shared_gpus
 from hetstream.slurm_plugin.cli.report import DEFAULT_START, report_of
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         server = serve_documents(host, port, lambda: shown)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
-        for reading in Monitor(watched_cluster(args), SharesAside(), history).readings(interval_s):
+        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared_gpus)
+        for reading in monitor.readings(interval_s):
             if reading.observation:
                 if samples and samples[-1].taken_s == reading.observation.sample.taken_s:
                     samples.pop()  # the site daemon has not read the cluster anew since

@@ -1,7 +1,8 @@
 """What the site daemon is told of a node's GPUs: the coordinator's tables of the last seconds -> a report. Pure.
 
-Nothing in it is a job's word about itself alone: how much a GPU is used says its driver, or, where nobody counts, the
-guaranteed job, which by a lie keeps others off its own GPU or lets them onto it.
+Nothing by which the packer decides is a job's word about itself alone: how much a GPU is used says its driver, or,
+where nobody counts, the guaranteed job, which by a lie keeps others off its own GPU or lets them onto it. How jobs fare
+is their own word, and for people.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.orders import JobClass, Verdict
-from hetstream.hetjob.site.gpus import MAX_GPUS, MAX_SHARING, GpuNow, ReportGpus, SharingNow
+from hetstream.hetjob.site.gpus import MAX_GPUS, MAX_SHARING, GpuNow, JobNow, ReportGpus, SharingNow
 from hetstream.slurm_plugin.coordinator.memory import left_bytes
 from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
 
@@ -70,6 +71,7 @@ class GpuWatch:
         return GpuNow(
             self._numbers[row.gpu], row.gpu, min(1.0, max(0.0, used_share)), free_bytes, row.is_reserved,
             jobs[:MAX_SHARING], _closed(row, guaranteed), tuple(sharing[:MAX_SHARING]),
+            row.capacity_bytes, row.idle_share if row.is_reserved else None, _fares(row),
         )  # fmt: skip
 
     def _paused_s(self, gpu: str, job: str, now_s: float) -> float:
@@ -110,6 +112,24 @@ def _sharing(row: GpuRow) -> dict[str, list[ProcessRow]]:
         if process.job_class != JobClass.GUARANTEED.value:
             found.setdefault(process.job, []).append(process)
     return found
+
+
+def _fares(row: GpuRow) -> tuple[JobNow, ...]:
+    """How each job fares: its memory is that of all its processes, its pace that of the slowest."""
+    found: dict[str, list[ProcessRow]] = {}
+    for process in row.processes:
+        found.setdefault(process.job, []).append(process)
+    fares = []
+    for job, processes in list(found.items())[:MAX_SHARING]:
+        slowest = max(processes, key=lambda process: process.batch_s or 0.0)
+        fares.append(
+            JobNow(
+                job, slowest.uid, slowest.job_class == JobClass.GUARANTEED.value,
+                sum(process.held_bytes for process in processes), sum(process.host_bytes for process in processes),
+                max(0.0, slowest.batch_s or 0.0), max(0.0, slowest.alone_s or 0.0),
+            )
+        )  # fmt: skip
+    return tuple(fares)
 
 
 def _closed(row: GpuRow, guaranteed: Sequence[ProcessRow]) -> str:

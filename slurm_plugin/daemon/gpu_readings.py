@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
-from hetstream.hetjob.site.gpus import AskGpus, NodeGpus, RefuseGpus, ReportGpus, ShowGpus, TakeGpus
+import msgspec
+
+from hetstream.hetjob.site.gpus import AskGpus, GpuNow, NodeGpus, RefuseGpus, ReportGpus, ShowGpus, TakeGpus
 
 # Two reports may be lost before the packer holds a reading for too old.
 REPORT_S = 5.0
@@ -52,17 +54,22 @@ class GpuReadings:
         """All readings.
 
         Args:
-            uid: of who asks.
+            uid: of who asks. How jobs fare, a user is told of his own alone.
             hidden: why users do not see all of the cluster; empty if they do.
             wait_shares: of jobs, by id; what jobs tell of themselves is for trusted users alone.
             now_s: as for `report`.
         """
         if hidden and not self.trusts(uid):
             return RefuseGpus(hidden)
-        nodes = tuple(
-            NodeGpus(node, now_s - at_s, report.gpus) for node, (at_s, report) in sorted(self._reports.items())
+        reports = sorted(self._reports.items())
+        if self.trusts(uid):
+            nodes = tuple(NodeGpus(node, now_s - at_s, report.gpus) for node, (at_s, report) in reports)
+            return ShowGpus(nodes, dict(wait_shares))
+        own = tuple(
+            NodeGpus(node, now_s - at_s, tuple(_with_own_jobs(gpu, uid) for gpu in report.gpus))
+            for node, (at_s, report) in reports
         )
-        return ShowGpus(nodes, dict(wait_shares) if self.trusts(uid) else {})
+        return ShowGpus(own, {})
 
     def answer(
         self, uid: int, question: ReportGpus | AskGpus, hidden: str, wait_shares: Mapping[str, float], now_s: float
@@ -71,3 +78,7 @@ class GpuReadings:
         if isinstance(question, ReportGpus):
             return self.report(uid, question, now_s)
         return self.show(uid, hidden, wait_shares, now_s)
+
+
+def _with_own_jobs(gpu: GpuNow, uid: int) -> GpuNow:
+    return msgspec.structs.replace(gpu, jobs=tuple(job for job in gpu.jobs if job.uid == uid))

@@ -15,6 +15,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, observe
+from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,20 @@ class Monitor:
         cluster: whom to ask.
         wait_shares: what running jobs' trainers tell; see `wait_shares.py`.
         history: where samples are kept, or nowhere.
+        shared: tells of shared GPUs; nobody does.
     """
 
     def __init__(
-        self, cluster: Cluster, wait_shares: Callable[[Iterable[Job]], Mapping[str, float]], history: History | None
+        self,
+        cluster: Cluster,
+        wait_shares: Callable[[Iterable[Job]], Mapping[str, float]],
+        history: History | None,
+        shared: Callable[[], SharedGpus | None] = lambda: None,
     ) -> None:
         self._cluster = cluster
         self._wait_shares = wait_shares
         self._history = history
+        self._shared = shared
         self._errors: Counter[str] = Counter()
         self._success_s: float | None = None
 
@@ -71,7 +78,7 @@ class Monitor:
         observation, error = None, ""
         try:
             snapshot = self._cluster.snapshot()
-            observation = observe(snapshot, self._wait_shares(snapshot.jobs))
+            observation = observe(snapshot, self._wait_shares(snapshot.jobs), self._shared())
             self._success_s = snapshot.taken_s
             if self._history:
                 self._history.append(observation.sample)

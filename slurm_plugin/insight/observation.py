@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
 from hetstream.slurm_plugin.insight.shapes import alike_jobs
+from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 from hetstream.slurm_plugin.insight.why import Explainer
 
 # Between these lie the classes of GoldMiner's indicator, from "CPUs gone" over "in step" to "GPUs gone".
@@ -97,6 +98,7 @@ class Observation:
     Attributes:
         waiting: pending records, the longest wait first.
         wait_shares: label of a running job -> share of time that its trainers wait for data.
+        shared: the shared GPUs; None: there is no site daemon that would know them.
     """
 
     snapshot: Snapshot
@@ -104,14 +106,16 @@ class Observation:
     waiting: tuple[WaitingJob, ...]
     wait_shares: Mapping[str, float]
     sample: Sample
+    shared: SharedGpus | None = None
 
 
-def observe(snapshot: Snapshot, wait_shares: Mapping[str, float]) -> Observation:
+def observe(snapshot: Snapshot, wait_shares: Mapping[str, float], shared: SharedGpus | None = None) -> Observation:
     """Look at a snapshot.
 
     Args:
         snapshot: the cluster.
         wait_shares: what trainers told; see `wait_shares.py`.
+        shared: what the site daemon told of shared GPUs.
     """
     alike = alike_jobs(snapshot.jobs)
     found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions, alike)
@@ -131,7 +135,9 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float]) -> Observation
     pending.sort(key=lambda pending_job: pending_job.job.job_id)
     pending.sort(key=lambda pending_job: pending_job.waited_s, reverse=True)
     sums = {cause: _sum(parts) for cause, parts in causes.items()}
-    return Observation(snapshot, found, tuple(pending), wait_shares, _sample(snapshot, found, sums, wait_shares))
+    return Observation(
+        snapshot, found, tuple(pending), wait_shares, _sample(snapshot, found, sums, wait_shares), shared
+    )
 
 
 def waited_s(job: Job, now_s: float) -> float:

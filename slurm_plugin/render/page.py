@@ -35,6 +35,7 @@ from hetstream.slurm_plugin.render.charts import (
     with_gaps,
 )
 from hetstream.slurm_plugin.render.report import duration, percent, signed
+from hetstream.slurm_plugin.render.shared_gpus import shared_gpu_cards
 
 NUM_WORST = 10
 # With more nodes than this the heat map shows small cells without text.
@@ -85,6 +86,7 @@ def page(seen: Observation, samples: Sequence[Sample], prices: Prices | None = N
             card("Jobs that wait, by cause", _queue_history(samples)),
             card("How long they have waited", _delay_curve(seen.waiting)),
             *([card("Cost", _cost(seen.sample, samples, prices))] if prices else []),
+            *(card(title, body, wide=True) for title, body in shared_gpu_cards(seen)),
             card("Worst nodes", _worst_nodes(seen)),
             card("Jobs that wait longest", _longest_waits(seen)),
             card("Jobs that would gain from data workers", _would_gain(seen), wide=True),

@@ -14,6 +14,7 @@ from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.gpus import (
     AskGpus,
     GpuNow,
+    JobNow,
     RefuseGpus,
     ReportGpus,
     SharingNow,
@@ -31,8 +32,11 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.slurm_plugin.daemon.gpu_readings import GpuReadings
 
-COORDINATOR, ALICE = 990, 1000
-GPU = GpuNow(0, "GPU-1a2b", 0.25, 1 << 30, True, ("7",), sharing=(SharingNow("8", 3.0, "it goes on"),))
+COORDINATOR, ALICE, BOB = 990, 1000, 1001
+GPU = GpuNow(
+    0, "GPU-1a2b", 0.25, 1 << 30, True, ("7",), sharing=(SharingNow("8", 3.0, "it goes on"),), capacity_bytes=2 << 30,
+    idle_share=0.75, jobs=(JobNow("7", BOB, True, 1 << 20, 0, 0.1, 0.1), JobNow("8", ALICE)),
+)  # fmt: skip
 REPORT = ReportGpus("g1", (GPU,))
 
 
@@ -65,6 +69,10 @@ def test_users_see_readings_where_slurm_hides_nothing_and_never_what_others_told
     shown = readings.show(ALICE, "", {"7": 0.6}, 2.0)
     assert isinstance(shown, ShowGpus)
     assert (len(shown.nodes), shown.wait_shares) == (1, {})
+    assert [job.job for job in shown.nodes[0].gpus[0].jobs] == ["8"], "how others' jobs fare is for trusted users alone"
+    seen_by_root = readings.show(0, "", {}, 2.0)
+    assert isinstance(seen_by_root, ShowGpus)
+    assert seen_by_root.nodes[0].gpus == (GPU,)
     hidden = readings.show(ALICE, "PrivateData=jobs shows each user another part of the cluster", {}, 2.0)
     assert isinstance(hidden, RefuseGpus)
     assert "PrivateData=jobs" in hidden.reason
@@ -86,6 +94,8 @@ def test_questions_say_the_version_that_has_them() -> None:
     [
         {"index": -1}, {"index": 64}, {"gpu": ""}, {"used_share": 1.5}, {"used_share": -0.1}, {"free_bytes": -1},
         {"closed": "x" * 257}, {"guaranteed": ["7"] * 33}, {"more": 1},
+        {"idle_share": 1.5}, {"capacity_bytes": -1}, {"jobs": [{"job": "7"}]}, {"jobs": [{"job": "7", "uid": -1}]},
+        {"jobs": [{"job": "7", "uid": 0, "batch_s": -1}]},
     ],
 )  # fmt: skip
 def test_readings_that_cannot_be_are_no_messages(change: dict[str, object]) -> None:

@@ -12,7 +12,8 @@ from running_daemon import RunningDaemon
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.gpu.orders import JobClass
-from hetstream.hetjob.site.gpus import AskGpus, GpuNow, ShowGpus
+from hetstream.hetjob.site.gpus import AskGpus, GpuNow, JobNow, ShowGpus
+from hetstream.hetjob.site.messages import MAX_QUESTION_BYTES, encode_request, new_request
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.coordinator.admission import OwnJobs
 from hetstream.slurm_plugin.coordinator.report import GpuWatch, parse_numbers
@@ -93,6 +94,27 @@ def test_who_breaks_his_orders_is_told_of_and_other_gpus_are_not() -> None:
     assert watch.report(table).gpus == ()
 
 
+def test_how_jobs_fare_is_told_by_job_with_the_pace_of_its_slowest_process() -> None:
+    slow = process("7", batch_s=0.3, host_bytes=GIB, pid=4712)
+    fares = told(gpu(process("7"), slow, process("8", "opportunistic", batch_s=None, alone_s=None, uid=1001))).jobs
+    assert fares == (JobNow("7", 1000, True, 16 * GIB, GIB, 0.3, 0.1), JobNow("8", 1001, False, 8 * GIB))
+    now = told(gpu(process("7"), idle_share=0.6))
+    assert (now.capacity_bytes, now.idle_share) == (80 * GIB, 0.6)
+    assert told(gpu(is_reserved=False, idle_share=0.6)).idle_share is None  # of a job that has left
+
+
+def test_the_largest_report_of_a_node_is_a_question() -> None:
+    rows = tuple(
+        gpu(process("123456789"), *(process(f"12345678{n}", "opportunistic") for n in (1, 2)), gpu=f"GPU-{'a' * 36}{i}")
+        for i in range(56)
+    )  # seven instances (MIG) of each of eight GPUs, with as many jobs as the packer places
+    watch = GpuWatch("g1", {row.gpu: index for index, row in enumerate(rows)})
+    table = GpuTable(TABLE_VERSION, "host", NOW_S, rows)
+    watch.see(table)
+    size_bytes = len(encode_request(new_request(watch.report(table), 1)))
+    assert size_bytes * 4 / 3 < MAX_QUESTION_BYTES
+
+
 def test_numbers_of_gpus() -> None:
     assert parse_numbers("0=GPU-a 1=emulation:/x/gpu1") == {"GPU-a": 0, "emulation:/x/gpu1": 1}
 
@@ -130,3 +152,4 @@ def test_a_node_tells_a_real_daemon_what_its_coordinator_sees(
     assert (node.node, [now.index for now in node.gpus]) == ("g1", [2])
     assert (node.gpus[0].gpu, node.gpus[0].is_reserved, node.gpus[0].guaranteed) == (GPU, True, ("7",))
     assert [job.job for job in node.gpus[0].sharing] == ["8"]
+    assert [(job.job, job.is_guaranteed) for job in node.gpus[0].jobs] == [("7", True), ("8", False)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetstream.hetjob.site.gpus import GpuNow, JobNow, NodeGpus, SharingNow
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 
 NOW_S = 1_795_000_000.0
 HOUR_S = 3600.0
+GIB = 1 << 30
 
 
 def gpu_node(number: int, cpus_allocated: int, gpus_allocated: int, drained: bool = False) -> Node:
@@ -55,7 +58,22 @@ def snapshot(num_nodes: int = 24, *, gpus: bool = True, names: str = "train") ->
 
 def observation(num_nodes: int = 24, **more: object) -> Observation:
     """The snapshot looked at; the trainer of job 2 waits for data for a quarter of its time."""
-    return observe(snapshot(num_nodes, **more), {"2": 0.25})  # type: ignore[arg-type]
+    return observe(snapshot(num_nodes, **more), {"2": 0.25}, shared_gpus())  # type: ignore[arg-type]
+
+
+def shared_gpus() -> SharedGpus:
+    """What two nodes told: a job that waits, with a guest; one whose GPU is busy; a GPU without anybody."""
+    fares = (JobNow("2", 1000, True, 12 * GIB, 0, 0.110, 0.108), JobNow("8", 1001, False, 4 * GIB, GIB, 0.075, 0.050))
+    starved = GpuNow(
+        0, "GPU-1a2b", 0.6, 60 * GIB, True, ("2",), sharing=(SharingNow("8", 0.0), SharingNow("9", 40.0)),
+        capacity_bytes=80 * GIB, idle_share=0.4, jobs=fares,
+    )  # fmt: skip
+    busy = GpuNow(1, "GPU-3c4d", 0.98, 10 * GIB, True, ("3",), capacity_bytes=80 * GIB, idle_share=0.02)
+    dark = GpuNow(
+        2, "GPU-5e6f", 0.0, 0, True, closed="of guaranteed jobs without an agent", capacity_bytes=80 * GIB
+    )  # fmt: skip
+    empty = GpuNow(0, "GPU-7a8b", 0.0, 80 * GIB, capacity_bytes=80 * GIB)
+    return SharedGpus((NodeGpus("gpu2", 3.0, (starved, busy, dark)), NodeGpus("gpu3", 1.0, (empty,))), {"3": 0.5})
 
 
 def history(last: Sample, num_samples: int = 200) -> list[Sample]:

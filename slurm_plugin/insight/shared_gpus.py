@@ -183,9 +183,11 @@ def _note(gpu: GpuNow, job: str) -> str:
 def _row(
     node: NodeGpus, gpu: GpuNow, job: str, user: str, job_class: str, fares: JobNow | None, note: str
 ) -> SharingRow:
-    batch_s, alone_s = (fares.batch_s or None, fares.alone_s or None) if fares else (None, None)
+    known = fares or JobNow("-", 0)
+    batch_s, alone_s = known.batch_s or None, known.alone_s or None
+    held_bytes, host_bytes = (fares.held_bytes, fares.host_bytes) if fares else (None, None)
     return SharingRow(
         node.node, gpu.index, gpu.gpu, node.age_s, gpu.used_share, gpu.idle_share, gpu.capacity_bytes, gpu.free_bytes,
-        job, user, job_class, fares and fares.held_bytes, fares and fares.host_bytes, batch_s, alone_s,
+        job, user, job_class, held_bytes, host_bytes, batch_s, alone_s,
         batch_s / alone_s if batch_s and alone_s else None, note,
     )  # fmt: skip

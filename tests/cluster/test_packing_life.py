@@ -6,6 +6,7 @@ that nobody disturbed, and the guaranteed one computes at each step what it comp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,9 @@ import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
 from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.site.address import ADDRESS_VARIABLE, SiteSettings, parse_address
 from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
+from hetstream.slurm_plugin.cli.packing_arguments import gpu_readings
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.coordinator.look import look
 from hetstream.slurm_plugin.coordinator.table import ProcessRow
@@ -56,6 +59,7 @@ class Site:
     events: list[PackingEvent] = field(default_factory=list)
     coordinator_died: bool = False
     complaint: str = ""
+    daemon: SiteSettings | None = None
 
     def __post_init__(self) -> None:
         self.environ = dict(self.record.environment(os.environ))
@@ -65,7 +69,9 @@ class Site:
         self.packer = Packer(slurm, self.told, ["opp"], self.events.append, acting=True, rules=RULES)
 
     def told(self) -> ShowGpus:
-        """What the node tells of its GPU: as much of it as the coordinator knows."""
+        """What the node tells of its GPU: by the site daemon, where there is one, else what the coordinator knows."""
+        if self.daemon is not None:
+            return gpu_readings(self.daemon)()
         (gpu,) = look(str(self.sharing / "gpu.sock")).gpus
         guaranteed = tuple(process.job for process in gpu.processes if process.job_class == "guaranteed")
         used = 1 - (gpu.idle_share or 0.0) if gpu.is_reserved else 0.0
@@ -75,6 +81,11 @@ class Site:
             sharing=tuple(SharingNow(one, 0.0, self.complaint) for one in dict.fromkeys(sharing)),
         )  # fmt: skip
         return ShowGpus((NodeGpus("gpu0", 0.0, (now,)),), {})
+
+    def is_told_of(self, job: str) -> bool:
+        """Whether the node has told of a job that the packer can do something with."""
+        gpus = [gpu for node in self.told().nodes for gpu in node.gpus]
+        return any(job in (*gpu.guaranteed, *(one.job for one in gpu.sharing)) and not gpu.closed for gpu in gpus)
 
     def run(self, *argv: str) -> str:
         done = subprocess.run(
@@ -193,17 +204,51 @@ def job(site: Site) -> Iterator[CheckpointJob]:
     assert job.shared_memory() == []
 
 
-def test_a_whole_life(site: Site, job: CheckpointJob, tmp_path: Path) -> None:
+@pytest.fixture
+def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
+    """All of a site: the node tells the site daemon of its GPU, and the packer reads it there. Calls `hetstream`."""
+    address = f"unix:{site.directory}/daemon.sock"
+    site.daemon = SiteSettings(parse_address(address), None)
+    environ = {**site.environ, ADDRESS_VARIABLE: address}
+    gpu = f"0=emulation:{site.sharing}/gpu0"
+    calls = (
+        ("daemon", "--state-dir", str(site.directory / "daemon"), "--interval", "5"),
+        ("gpu", "report", "--node", "gpu0", "--gpus", gpu, "--socket", str(site.sharing / "gpu.sock")),
+    )
+    hetstream = [sys.executable, "-m", "hetstream"]
+    with contextlib.ExitStack() as stack:
+        for words in calls:
+            log = stack.enter_context((site.directory / f"{words[0]}.log").open("wb"))
+            process = stack.enter_context(subprocess.Popen([*hetstream, *words], env=environ, stderr=log))
+            stack.callback(process.terminate)
+            wait_until(lambda path=log.name: Path(path).stat().st_size > 0, 30, f"hetstream {words[0]}")
+        yield (
+            lambda *words: (
+                subprocess.run(
+                    [*hetstream, *words], env=environ, capture_output=True, text=True, check=True, timeout=60
+                ).stdout
+            )
+        )
+
+
+def test_a_whole_life(site: Site, job: CheckpointJob, chain: Callable[..., str], tmp_path: Path) -> None:
+    """Agents tell the coordinator, that a reporter, that the site daemon, that the packer, and that Slurm."""
     truth = undisturbed(tmp_path / "truth", STEPS)
+    site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
+    placed = chain("packer", "--once", "--json", "--partition=opp", f"--lock={tmp_path / 'packer' / 'lock'}")
+    assert f'"placed", "job": "{job.job_id}"' in placed
     site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
     job.wait_for_steps(SAVE_EVERY + 1)
     (process,) = site.processes("opportunistic")
     assert process.job == job.job_id
     assert process.paused_s > 0, "it launched whenever it liked"
+    site.wait_until(lambda: site.is_told_of(job.job_id), 20, "the node's word of both jobs")
+    rows = json.loads(chain("report", "--fresh", "--json"))["shared_gpus"]
+    classes = {row["job"]: row["job_class"] for row in rows}
+    assert classes == {site.guaranteed: "guaranteed", job.job_id: "opportunistic"}
     # The owner of the node needs its CPUs.
     site.run("sbatch", "--partition=gpu", "--cpus-per-task=2", "--mem=100", "--output=/dev/null", "--wrap=true")
     job.wait(lambda: "Restarts=1" in site.run("scontrol", "show", "job", job.job_id), "its requeueing")
-    assert site.happened("placed") == 1
     site.pack_until(lambda: site.happened("taken back"), "the packer's notice")
     shown = site.run("scontrol", "show", "job", job.job_id)
     assert "Priority=0" in shown

@@ -2,8 +2,9 @@
 
 All training processes compute on one core of the machine, as kernels of several processes take turns on a GPU. Memory
 is counted, not given: each tensor that an operator makes counts against the GPU's size, by the rules of PyTorch's
-caching allocator. Tensors that found no room count as the host's, and each operator that touches them keeps the core
-busy for as long as a bus would need for their bytes. What it shows about speeds is about this emulation alone.
+caching allocator, with segments in proportion to the GPU's. Tensors that found no room count as the host's, and each
+operator that touches them keeps the core busy for as long as a bus would need for their bytes. What it shows about
+speeds is about this emulation alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetstream.base.forks import generation
-from hetstream.hetjob.gpu.devices.allocator import Allocator, Place
+from hetstream.hetjob.gpu.devices.allocator import Allocator, AllocatorRules, Block, Place
 from hetstream.hetjob.gpu.devices.base import MemoryUse
 from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile
 
@@ -38,8 +39,9 @@ class EmulatedGpu:
 
     def __init__(self, path: str, host_capacity_bytes: int) -> None:
         self._file = EmulatedGpuFile(path)
-        self._allocator = Allocator(self._file.take, self._file.give, self._file.segment_bytes, host_capacity_bytes)
-        self._places: dict[int, tuple[int, Place]] = {}  # of storages, by address
+        rules = AllocatorRules.scaled(self._file.segment_bytes)
+        self._allocator = Allocator(self._file.take, self._file.give, rules, host_capacity_bytes)
+        self._blocks: dict[int, tuple[int, Block]] = {}  # of storages, by address
         self._lock = threading.RLock()  # a storage may be dropped in any thread, in the middle of anything
         self._busy_ns = 0
         self.name = f"{PREFIX}{path}"
@@ -90,21 +92,21 @@ class EmulatedGpu:
             return
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if num_bytes < _LEAST_BYTES or key in self._places:
+        if num_bytes < _LEAST_BYTES or key in self._blocks:
             return
-        self._places[key] = num_bytes, self._allocator.allocate(num_bytes)
+        self._blocks[key] = num_bytes, self._allocator.allocate(num_bytes)
         weakref.finalize(storage, self._drop, key).atexit = False
 
     def _drop(self, key: int) -> None:
         with self._lock:
-            self._allocator.free(*self._places.pop(key))
+            self._allocator.free(self._blocks.pop(key)[1])
 
     def _on_host(self, tensor: object) -> int:
         """How many bytes of a tensor are on the other side of the bus."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
             return 0
-        num_bytes, place = self._places.get(tensor.untyped_storage()._cdata, (0, Place.DEVICE))
-        return num_bytes if place is Place.HOST else 0
+        num_bytes, block = self._blocks.get(tensor.untyped_storage()._cdata, (0, None))
+        return num_bytes if block and block.place is Place.HOST else 0
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,12 +13,11 @@ import itertools
 import threading
 from collections.abc import Callable
 
-from hetstream.hetjob.gpu.devices.allocator import Allocator, Place
+from hetstream.hetjob.gpu.devices.allocator import PYTORCH, Allocator, AllocatorRules, Block
 from hetstream.hetjob.gpu.devices.base import MemoryUse
 
 # Kernels of a process that may wait for the GPU: what runs on when it is to pause.
 _IN_FLIGHT = 2
-_MIB = 2**20
 
 
 class VirtualClock:
@@ -118,11 +117,11 @@ class FakeGpuChip:
     Args:
         clock: of all of them; `serve` is one of its processes.
         capacity_bytes: of its memory.
-        segment_bytes: what allocators take it in; 20 MiB is PyTorch's for tensors of 1 to 10 MiB.
+        rules: by which allocators take it.
     """
 
-    def __init__(self, clock: VirtualClock, capacity_bytes: int, segment_bytes: int = 20 * _MIB) -> None:
-        self.clock, self.capacity_bytes, self.segment_bytes = clock, capacity_bytes, segment_bytes
+    def __init__(self, clock: VirtualClock, capacity_bytes: int, rules: AllocatorRules = PYTORCH) -> None:
+        self.clock, self.capacity_bytes, self.rules = clock, capacity_bytes, rules
         self.free_bytes = capacity_bytes
         self.queues: dict[object, collections.deque[int]] = {}
 
@@ -161,7 +160,7 @@ class FakeGpu:
     def __init__(self, chip: FakeGpuChip, name: str, host_capacity_bytes: int = 0) -> None:
         self.name = name
         self._chip, self._clock = chip, chip.clock
-        self._allocator = Allocator(chip.take, chip.give, chip.segment_bytes, host_capacity_bytes)
+        self._allocator = Allocator(chip.take, chip.give, chip.rules, host_capacity_bytes)
         self._queue = chip.queues[self] = collections.deque()
         self._busy_ns = 0
 
@@ -176,13 +175,13 @@ class FakeGpu:
         while self._queue:
             self._clock.park(self)
 
-    def allocate(self, num_bytes: int) -> Place:
+    def allocate(self, num_bytes: int) -> Block:
         """As `Allocator.allocate`."""
         return self._allocator.allocate(num_bytes)
 
-    def free(self, num_bytes: int, place: Place) -> None:
+    def free(self, block: Block) -> None:
         """As `Allocator.free`."""
-        self._allocator.free(num_bytes, place)
+        self._allocator.free(block)
 
     def memory(self) -> MemoryUse:
         """As `Device.memory`."""

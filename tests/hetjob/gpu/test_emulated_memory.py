@@ -1,4 +1,4 @@
-"""Memory of emulated GPUs: the rules of PyTorch's allocator, and what becomes of a dead process's."""
+"""The file of an emulated GPU: what becomes of a dead process's memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.gpu.devices.allocator import Allocator, Place
-from hetstream.hetjob.gpu.devices.base import MemoryUse
 from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 
 HOLDER = """
@@ -21,64 +19,6 @@ from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 print(EmulatedGpuFile(sys.argv[1]).take(70), flush=True)
 sys.stdin.read()
 """
-
-
-class Gpu:
-    """All of its memory in one number."""
-
-    def __init__(self, free_bytes: int) -> None:
-        self.free_bytes = free_bytes
-
-    def take(self, num_bytes: int) -> bool:
-        if num_bytes > self.free_bytes:
-            return False
-        self.free_bytes -= num_bytes
-        return True
-
-    def give(self, num_bytes: int) -> None:
-        self.free_bytes += num_bytes
-
-
-@pytest.fixture
-def gpu() -> Gpu:
-    return Gpu(100)
-
-
-def test_what_is_freed_stays_cached_and_is_used_again_past_any_limit(gpu: Gpu) -> None:
-    allocator = Allocator(gpu.take, gpu.give, 10, 0)
-    assert allocator.allocate(45) is Place.DEVICE
-    allocator.free(45, Place.DEVICE)
-    assert gpu.free_bytes == 50
-    assert allocator.allocate(50) is Place.DEVICE
-    allocator.set_limit(20)  # it is in use: nothing can be given back
-    assert gpu.free_bytes == 50
-
-
-def test_a_lower_limit_gives_back_what_is_cached_at_once(gpu: Gpu) -> None:
-    allocator = Allocator(gpu.take, gpu.give, 10, 100)
-    allocator.allocate(15)
-    place = allocator.allocate(60)
-    allocator.free(60, place)
-    allocator.set_limit(30)
-    assert gpu.free_bytes == 70
-    assert allocator.allocate(20) is Place.HOST
-    assert allocator.memory() == MemoryUse(30, 75, 20, 100)
-    allocator.begin_mini_batch()
-    assert allocator.memory().peak_bytes == 35
-
-
-def test_a_higher_limit_has_new_tensors_on_the_gpu_again(gpu: Gpu) -> None:
-    allocator = Allocator(gpu.take, gpu.give, 10, 100)
-    allocator.set_limit(0)
-    assert allocator.allocate(10) is Place.HOST
-    allocator.set_limit(50)
-    assert allocator.allocate(10) is Place.DEVICE
-
-
-def test_without_memory_of_the_host_a_program_fails_as_ever(gpu: Gpu) -> None:
-    allocator = Allocator(gpu.take, gpu.give, 10, 5)
-    with pytest.raises(MemoryError, match=r"out of memory: 101 bytes asked for"):
-        allocator.allocate(101)
 
 
 @pytest.fixture

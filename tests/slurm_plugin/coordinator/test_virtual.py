@@ -98,17 +98,17 @@ class Training:
         self.began_ns = clock.now_ns
         for _ in range(self.steps):
             clock.wait_until(clock.now_ns + int(self.wait_ns()))
-            places = []
+            blocks = []
             for number in range(self.kernels):
                 agent.before_launch()
                 if number < _TENSORS:
-                    places.append(gpu.allocate(self.num_bytes // _TENSORS))
+                    blocks.append(gpu.allocate(self.num_bytes // _TENSORS))
                 gpu.kernel(self.kernel_ns)
                 agent.after_launch()
             gpu.finish()
             self.host_bytes.append(gpu.memory().host_bytes)
-            for place in places:
-                gpu.free(self.num_bytes // _TENSORS, place)
+            for block in blocks:
+                gpu.free(block)
             agent.at_boundary()
             self.ended_ns.append(clock.now_ns)
         gpu.set_limit(0)

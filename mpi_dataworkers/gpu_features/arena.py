@@ -17,7 +17,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.reading import Values
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
-from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, Program, Words, is_matrix
+from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, LAUNCHES_AT, Program, Words, is_matrix
 
 _WORD_BYTES = 8
 # Parts begin where 16 bytes can be read at once.
@@ -48,14 +48,14 @@ class Packed:
 
     Attributes:
         words: in host memory.
-        num_tiles: behind the features.
+        num_tiles: of each launch.
         places: of each output.
         made_bytes: of the results.
     """
 
     words: torch.Tensor
     num_rows: int
-    num_tiles: int
+    num_tiles: tuple[int, ...]
     places: tuple[Place, ...]
     made_bytes: int
 
@@ -72,13 +72,23 @@ class Packer:
         graph: the graph.
         program: of the graph.
         tile: values in a tile.
+        launches: the chains of each launch of the kernel; default: one of all.
         pinned: whether arenas are in page-locked memory, from where a GPU reads on its own.
     """
 
-    def __init__(self, graph: FeatureGraph, program: Program, tile: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        graph: FeatureGraph,
+        program: Program,
+        tile: int,
+        *,
+        launches: Sequence[Sequence[int]] | None = None,
+        pinned: bool = False,
+    ) -> None:
         self._graph = graph
         self._chains = program.chains
         self._tile = tile
+        self._launches = [list(range(len(program.chains)))] if launches is None else launches
         self._pinned = pinned
         self._table = np.zeros((len(program.chains), FEATURE_WORDS), dtype=np.int64)
         for row, chain in zip(self._table, program.chains, strict=True):
@@ -92,20 +102,22 @@ class Packer:
         made_lengths = [
             chain.lengths(lengths[chain.source]) if chain.made.is_jagged else None for chain in self._chains
         ]
-        layout = _Layout(self._table.copy())
+        layout = _Layout(self._table.copy(), num_rows)
         sizes = [
             num_rows * chain.made.width if found is None else int(found.sum())
             for chain, found in zip(self._chains, made_lengths, strict=True)
         ]
         layout.table[:, 13] = sizes
-        layout.add(_tiles_of(sizes, self._tile))
+        tiles = [_tiles_of(chains, sizes, self._tile) for chains in self._launches]
+        num_tiles = tuple(len(of_launch) // 2 for of_launch in tiles)
+        layout.add_tiles(np.concatenate(tiles), num_tiles)
         for name, values in features.items():
             layout.add_input(values, [at for at, chain in enumerate(self._chains) if chain.source == name])
         for at, (chain, found) in enumerate(zip(self._chains, made_lengths, strict=True)):
             if found is not None and chain.is_moved:
                 layout.table[at, 10] = layout.add(_starts(found))
         places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
-        return Packed(layout.words(self._pinned), num_rows, layout.num_tiles, places, made_bytes)
+        return Packed(layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
 
     def _measure(
         self, layout: _Layout, num_rows: int, made_lengths: Sequence[Words | None], sizes: Sequence[int]
@@ -141,22 +153,30 @@ class Packer:
 
 
 class _Layout:
-    """What lies in an arena, while it is measured out: the table of features first, then the tiles.
+    """What lies in an arena, while it is measured out.
 
     Attributes:
         table: of the features.
     """
 
-    def __init__(self, table: Words) -> None:
+    def __init__(self, table: Words, num_rows: int) -> None:
         self.table = table
-        self.num_tiles = 0
+        self._num_rows = num_rows
         self._pieces: list[tuple[int, torch.Tensor]] = []
-        self._bytes = table.nbytes
+        self._header = np.zeros(0, dtype=np.int64)
+        self._bytes = 0
+
+    def add_tiles(self, tiles: Words, num_tiles: Sequence[int]) -> None:
+        """Add the tiles of all launches, behind the header and the features."""
+        ends = np.cumsum(num_tiles)
+        self._header = np.zeros(_aligned_words(LAUNCHES_AT + 2 * len(num_tiles)), dtype=np.int64)
+        self._header[LAUNCHES_AT::2][: len(num_tiles)] = ends - num_tiles
+        self._header[LAUNCHES_AT + 1 :: 2][: len(num_tiles)] = ends
+        self._bytes = self._header.nbytes + self.table.nbytes
+        self._header[:3] = self._num_rows, len(self._header), self.add(tiles)
 
     def add(self, numbers: Words) -> int:
         """Add int64 numbers; where they are, in words."""
-        if not self._pieces:
-            self.num_tiles = len(numbers) // 2
         return self._add(torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))) // _WORD_BYTES
 
     def add_input(self, values: Values, chains: Sequence[int]) -> None:
@@ -168,7 +188,6 @@ class _Layout:
             self.table[chains, 9] = self.add(_starts(_numpy(values.lengths)))
 
     def _add(self, piece: torch.Tensor) -> int:
-        # The tiles come right behind the features, whose rows are 128 bytes.
         begin = _aligned(self._bytes)
         self._pieces.append((begin, piece))
         self._bytes = begin + piece.numel() * piece.element_size()
@@ -177,7 +196,8 @@ class _Layout:
     def words(self, pinned: bool) -> torch.Tensor:
         """The arena, with everything in it."""
         memory = torch.empty(_aligned(self._bytes) // _WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
-        memory[: self.table.size].copy_(torch.from_numpy(self.table.reshape(-1)))
+        before = np.concatenate([self._header, self.table.reshape(-1)])
+        memory[: len(before)].copy_(torch.from_numpy(before))
         for begin, piece in self._pieces:
             here = memory.view(torch.int8)[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
             here.copy_(piece)
@@ -215,12 +235,12 @@ def _output(
     return JaggedBatch(output.keys, values, lengths)
 
 
-def _tiles_of(sizes: Sequence[int], tile: int) -> Words:
-    """A feature and its first value for each tile."""
-    counts = -(-np.asarray(sizes, dtype=np.int64) // tile)
+def _tiles_of(chains: Sequence[int], sizes: Sequence[int], tile: int) -> Words:
+    """A feature and its first value for each tile of some chains."""
+    counts = -(-np.asarray([sizes[at] for at in chains], dtype=np.int64) // tile)
     tiles_before = np.cumsum(counts) - counts
-    features = np.repeat(np.arange(len(sizes)), counts)
-    firsts = (np.arange(len(features)) - tiles_before[features]) * tile
+    firsts = (np.arange(counts.sum()) - np.repeat(tiles_before, counts)) * tile
+    features = np.repeat(np.asarray(chains, dtype=np.int64), counts)
     return np.stack([features, firsts], axis=1).reshape(-1).astype(np.int64)
 
 
@@ -232,6 +252,10 @@ def _numpy(lengths: torch.Tensor | None) -> Words:
     assert lengths is not None
     found: Words = lengths.numpy()
     return found
+
+
+def _aligned_words(count: int) -> int:
+    return _aligned(count * _WORD_BYTES) // _WORD_BYTES
 
 
 def _aligned(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 _log = logging.getLogger(__name__)
 _LARGEST_TILE = 512
 # As `kernel.launch`.
-Launch = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[int, int, int], int, int], None]
+Launch = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int, int, int], None]
 
 
 class FusedTransform:
@@ -76,7 +76,6 @@ class FusedTransform:
         self._read = Reader(graph.inputs)
         self._pack = Packer(graph, program, tile, pinned=self._device.type == "cuda")
         self._constants = torch.from_numpy(program.constants).to(self._device)
-        self._num_features = len(program.chains)
         self._num_programs = num_programs or _multiprocessors(self._device)
         self._arena_bytes = arena_bytes
         self._in_host_memory = FeatureTransform(graph)
@@ -97,10 +96,9 @@ class FusedTransform:
     def _on_device(self, packed: Packed) -> dict[str, Any]:
         arena = packed.words.to(self._device, non_blocking=True)
         made = torch.empty(-(-packed.made_bytes // 8), dtype=torch.int64, device=self._device)
-        if packed.num_tiles:
-            counts = packed.num_rows, self._num_features, packed.num_tiles
+        if packed.num_tiles[0]:
             with torch.cuda.device_of(made):  # type: ignore[no-untyped-call]
-                self._launch((arena, made, self._constants), counts, self._num_programs, self._tile)
+                self._launch((arena, made, self._constants), 0, self._num_programs, self._tile)
         return dict(unpack(self.graph, packed, arena, made))
 
     def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:

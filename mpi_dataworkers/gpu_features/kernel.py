@@ -7,6 +7,10 @@ where the trainer wants them. The grid is thus the cap on the multiprocessors th
 Registers hold every value twice: as an int64, and as a float64, of which the operator at hand says which one counts.
 What the operators mean is said in `operators.py`; a float32 is rounded where it would be there, so that the results are
 those of NumPy's float32. The layout is that of `opcodes.py` and `arena.py`.
+
+What differs from batch to batch stands in the arena and not in the call, so a CUDA graph that has captured a launch can
+be replayed on another batch. Loops are `while` and not `range`: Triton's interpreter cannot count to a tensor with
+NumPy 2.4.
 """
 
 from __future__ import annotations
@@ -32,26 +36,29 @@ FLOAT32 = tl.constexpr(0)
 FLOAT64 = tl.constexpr(1)
 INT32 = tl.constexpr(2)
 INT64 = tl.constexpr(3)
+LAUNCHES_AT = tl.constexpr(4)
 FEATURE_WORDS = tl.constexpr(16)
 OPERATOR_WORDS = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_features", "num_tiles"])  # a batch of one row needs no other program
-def features_kernel(batch, made, constants, num_rows, num_features, num_tiles, TILE: tl.constexpr):
-    """Compute all tiles.
+@triton.jit(do_not_specialize=["number"])
+def features_kernel(batch, made, constants, number, TILE: tl.constexpr):
+    """Compute the tiles of a launch.
 
     Args:
-        batch: the arena of the batch: features, tiles, and what they point to.
+        batch: the arena of the batch: its header, features, tiles, and what they point to.
         made: the arena of the results.
         constants: operators and their tables.
-        num_rows: of the batch.
-        num_features: in the table with which the batch's arena begins.
-        num_tiles: behind them, a feature and its first value for each.
+        number: of the launch, whose tiles the header has.
         TILE: values in a tile, a power of two.
     """
-    tiles = batch + num_features * FEATURE_WORDS
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        feature = batch + tl.load(tiles + 2 * tile) * FEATURE_WORDS
+    num_rows = tl.load(batch)
+    features = batch + tl.load(batch + 1)
+    tiles = batch + tl.load(batch + 2)
+    tile = tl.load(batch + LAUNCHES_AT + 2 * number) + tl.program_id(0)
+    end = tl.load(batch + LAUNCHES_AT + 2 * number + 1)
+    while tile < end:
+        feature = features + tl.load(tiles + 2 * tile) * FEATURE_WORDS
         at = tl.load(tiles + 2 * tile + 1) + tl.arange(0, TILE)
         num_values = tl.load(feature + 13)
         mask = at < num_values
@@ -65,7 +72,8 @@ def features_kernel(batch, made, constants, num_rows, num_features, num_tiles, T
         else:
             valid = mask
         operator = constants + tl.load(feature + 1) * OPERATOR_WORDS
-        for _ in range(tl.load(feature + 2)):
+        left = tl.load(feature + 2)
+        while left > 0:
             code = tl.load(operator)
             if code == ONEHOT:
                 real = _class(operator, whole, real, is_there, place)
@@ -76,7 +84,9 @@ def features_kernel(batch, made, constants, num_rows, num_features, num_tiles, T
             else:
                 whole, real = _applied(operator, constants, code, whole, real)
             operator += OPERATOR_WORDS
+            left -= 1
         _write(made, tl.load(feature + 3), tl.load(feature + 11) + goal, mask, whole, real)
+        tile += tl.num_programs(0)
 
 
 @triton.jit
@@ -111,8 +121,9 @@ def _places(batch, feature, constants, at, mask, num_rows):
         if tl.load(feature + 14) != 0:  # Onehot takes the first of what is left of a list
             within = place * 0
         is_there = mask & (_length_after(operators, num_operators, length) > 0)
-        for back in range(num_operators):
-            number = num_operators - 1 - back
+        number = num_operators
+        while number > 0:
+            number -= 1
             operator = operators + number * OPERATOR_WORDS
             if tl.load(operator) == NGRAM:
                 size = tl.minimum(_length_after(operators, number, length), tl.load(operator + 3))
@@ -142,14 +153,17 @@ def _row_of(starts, at, mask, num_rows):
 @triton.jit
 def _length_after(operators, num_operators, length):
     """What the first operators of a feature make of the lengths of its lists."""
-    for number in range(num_operators):
-        operator = operators + number * OPERATOR_WORDS
+    operator = operators
+    left = num_operators
+    while left > 0:
         code = tl.load(operator)
         if code == FIRST_X:
             length = tl.minimum(length, tl.load(operator + 3))
         elif code == NGRAM:
             size = tl.minimum(length, tl.load(operator + 3))
             length = tl.where(length > 0, (length - size + 1) * size, 0)
+        operator += OPERATOR_WORDS
+        left -= 1
     return length
 
 
@@ -340,14 +354,19 @@ def _cast(given, made, whole, real):
     return whole, real
 
 
-def launch(arenas: tuple[Any, Any, Any], counts: tuple[int, int, int], num_programs: int, tile: int) -> None:
+def launch(arenas: tuple[Any, Any, Any], number: int, num_programs: int, tile: int) -> None:
     """Run the kernel on the device that the arenas are on.
 
     Args:
         arenas: batch, results, constants.
-        counts: rows, features, tiles.
+        number: of the launch in the batch's header.
         num_programs: of the grid.
         tile: values in a tile.
     """
-    # A product and a sum are rounded one by one, as NumPy does.
-    features_kernel[(num_programs,)](*arenas, *counts, TILE=tile, enable_fp_fusion=False)
+    features_kernel[(num_programs,)](*arenas, number, TILE=tile, **options_of(tile))
+
+
+def options_of(tile: int) -> dict[str, Any]:
+    """With which the kernel is compiled for a tile."""
+    # A thread has two values. A product and a sum are rounded one by one, as NumPy does.
+    return {"num_warps": max(1, min(8, tile // 64)), "enable_fp_fusion": False}

@@ -14,12 +14,12 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel
+from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel, options_of
 
 _WARP_THREADS = 32
 _ARGUMENTS = {
     **dict.fromkeys(("batch", "made", "constants"), "*i64"),
-    **dict.fromkeys(("num_rows", "num_features", "num_tiles"), "i32"),
+    "number": "i32",
     "TILE": "constexpr",
 }
 
@@ -45,7 +45,7 @@ def compile_for(architecture: int, tile: int = 256) -> Compiled:
     """Compile for a compute capability, without a GPU."""
     source = triton.compiler.ASTSource(features_kernel, _ARGUMENTS, {"TILE": tile})
     target = GPUTarget("cuda", architecture, _WARP_THREADS)
-    kernel = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    kernel = triton.compile(source, target=target, options=options_of(tile))
     program = kernel.asm["cubin"]
     return Compiled(architecture, tile, len(program), _stack_bytes(program))
 

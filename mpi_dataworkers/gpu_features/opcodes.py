@@ -20,6 +20,8 @@ Words = npt.NDArray[np.int64]
 # Of a feature in the batch's table, and of an operator in the constants: 8 bytes each.
 FEATURE_WORDS = 16
 OPERATOR_WORDS = 8
+# A batch's arena begins with its rows, where features and tiles are, and from here on the tiles of each launch.
+LAUNCHES_AT = 4
 # The first three of an operator are its opcode, the dtype that it takes and the dtype that it gives; then its numbers.
 _NUMBERS_AT = 3
 # More values than any list has.

@@ -20,6 +20,7 @@ from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
 from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, LAUNCHES_AT, Program, Words, is_matrix
 
 _WORD_BYTES = 8
+_TILE_BYTES = 2 * _WORD_BYTES
 # Parts begin where 16 bytes can be read at once.
 _ALIGNED_BYTES = 16
 
@@ -74,6 +75,7 @@ class Packer:
         tile: values in a tile.
         launches: the chains of each launch of the kernel; default: one of all.
         pinned: whether arenas are in page-locked memory, from where a GPU reads on its own.
+        most_bytes: what a batch and its results may need together; default: anything.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Packer:
         *,
         launches: Sequence[Sequence[int]] | None = None,
         pinned: bool = False,
+        most_bytes: int | None = None,
     ) -> None:
         self._graph = graph
         self._chains = program.chains
         self._tile = tile
         self._launches = [list(range(len(program.chains)))] if launches is None else launches
         self._pinned = pinned
+        self._most_bytes = most_bytes
         self._table = np.zeros((len(program.chains), FEATURE_WORDS), dtype=np.int64)
         for row, chain in zip(self._table, program.chains, strict=True):
             row[:4] = DTYPES.index(chain.given.dtype), chain.first, len(chain.operators), DTYPES.index(chain.made.dtype)
@@ -97,7 +101,11 @@ class Packer:
             row[14] = chain.has_classes
 
     def __call__(self, num_rows: int, features: Mapping[str, Values]) -> Packed:
-        """Pack what `Reader` has read."""
+        """Pack what `Reader` has read.
+
+        Raises:
+            torch.OutOfMemoryError: it needs more than `most_bytes`; nothing has been made of it.
+        """
         lengths = {name: _numpy(values.lengths) for name, values in features.items() if values.lengths is not None}
         made_lengths = [
             chain.lengths(lengths[chain.source]) if chain.made.is_jagged else None for chain in self._chains
@@ -107,6 +115,7 @@ class Packer:
             num_rows * chain.made.width if found is None else int(found.sum())
             for chain, found in zip(self._chains, made_lengths, strict=True)
         ]
+        self._check_size(features, sizes)
         layout.table[:, 13] = sizes
         tiles = [_tiles_of(chains, sizes, self._tile) for chains in self._launches]
         num_tiles = tuple(len(of_launch) // 2 for of_launch in tiles)
@@ -118,6 +127,17 @@ class Packer:
                 layout.table[at, 10] = layout.add(_starts(found))
         places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
         return Packed(layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
+
+    def _check_size(self, features: Mapping[str, Values], sizes: Sequence[int]) -> None:
+        if self._most_bytes is None:
+            return
+        items = [np.dtype(chain.made.dtype).itemsize for chain in self._chains]
+        num_bytes = sum(size * item for size, item in zip(sizes, items, strict=True))
+        num_bytes += sum(size // self._tile + 1 for size in sizes) * _TILE_BYTES
+        for part in (part for values in features.values() for part in values if part is not None):
+            num_bytes += part.numel() * part.element_size()
+        if num_bytes > self._most_bytes:
+            raise torch.OutOfMemoryError(f"a batch and its results need {num_bytes} bytes, of {self._most_bytes}")
 
     def _measure(
         self, layout: _Layout, num_rows: int, made_lengths: Sequence[Words | None], sizes: Sequence[int]

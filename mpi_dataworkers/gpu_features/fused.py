@@ -71,13 +71,13 @@ class FusedTransform:
         self._device = torch.device(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise FeatureError(f"device={str(device)!r}: there is no GPU here; FeatureTransform needs none")
-        self._launch, self._tile = launch or _triton(), tile
+        self._launch, self._tile = launch or triton_launch(), tile
         program = program_of(graph)
         self._read = Reader(graph.inputs)
-        self._pack = Packer(graph, program, tile, pinned=self._device.type == "cuda")
+        most_bytes = memory_bytes(self._device) if arena_bytes is None else arena_bytes
+        self._pack = Packer(graph, program, tile, pinned=self._device.type == "cuda", most_bytes=most_bytes)
         self._constants = torch.from_numpy(program.constants).to(self._device)
         self._num_programs = num_programs or _multiprocessors(self._device)
-        self._arena_bytes = arena_bytes
         self._in_host_memory = FeatureTransform(graph)
         self._on_shortage = on_shortage
         self._has_said_so = False
@@ -85,11 +85,8 @@ class FusedTransform:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         num_rows, features = self._read(batch)
         with torch.no_grad():
-            packed = self._pack(num_rows, features)
-            if self._arena_bytes is not None and packed.num_bytes > self._arena_bytes:
-                return self._elsewhere(batch, f"{packed.num_bytes} bytes, and arena_bytes={self._arena_bytes}")
             try:
-                return self._on_device(packed)
+                return self._on_device(self._pack(num_rows, features))
             except torch.OutOfMemoryError as error:
                 return self._elsewhere(batch, str(error).partition("\n")[0])
 
@@ -107,15 +104,25 @@ class FusedTransform:
         elif not self._has_said_so:
             _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
             self._has_said_so = True
-        return {name: _moved(value, self._device) for name, value in self._in_host_memory(batch).items()}
+        return {name: moved(value, self._device) for name, value in self._in_host_memory(batch).items()}
 
 
-def _triton() -> Launch:
+def triton_launch() -> Launch:
+    """What runs the kernel with Triton.
+
+    Raises:
+        FeatureError: it is not installed.
+    """
     try:
         from hetstream.mpi_dataworkers.gpu_features.kernel import launch
     except ImportError as exc:
         raise FeatureError("features on a GPU need Triton: pip install 'hetstream[triton]'") from exc
     return launch
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """How much memory a GPU has; None of what is none."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -124,7 +131,8 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
+    """An output of a graph on another device."""
     if isinstance(value, JaggedBatch):
         return JaggedBatch(value.keys, value.values.to(device), value.lengths.to(device))
     if isinstance(value, Jagged):

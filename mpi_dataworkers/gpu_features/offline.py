@@ -1,4 +1,4 @@
-"""Compile the kernel for GPUs that are not here: what tests do, and what a packager may do in advance.
+"""Compile the kernels for GPUs that are not here: what tests do, and what a packager may do in advance.
 
 print(compile_for(90))
 """
@@ -10,10 +10,12 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
+from hetstream.mpi_dataworkers.gpu_features import probes
 from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel, options_of
 
 _WARP_THREADS = 32
@@ -43,11 +45,51 @@ class Compiled:
 
 def compile_for(architecture: int, tile: int = 256) -> Compiled:
     """Compile for a compute capability, without a GPU."""
-    source = triton.compiler.ASTSource(features_kernel, _ARGUMENTS, {"TILE": tile})
-    target = GPUTarget("cuda", architecture, _WARP_THREADS)
-    kernel = triton.compile(source, target=target, options=options_of(tile))
+    kernel = _compiled(features_kernel, _ARGUMENTS, {"TILE": tile}, architecture, options_of(tile))
     program = kernel.asm["cubin"]
     return Compiled(architecture, tile, len(program), _stack_bytes(program))
+
+
+@dataclass(frozen=True)
+class CompiledProbe:
+    """A probe for a GPU.
+
+    Attributes:
+        ptx: its text.
+        spilled_bytes: of each thread.
+    """
+
+    ptx: str
+    spilled_bytes: int
+
+
+def compile_probes(architecture: int) -> tuple[CompiledProbe, ...]:
+    """The probes of memory traffic and of arithmetic, for a compute capability, without a GPU."""
+    pointers, numbers = dict.fromkeys(("source", "made"), "*fp32"), dict.fromkeys(("num_rounds", "num_blocks"), "i32")
+    memory = _compiled(
+        probes.memory_probe,
+        {**pointers, **numbers, "BLOCK": "constexpr"},
+        {"BLOCK": probes.MEMORY_BLOCK},
+        architecture,
+        probes.MEMORY_OPTIONS,
+    )
+    arithmetic = _compiled(
+        probes.arithmetic_probe,
+        {"made": "*fp32", "num_rounds": "i32", "BLOCK": "constexpr", "STEPS": "constexpr"},
+        {"BLOCK": probes.ARITHMETIC_BLOCK, "STEPS": probes.STEPS_OF_A_ROUND},
+        architecture,
+        probes.ARITHMETIC_OPTIONS,
+    )
+    return tuple(CompiledProbe(each.asm["ptx"], _stack_bytes(each.asm["cubin"])) for each in (memory, arithmetic))
+
+
+def _compiled(
+    kernel: Any, arguments: dict[str, str], constants: dict[str, int], architecture: int, options: dict[str, Any]
+) -> Any:
+    # Memory of PyTorch begins where 16 bytes can be read at once.
+    pointers = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(arguments.values()) if kind[0] == "*"}
+    source = triton.compiler.ASTSource(kernel, arguments, constants, pointers)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, _WARP_THREADS), options=options)
 
 
 def _stack_bytes(program: bytes) -> int:

@@ -184,6 +184,11 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
         self._position.set_epoch(int(epoch))
 
+    @property
+    def batch_stage(self) -> BatchStage | None:
+        """The batch stage that the next step has; None where there is none."""
+        return self._connection.pipeline.batch_stage
+
     def set_batch_stage(self, batch_stage: BatchStage | None) -> None:
         """Use another batch stage, or none, from the next step on. An iteration may be under way.
 

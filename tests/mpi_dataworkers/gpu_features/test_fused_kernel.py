@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted_launch, same
+from offline_compile import compile_offline
 from random_features import as_input, random_chain, random_rows
 
 from benchmarks.rap_cases import batch_of
@@ -27,12 +27,14 @@ from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.features.types import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.arena import Packer
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
+from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 
-ROOT = Path(__file__).resolve().parents[3]
 NAN, INF, LARGE = math.nan, math.inf, 2**63 - 1
 
 
@@ -43,14 +45,6 @@ def _interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         yield
-
-
-def interpreted_launch(*arguments: Any) -> None:
-    """NumPy carries it out, which warns of infinity and NaN where a GPU does not."""
-    from hetstream.mpi_dataworkers.gpu_features.kernel import launch
-
-    with np.errstate(all="ignore"):
-        launch(*arguments)
 
 
 def fused(graph: FeatureGraph, **options: Any) -> FusedTransform:
@@ -110,16 +104,6 @@ def test_random_graphs_have_all_operators() -> None:
     drawn = [random.Random(seed) for seed in range(20)]
     kinds = {type(operator) for draw in drawn for at in range(5) for operator in random_chain(f"x{at}", draw).operators}
     assert kinds == {*ops.OPERATORS}
-
-
-def same(found: Any, expected: Any) -> None:
-    """Two outputs of a graph."""
-    if isinstance(expected, tuple):
-        assert type(found) is type(expected)
-        for mine, other in zip(found, expected, strict=True):
-            same(mine, other) if isinstance(other, torch.Tensor) else None
-        return
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -185,6 +169,46 @@ def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
             fused(make_plan(PLANS[0]), **options)
 
 
+def test_results_that_no_memory_has_room_for_are_refused_before_anything_is_made_of_them() -> None:
+    """A list of a million ids, and an Ngram of half of them: a quarter of a million million values."""
+    graph = FeatureGraph.of({"x": jagged("ids") >> ops.Ngram(500_000)})
+    batch = {"ids": Jagged(torch.zeros(1_000_000, dtype=torch.int64), torch.tensor([1_000_000]))}
+    num_rows, features = Reader(graph.inputs)(batch)
+    pack = Packer(graph, program_of(graph), 256, most_bytes=1 << 37)
+    with pytest.raises(torch.OutOfMemoryError, match=r"need \d+ bytes, of 137438953472"):
+        pack(num_rows, features)
+
+
+def test_lengths_that_do_not_add_up_reach_no_kernel() -> None:
+    transform = fused(FeatureGraph.of({"x": jagged("ids") >> ops.SigridHash(1, 50)}))
+    for lengths in ([2**62, 2**62, 3], [-1, 4, 0], [1, 1, 0]):
+        with pytest.raises(FeatureError, match="ids"):
+            transform({"ids": Jagged(torch.tensor([1, 2, 3]), torch.tensor(lengths))})
+
+
+def test_numbers_that_are_none_and_ids_beyond_tables_are_what_they_are_in_host_memory() -> None:
+    """NaN, infinity, the ends of int64, ids below and beyond a table: each by each operator that takes them."""
+    reals = torch.tensor([NAN, INF, -INF, -0.0, 1e-45, 3.4e38, -3.4e38, 0.5])
+    wholes = torch.tensor([LARGE, -LARGE - 1, -1, 0, 1, 255, 256, 2**31])
+    of_reals = [
+        *(ops.Logit(0.1), ops.BoxCox(0.0), ops.BoxCox(-0.5), ops.Onehot(-1.0, 1.0, 4), ops.Clamp(-1.0, 1.0)),
+        *(ops.Bucketize((0.0, 0.0, 1.0)), ops.FillNull(7.0), ops.FillNull(7.0, nan=True)),
+        *(ops.Cast("int32"), ops.Cast("int64"), ops.Cast("float64")),
+    ]
+    of_wholes = [
+        *(ops.MapId((5, 6, 7)), ops.SigridHash(3, 1000), ops.Clamp(-5, 5), ops.FillNull(1)),
+        *(ops.Cast("int32"), ops.Cast("float32"), ops.Onehot(0.0, 9.0, 3)),
+    ]
+    graph = FeatureGraph.of(
+        {f"real{at}": dense("reals") >> each for at, each in enumerate(of_reals)}
+        | {f"whole{at}": dense("wholes", "int64") >> each for at, each in enumerate(of_wholes)}
+    )
+    batch = {"reals": reals, "wholes": wholes}
+    found, expected = fused(graph)(batch), FeatureTransform(graph)(batch)
+    for name in expected:
+        same(found[name], expected[name])
+
+
 def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hetstream.mpi_dataworkers.gpu_features.kernel", None)
     with pytest.raises(FeatureError, match=r"need Triton: pip install 'hetstream\[triton\]'"):
@@ -208,7 +232,7 @@ def test_without_memory_a_batch_is_computed_in_host_memory_and_that_is_said_once
         same(found[2][name], expected[name])
     [message] = [record.message for record in caplog.records]
     assert "computed in host memory instead of on cpu" in message
-    assert ("arena_bytes=1000" if is_too_large else "Tried to allocate 2 GiB.") in message
+    assert ("bytes, of 1000" if is_too_large else "Tried to allocate 2 GiB.") in message
     assert "more about it" not in message
 
 
@@ -223,13 +247,7 @@ import json
 from hetstream.mpi_dataworkers.gpu_features.offline import compile_for
 print(json.dumps([vars(compile_for({architecture}, tile)) for tile in {tiles}]))
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for compiled in json.loads(done.stdout):
+    for compiled in json.loads(compile_offline(program, str(tmp_path))):
         assert compiled["architecture"] == architecture
         assert compiled["num_bytes"] > 1000
         assert compiled["spilled_bytes"] == 0

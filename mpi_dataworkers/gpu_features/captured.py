@@ -1,0 +1,164 @@
+"""Training steps as CUDA graphs, with the preprocessing of the next batch captured beside their layers.
+
+    with CapturedCoRun(graph, plan, model, step) as training:
+        for loss in training(loader):
+            ...
+
+A replay is one launch, and kernels begin beside the layers without a word of Python. A graph has fixed memory, so
+there are three slots, for the batch that is trained, the one that is computed and the one that is copied; and three
+graphs, of which each trains one slot and computes the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed
+from hetstream.mpi_dataworkers.gpu_features.corun import Captured, CoRun, own_memory
+from hetstream.mpi_dataworkers.gpu_features.interleaving import AHEAD
+from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
+from hetstream.mpi_dataworkers.gpu_features.streams import Stream, Streams
+
+_log = logging.getLogger(__name__)
+_SLOTS = AHEAD + 1
+# Steps that run as they are before the first is captured: libraries and allocators settle in them.
+_WARM_UP = 3 * _SLOTS
+# Slots are so many times as large as the first batch.
+_ROOM = 1.25
+
+
+@dataclass
+class _Slot:
+    """Memory for a batch, which a graph reads and writes.
+
+    Attributes:
+        read: the event after which nobody needs the batch that was there before.
+        number: of the batch that is there; -1 where it found no room.
+    """
+
+    arena: torch.Tensor
+    made: torch.Tensor
+    read: Any = None
+    number: int = -1
+
+
+class CapturedCoRun:
+    """Trains a model by CUDA graphs that compute the next batch, too.
+
+    A graph is for batches whose outputs have the sizes of the batch with which it was captured; other batches, the
+    first nine, and those without room run the step as it is. What a step gives is overwritten by the third step after.
+
+    Args:
+        graph: What to compute.
+        plan: Which features beside which layer.
+        model: The model.
+        step: A whole training step on the features of a batch: gradients, forward, backward, optimizer. It must bear to
+            be captured, as `torch.cuda.graph` demands.
+        layers, optimizer, streams, kernel: As in `CoRun`.
+
+    Attributes:
+        corun: What computes the batches; `corun.state_dict()` is the position.
+        num_replays: Steps that were replayed.
+
+    Raises:
+        FeatureError: as `CoRun`.
+    """
+
+    def __init__(
+        self,
+        graph: FeatureGraph,
+        plan: LaunchPlan,
+        model: torch.nn.Module,
+        step: Callable[[dict[str, Any]], Any],
+        *,
+        streams: Streams | None = None,
+        **options: Any,
+    ) -> None:
+        self.corun = CoRun(graph, plan, model, streams=streams, **options)
+        self.corun.take_memory = self._take
+        self.num_replays = 0
+        self._step = step
+        self._slots: list[_Slot] = []
+        self._graphs: dict[int, tuple[object, Captured]] = {}
+        self._refusal = ""
+
+    def __call__(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Train on all batches of an iteration; what the step gives for each."""
+        for slot in self._slots:
+            slot.number = -1
+        for number, features in enumerate(self.corun(loader)):
+            yield self._train(number, features)
+
+    def close(self) -> None:
+        """Free graphs and slots, and take the hooks off the model; safe to call twice."""
+        self.corun.close()
+        self._graphs.clear()
+        self._slots.clear()
+
+    def __enter__(self) -> CapturedCoRun:
+        self.corun.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _train(self, number: int, features: dict[str, Any]) -> Any:
+        """Train on a batch, by the graph of its slot if it found room there."""
+        if not self._is_in_slot(number):
+            return self._step(features)
+        at, form = number % _SLOTS, self._form_of(features)
+        if at not in self._graphs and number >= _WARM_UP and self._is_in_slot(number + 1) and not self._refusal:
+            self._capture(at, form, features)
+        own_form, captured = self._graphs.get(at, (None, None))
+        if captured is None or own_form != form:
+            result = self._step(features)
+        else:
+            self.corun.replay(captured, has_next=self._is_in_slot(number + 1))
+            self.num_replays += 1
+            result = captured.result
+        # A graph reads the next slot, too, whatever is there.
+        for slot in (self._slots[at], self._slots[(at + 1) % _SLOTS]):
+            slot.read = self.corun.streams.record(Stream.TRAINING)
+        return result
+
+    def _capture(self, at: int, form: object, features: dict[str, Any]) -> None:
+        try:
+            self._graphs[at] = form, self.corun.capture(lambda: self._step(features))
+        except RuntimeError as error:
+            self._refusal = str(error).partition("\n")[0]
+            _log.warning("hetstream: features: steps are not captured, and run as they are: %s", self._refusal)
+
+    def _is_in_slot(self, number: int) -> bool:
+        return bool(self._slots) and self._slots[number % _SLOTS].number == number
+
+    def _form_of(self, features: Mapping[str, Any]) -> object:
+        """Where in memory all tensors are, and their shapes."""
+        tensors = [
+            part
+            for value in features.values()
+            for part in (value if isinstance(value, tuple) else (value,))
+            if isinstance(part, torch.Tensor)
+        ]
+        return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+    def _take(self, streams: Streams, number: int, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of a batch: the slot of its number, where it has room there."""
+        if not self._slots:
+            sizes = [int(size * _ROOM) + 1 for size in (len(packed.words), -(-packed.made_bytes // 8))]
+            self._slots = [_Slot(streams.empty(sizes[0]), streams.empty(sizes[1])) for _ in range(_SLOTS)]
+        slot = self._slots[number % _SLOTS]
+        slot.number = -1
+        if len(packed.words) > len(slot.arena) or packed.made_bytes > 8 * len(slot.made):
+            return own_memory(streams, number, packed)
+        if slot.read is not None:
+            streams.wait(Stream.COPYING, slot.read)
+            streams.wait(Stream.PREPROCESSING, slot.read)
+        streams.wait(Stream.COPYING, streams.record(Stream.PREPROCESSING))  # of an iteration that was left
+        slot.number = number
+        return streams.copy(packed.words, slot.arena), slot.made

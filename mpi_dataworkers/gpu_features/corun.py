@@ -1,0 +1,426 @@
+"""Compute a feature graph on the trainer's GPU beside the layers of its model, batch n + 1 while batch n is trained.
+
+    plan = plan_launches(graph, Work(rows=4096), device, layers, num_multiprocessors=132)
+    with CoRun(graph, plan, model) as corun:
+        for features in corun(loader):  # a loader of raw columns
+            loss = model(features)
+            ...
+
+What is done when is decided in `interleaving.py`; here it is carried out on the streams of `streams.py`. A batch for
+which the GPU has no memory is computed in host memory, and from then on data workers compute all: none is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.reading import Reader
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
+from hetstream.mpi_dataworkers.gpu_features.fused import Launch, memory_bytes, moved, triton_launch
+from hetstream.mpi_dataworkers.gpu_features.interleaving import (
+    HandOver,
+    Interleaving,
+    Prepare,
+    Run,
+    Stop,
+    after,
+    batch_wanted,
+    layer_begins,
+    next_action,
+)
+from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, without_layers
+from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
+from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
+
+_log = logging.getLogger(__name__)
+
+
+class Computed(NamedTuple):
+    """A batch that data workers have computed.
+
+    Attributes:
+        features: the graph's outputs.
+    """
+
+    features: dict[str, Any]
+
+
+class ComputedByDataWorkers:
+    """A batch stage: the whole graph in data workers, marked so that nobody computes it again. It can be pickled."""
+
+    def __init__(self, graph: FeatureGraph) -> None:
+        self.graph = graph
+        self._transform = FeatureTransform(graph)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ComputedByDataWorkers, (self.graph,)
+
+    def __call__(self, batch: Mapping[str, Any]) -> Computed:
+        return Computed(self._transform(batch))
+
+
+@dataclass
+class _Batch:
+    """A batch that is under way.
+
+    Attributes:
+        raw: as the loader gave it.
+        state: the loader's, behind this batch.
+        error: raised when the loop comes to it.
+        packed, arena, made: what is on the device; None where it was computed elsewhere.
+        copied, done: the events of the ends of its copy, and of all that was launched of it.
+        features: the outputs, where it was computed elsewhere.
+    """
+
+    raw: Any = None
+    state: Any = None
+    error: Exception | None = None
+    packed: Packed | None = None
+    arena: torch.Tensor | None = None
+    made: torch.Tensor | None = None
+    copied: Any = None
+    done: Any = None
+    features: dict[str, Any] | None = None
+
+
+# Where a batch is on the device: gets streams, the batch's number and the batch; gives its arena, whose copy has begun,
+# and memory for its results, or raises OutOfMemoryError.
+TakeMemory = Callable[[Streams, int, Packed], tuple[torch.Tensor, torch.Tensor]]
+
+
+def own_memory(streams: Streams, _: int, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of a batch's own, so that a program may keep it."""
+    return streams.copy(packed.words), streams.empty(-(-packed.made_bytes // 8))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A training step as a graph.
+
+    Attributes:
+        replay: runs it.
+        result: what the step gave, which each replay gives again in the same memory.
+        launched: launches of the next batch that it has.
+    """
+
+    replay: Callable[[], None]
+    result: Any
+    launched: frozenset[int]
+
+
+class CoRun:
+    """A feature graph that is computed on the trainer's GPU while the batch before is trained.
+
+    Copies, kernels and training are on three streams, and the host waits for none of them. What is done in its context
+    comes before preprocessing. Results are those of `FusedTransform`. Where there is no GPU or no Triton, data workers
+    compute the graph, and a line in the log says so.
+
+    Args:
+        graph: What to compute.
+        plan: Which features beside which layer.
+        model: The model that is trained; its modules say when a layer begins.
+        layers: Modules by the names that the plan has for them; default: the model's children.
+        optimizer: The model's; its step is a layer, too.
+        streams: Of the device; default: those of the current GPU.
+        kernel: Values that a program works on at once, as in `FusedTransform`, and what runs it; default: Triton.
+
+    Attributes:
+        plan: The plan.
+        streams: Of the device, where there is one.
+        take_memory: Gives each batch its memory; default: of its own.
+
+    Raises:
+        FeatureError: the plan leaves out features or has some twice, or knows no layer of the model.
+    """
+
+    def __init__(
+        self,
+        graph: FeatureGraph,
+        plan: LaunchPlan,
+        model: torch.nn.Module,
+        *,
+        layers: Mapping[str, torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        streams: Streams | None = None,
+        kernel: tuple[int, Launch | None] = (256, None),
+    ) -> None:
+        self.graph = graph
+        program = program_of(graph)
+        _check_chains(plan, len(program.chains))
+        self._in_host_memory = FeatureTransform(graph)
+        self._read = Reader(graph.inputs)
+        self._tile = kernel[0]
+        self._missing, self._shortage, self._has_said_so = "", "", False
+        self._loader_state: Any = None
+        self._begin()
+        self.take_memory: TakeMemory = own_memory
+        self._is_capturing = False
+        self._device = torch.device("cpu")
+        self._context = contextlib.ExitStack()
+        self._hooks = LayerHooks(model, self.layer_begins, layers=layers, optimizer=optimizer)
+        self._context.callback(self._hooks.close)
+        try:
+            self.plan = without_layers(plan, self._hooks.names)
+        except FeatureError:
+            self.close()
+            raise
+        try:
+            self.streams = CudaStreams() if streams is None else streams
+            self._device = self.streams.device
+            self._launch = triton_launch() if kernel[1] is None else kernel[1]
+            launches = [each.chains for each in plan.launches]
+            self._pack = Packer(
+                graph,
+                program,
+                self._tile,
+                launches=launches,
+                pinned=self._device.type == "cuda",
+                most_bytes=memory_bytes(self._device),
+            )
+            self._constants = torch.from_numpy(program.constants).to(self._device)
+        except (FeatureError, torch.OutOfMemoryError) as error:
+            self._missing = str(error).partition("\n")[0]
+
+    def __call__(self, loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """The batches of an iteration over a loader of raw columns, computed.
+
+        Two batches are taken ahead. `state_dict` has the loader's position behind the batch that the loop has.
+        """
+        if self._missing:
+            self._leave_to_data_workers(loader, self._missing)
+        self._begin()
+        self._loader_state = _state_of(loader)
+        return _Iteration(self, loader)
+
+    def _begin(self) -> None:
+        self._state: Interleaving = Interleaving()
+        self._batches: dict[int, _Batch] = {}
+        self._iteration: object = None
+
+    def next_of(self, iteration: _Iteration) -> dict[str, Any]:
+        """The next batch of an iteration; called by that.
+
+        Raises:
+            StopIteration: there is none.
+            FeatureError: another iteration has begun.
+        """
+        if self._iteration is None:
+            self._iteration = iteration
+        if self._iteration is not iteration:
+            raise FeatureError("another iteration over this CoRun has begun: a CoRun has one at a time")
+        if not self._missing:
+            self.streams.follow()
+        self._state = batch_wanted(self._state)
+        return self._carry_out(iteration)
+
+    def layer_begins(self, name: str) -> None:
+        """A layer of the model begins; called by the hooks, or by a program that has a layer without a module."""
+        self._state = layer_begins(self.plan, self._state, name)
+        while self._state.due:
+            action = next_action(self.plan, self._state)
+            assert isinstance(action, Run)
+            self._run(action)
+            self._state = after(self._state, action)
+
+    def capture(self, step: Callable[[], Any]) -> Captured:
+        """Capture a step on the batch that the loop has, with what the next batch is to be launched beside it."""
+        before = self._state
+
+        def joined() -> Any:
+            result = step()
+            if self._state.launched != before.launched:
+                self.streams.wait(Stream.TRAINING, self.streams.record(Stream.PREPROCESSING))
+            return result
+
+        with self._by_graph():
+            replay, result = self.streams.capture(joined)
+            launched = self._state.launched - before.launched
+        return Captured(replay, result, launched)
+
+    def replay(self, captured: Captured, *, has_next: bool) -> None:
+        """Replay a step; `has_next` says whether the next batch is in the memory that the graph knows."""
+        with self._by_graph() as batch:
+            captured.replay()
+        if batch is not None and batch.packed is not None and has_next:
+            batch.done = self.streams.record(Stream.TRAINING)
+            self._state = replace(self._state, launched=self._state.launched | captured.launched)
+
+    @contextlib.contextmanager
+    def _by_graph(self) -> Iterator[_Batch | None]:
+        """The next batch is launched by a graph, which waits for no event of another stream: training does before."""
+        batch, state = self._batches.get(self._state.trained + 1), self._state
+        done = None if batch is None else batch.done
+        if batch is not None and batch.copied is not None:
+            self.streams.wait(Stream.TRAINING, batch.copied)
+        self._is_capturing = True
+        try:
+            yield batch
+        finally:
+            self._is_capturing = False
+            self._state = state
+            if batch is not None:
+                batch.done = done
+
+    def state_dict(self) -> Any:
+        """The loader's state behind the batch that the loop has; None of a loader that has none."""
+        return self._loader_state
+
+    def close(self) -> None:
+        """Take the hooks off the model; safe to call twice."""
+        self._context.close()
+        self._begin()
+
+    def __enter__(self) -> CoRun:
+        if not self._missing:
+            self._context.enter_context(self.streams.first())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Carrying out
+
+    def _carry_out(self, iteration: _Iteration) -> dict[str, Any]:
+        """What is to be done until the loop has its batch, and behind that."""
+        handed: _Batch | None = None
+        while (action := next_action(self.plan, self._state)) is not None:
+            there_was_one = True
+            if isinstance(action, Prepare):
+                there_was_one = self._prepare(action, iteration)
+            elif isinstance(action, Run):
+                self._run(action)
+            elif isinstance(action, HandOver):
+                handed = self._batches.pop(action.batch)
+            self._state = after(self._state, action, there_was_one)
+            if isinstance(action, Stop):
+                raise StopIteration
+            if isinstance(action, HandOver) and self._shortage and not self._missing:
+                self._go_on_without_room(iteration.loader)
+        assert handed is not None
+        self._loader_state = handed.state
+        return self._handed_over(handed)
+
+    def _prepare(self, action: Prepare, iteration: _Iteration) -> bool:
+        """Take a batch and begin to copy it; whether there was one."""
+        batch = self._batches[action.batch] = _Batch()
+        try:
+            batch.raw = next(iteration.batches)
+            batch.state = _state_of(iteration.loader)
+            try:
+                self._begin_copy(action.batch, batch)
+            except torch.OutOfMemoryError as error:
+                self._compute_elsewhere(batch, error)
+        except StopIteration:
+            del self._batches[action.batch]
+            return False
+        except Exception as error:  # noqa: BLE001, raised when the loop comes to it
+            batch.error = error
+        return True
+
+    def _begin_copy(self, number: int, batch: _Batch) -> None:
+        if isinstance(batch.raw, Computed):
+            batch.features = batch.raw.features
+        elif self._missing:
+            batch.features = self._in_host_memory(batch.raw)
+        else:
+            packed = self._pack(*self._read(batch.raw))
+            batch.arena, batch.made = self.take_memory(self.streams, number, packed)
+            batch.copied = batch.done = self.streams.record(Stream.COPYING)
+            batch.packed = packed
+
+    def _run(self, action: Run) -> None:
+        """Launch some features of a batch, behind what the training stream has reached."""
+        batch = self._batches[action.batch]
+        if batch.packed is None or not (batch.packed.num_tiles[action.launch] or self._is_capturing):
+            return
+        assert batch.arena is not None
+        assert batch.made is not None
+        arenas = batch.arena, batch.made, self._constants
+        num_programs = self.plan.launches[action.launch].num_programs
+        try:
+            self.streams.wait(Stream.PREPROCESSING, self.streams.record(Stream.TRAINING))
+            if not self._is_capturing:  # else training has waited for it
+                self.streams.wait(Stream.PREPROCESSING, batch.copied)
+            self.streams.launch(
+                lambda: self._launch(arenas, action.launch, num_programs, self._tile), [batch.arena], [batch.made]
+            )
+            batch.done = self.streams.record(Stream.PREPROCESSING)
+        except torch.OutOfMemoryError as error:
+            self._compute_elsewhere(batch, error)
+
+    def _handed_over(self, batch: _Batch) -> dict[str, Any]:
+        """The outputs of a batch, for the training stream from here on."""
+        if batch.error is not None:
+            raise batch.error
+        if batch.packed is None:
+            assert batch.features is not None
+            return {name: moved(value, self._device) for name, value in batch.features.items()}
+        assert batch.arena is not None
+        assert batch.made is not None
+        assert batch.done is not None
+        self.streams.wait(Stream.TRAINING, batch.done)
+        self.streams.use([batch.arena, batch.made], Stream.TRAINING)
+        return dict(unpack(self.graph, batch.packed, batch.arena, batch.made))
+
+    # Without room
+
+    def _compute_elsewhere(self, batch: _Batch, error: torch.OutOfMemoryError) -> None:
+        self._shortage = str(error).partition("\n")[0]
+        batch.packed = batch.arena = batch.made = batch.copied = None
+        try:
+            batch.features = self._in_host_memory(batch.raw)
+        except FeatureError as wrong:
+            batch.error = wrong
+
+    def _go_on_without_room(self, loader: Iterable[Any]) -> None:
+        """A batch had no room: data workers compute the next ones, or without such it is tried again."""
+        if self._leave_to_data_workers(loader, self._shortage):
+            self._missing = self._shortage
+        self._shortage = ""
+
+    def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
+        """Have data workers compute the graph from the next step on, and say so once; whether they will."""
+        # A stage of the program's own would be gone.
+        can = hasattr(loader, "set_batch_stage") and getattr(loader, "batch_stage", None) is None
+        if can:
+            loader.set_batch_stage(ComputedByDataWorkers(self.graph))  # type: ignore[attr-defined]
+        if not self._has_said_so:
+            who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
+            _log.warning("hetstream: features: %s: %s", who, reason)
+            self._has_said_so = True
+        return can
+
+
+class _Iteration(Iterator[dict[str, Any]]):
+    """An iteration over a loader; after an exception it goes on with the next batch."""
+
+    def __init__(self, corun: CoRun, loader: Iterable[Any]) -> None:
+        self._corun = corun
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __next__(self) -> dict[str, Any]:
+        return self._corun.next_of(self)
+
+
+def _check_chains(plan: LaunchPlan, count: int) -> None:
+    """Raise FeatureError where a plan does not have each feature once."""
+    chains = sorted(chain for launch in plan.launches for chain in launch.chains)
+    if chains != list(range(count)):
+        raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")
+
+
+def _state_of(loader: Iterable[Any]) -> Any:
+    """The state of a loader that has one."""
+    state_dict: Callable[[], Any] | None = getattr(loader, "state_dict", None)
+    return None if state_dict is None else state_dict()

@@ -1,0 +1,173 @@
+"""Which features a trainer's GPU computes beside which layer of the model, and with how many programs. Pure.
+
+    plan = plan_launches(graph, Work(rows=4096), H200, layers, num_multiprocessors=132)
+
+RAP fuses operators of one kind and launches kernel after kernel. With one kernel for whole features (`kernel.py`)
+nothing is written between two operators, no feature waits for another one, and each layer has one launch at most. So
+a feature is one operation of the `Problem`, and all are of one kind. A launch gets as few programs as let it end with
+its layer, if it is alone: so many multiprocessors it may take away from the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features import operators as ops
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.gpu_features.opcodes import Chain, program_of
+from hetstream.mpi_dataworkers.gpu_features.operations import INSTRUCTIONS, Device, length_after
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
+from hetstream.mpi_dataworkers.gpu_features.search import search
+
+KIND = "features"
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What batches are like.
+
+    Attributes:
+        rows: of a batch.
+        list_length: values in a list of a jagged input, on average.
+        factor: by which features take longer than the device's numbers say, as measured; 1 where nothing is.
+    """
+
+    rows: int
+    list_length: float = 1.0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of the kernel.
+
+    Attributes:
+        layer: when this layer of the batch before begins.
+        chains: the features, as places in `program_of(graph).chains`.
+        num_programs: of the grid.
+    """
+
+    layer: str
+    chains: tuple[int, ...]
+    num_programs: int
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a batch is computed beside the training of the batch before.
+
+    Attributes:
+        launches: together they have each feature once.
+        exposed_s: by which a training step is longer, as predicted.
+        reason: why it is this plan.
+    """
+
+    launches: tuple[Launch, ...]
+    exposed_s: float
+    reason: str
+
+
+def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPlan:
+    """All features in one launch when a layer begins: what a program has that knows nothing of its layers."""
+    chains = tuple(range(len(program_of(graph).chains)))
+    return LaunchPlan((Launch(layer, chains, num_programs),), 0.0, "all features at once")
+
+
+def plan_launches(
+    graph: FeatureGraph,
+    work: Work,
+    device: Device,
+    layers: Sequence[Layer],
+    *,
+    num_multiprocessors: int,
+    limit_s: float = 1.0,
+) -> LaunchPlan:
+    """Divide the features of a graph among layers so that a training step is as little longer as can be found.
+
+    Args:
+        graph: the graph.
+        work: what its batches are like.
+        device: on which it is computed.
+        layers: of a training step, with what each leaves; `capacity.capacities` measures it.
+        num_multiprocessors: of the device.
+        limit_s: of the search.
+
+    Raises:
+        FeatureError: a number is negative, infinite or NaN, or there is no layer, no row or no multiprocessor.
+    """
+    if work.rows < 1 or not 0 <= work.list_length < math.inf or not 0 < work.factor < math.inf:
+        raise FeatureError(f"{work}: rows of at least 1, a finite list_length, and a factor above 0")
+    if num_multiprocessors < 1:
+        raise FeatureError(f"num_multiprocessors={num_multiprocessors}: at least 1")
+    problem = Problem(operations_of_features(graph, work, device), tuple(layers), device.launch_s)
+    found = search(problem, limit_s=limit_s)
+    chains: dict[int, list[int]] = {}
+    for kernel in found.kernels:
+        chains.setdefault(kernel.layer, []).extend(kernel.operations)
+    launches = tuple(
+        Launch(
+            problem.layers[layer].name,
+            tuple(sorted(of_layer)),
+            _programs(problem, problem.layers[layer], of_layer, num_multiprocessors),
+        )
+        for layer, of_layer in sorted(chains.items())
+    )
+    # Two kernels of one layer are one launch here, so nothing is exposed more than was found.
+    return LaunchPlan(launches, found.cost.exposed_s, found.reason)
+
+
+def operations_of_features(graph: FeatureGraph, work: Work, device: Device) -> tuple[Operation, ...]:
+    """What each feature takes of a device's memory traffic and arithmetic, in the order of the program's chains."""
+    return tuple(_operation(chain, work, device) for chain in program_of(graph).chains)
+
+
+def _operation(chain: Chain, work: Work, device: Device) -> Operation:
+    length = given_length = work.list_length if chain.given.is_jagged else float(chain.given.width)
+    instructions = 0.0
+    for operator in chain.operators:
+        if chain.made.is_jagged:
+            length = length_after(operator, length)
+        halvings = np.ceil(np.log2(len(operator.borders) + 1)) if isinstance(operator, ops.Bucketize) else 1.0
+        instructions += INSTRUCTIONS[type(operator)] * float(halvings)
+    made_length = length if chain.made.is_jagged else float(chain.made.width)
+    num_bytes = work.rows * (given_length * _item(chain.given.dtype) + made_length * _item(chain.made.dtype))
+    num_bytes += work.rows * _WORD_BYTES * (chain.given.is_jagged + chain.made.is_jagged)
+    # Each value of the result goes through all operators.
+    return Operation(
+        chain.result,
+        KIND,
+        -1,
+        work.factor * num_bytes / device.bytes_per_s,
+        work.factor * instructions * work.rows * made_length / device.instructions_per_s,
+    )
+
+
+def _item(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
+
+
+def _programs(problem: Problem, layer: Layer, chains: Sequence[int], num_multiprocessors: int) -> int:
+    operations = [problem.operations[at] for at in chains]
+    alone_s = max(sum(each.memory_s for each in operations), sum(each.compute_s for each in operations))
+    share = alone_s / layer.duration_s if layer.duration_s > 0 else 1.0
+    return max(1, min(num_multiprocessors, math.ceil(share * num_multiprocessors)))
+
+
+def without_layers(plan: LaunchPlan, known: Sequence[str]) -> LaunchPlan:
+    """The same plan where some layers' launches wait for the batch to be wanted, since no such layer begins.
+
+    Raises:
+        FeatureError: not one layer of the plan is known.
+    """
+    unknown = sorted({launch.layer for launch in plan.launches} - set(known))
+    if unknown and len(unknown) == len({launch.layer for launch in plan.launches}):
+        raise FeatureError(
+            f"the plan launches beside {', '.join(unknown)}, and the model has {', '.join(known) or 'no layer'}"
+        )
+    return replace(plan, reason=f"{plan.reason}; no layer is called {', '.join(unknown)}") if unknown else plan

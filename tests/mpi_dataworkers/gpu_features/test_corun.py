@@ -1,0 +1,314 @@
+"""Preprocessing beside training: who runs when, on streams that find what would be read too early; no GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from interpreted import interpreted_launch, same
+
+from benchmarks.rap_cases import batch_of
+from hetstream import DataLoader, FeatureError
+from hetstream.mpi_dataworkers.features import operators as ops
+from hetstream.mpi_dataworkers.features.batches import JaggedBatch
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.corun import ComputedByDataWorkers, CoRun
+from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
+from hetstream.mpi_dataworkers.gpu_features.interleaving import (
+    AHEAD,
+    HandOver,
+    Interleaving,
+    Prepare,
+    Run,
+    Stop,
+    after,
+    batch_wanted,
+    layer_begins,
+    next_action,
+)
+from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, Work, all_at_once, plan_launches
+from hetstream.mpi_dataworkers.gpu_features.operations import H200
+from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
+
+SIZE = PlanSize("small", (1000, 50), 2, 2, 12, list_length=(0, 3))
+GRAPH = make_plan(SIZE)
+ROWS = 6
+BATCHES = [batch_of(SIZE, ROWS, seed) for seed in range(5)]
+PLAN = LaunchPlan((Launch("table.backward", (2, 0), 2), Launch("dense.forward", (1, 3), 1)), 0.0, "by hand")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted() -> Iterator[None]:
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'hetstream[triton]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+class Model(torch.nn.Module):
+    """A dense layer and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.LazyLinear(4)
+        self.table = torch.nn.Embedding(1000, 4)
+
+    def forward(self, features: dict[str, Any]) -> torch.Tensor:
+        sparse: JaggedBatch = features["sparse"]
+        found: torch.Tensor = self.dense(features["dense"].nan_to_num(0, 0, 0)).sum()
+        return found + self.table(sparse.values % 1000).sum()
+
+
+def train(model: Model, features: dict[str, Any]) -> float:
+    loss = model(features)
+    loss.backward()
+    return float(loss.detach())
+
+
+def corun(model: torch.nn.Module, streams: FakeStreams | None = None, plan: LaunchPlan = PLAN, **options: Any) -> CoRun:
+    return CoRun(GRAPH, plan, model, streams=streams or FakeStreams(), kernel=(16, interpreted_launch), **options)
+
+
+def expected(raw: dict[str, Any]) -> dict[str, Any]:
+    return dict(FeatureTransform(GRAPH)(raw))
+
+
+def check(found: dict[str, Any], raw: dict[str, Any]) -> None:
+    for name, value in expected(raw).items():
+        same(found[name], value)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_batch_is_prepared_computed_and_handed_over_once_whatever_begins_when(seed: int) -> None:
+    """The pure part alone, with layers that begin twice, not at all, or before there is anything."""
+    draw = random.Random(seed)
+    count, num_launches = draw.randint(0, 6), draw.randint(0, 4)
+    plan = LaunchPlan(tuple(Launch(f"{draw.randrange(3)}", (at,), 1) for at in range(num_launches)), 0.0, "")
+    state, done, events = Interleaving(), [], 0
+    while Stop() not in done:
+        events += 1
+        assert events < 1000
+        state = batch_wanted(state) if draw.random() < 0.3 else layer_begins(plan, state, f"{draw.randrange(4)}")
+        while (action := next_action(plan, state)) is not None:
+            there_was_one = not isinstance(action, Prepare) or action.batch < count
+            if there_was_one:
+                done.append(action)
+            state = after(state, action, there_was_one)
+            assert state.prepared - state.trained <= AHEAD + 1
+            if action == Stop():
+                break
+    for batch in range(count):
+        of_batch = [action for action in done if not isinstance(action, Stop) and action.batch == batch]
+        assert of_batch[0] == Prepare(batch)
+        assert of_batch[-1] == HandOver(batch)
+        assert sorted(of_batch[1:-1], key=str) == [Run(batch, launch) for launch in range(num_launches)]
+    assert [action for action in done if isinstance(action, HandOver)] == [HandOver(batch) for batch in range(count)]
+
+
+def test_the_next_batch_is_computed_beside_the_layers_of_the_plan() -> None:
+    """On the streams: copy n + 2, compute n + 1 when its layer begins, train n; and what is read has been written."""
+    streams, model = FakeStreams(), Model()
+    with corun(model, streams) as beside:
+        for number, features in enumerate(beside(BATCHES)):
+            check(features, BATCHES[number])
+            begin = len(streams.log)
+            train(model, features)
+            kinds = [(stream, what.split()[0]) for stream, what in streams.log[begin:]]
+            is_last = number == len(BATCHES) - 1
+            assert kinds == [] if is_last else [(Stream.PREPROCESSING, "launch")] * 2
+    assert number == len(BATCHES) - 1
+    copies = [what for stream, what in streams.log if stream is Stream.COPYING]
+    assert len(copies) == len(BATCHES)
+
+
+def test_what_no_layer_launches_runs_when_the_batch_is_wanted() -> None:
+    """A model whose table is not used in some steps, as of a mixture of experts."""
+    model = Model()
+    with corun(model) as beside:
+        for number, features in enumerate(beside(BATCHES)):
+            check(features, BATCHES[number])
+            if number % 2:
+                train(model, features)
+            else:
+                model.dense(features["dense"])
+    plan = LaunchPlan((*PLAN.launches[:1], Launch("gone.forward", (1, 3), 1)), 0.0, "by hand")
+    with corun(model, plan=plan) as beside:
+        assert "no layer is called gone.forward" in beside.plan.reason
+        for number, features in enumerate(beside(BATCHES)):
+            check(features, BATCHES[number])
+
+
+class Hasty(FakeStreams):
+    """Forgets one of the waits."""
+
+    def __init__(self, forgotten: Stream) -> None:
+        super().__init__()
+        self._forgotten = forgotten
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        if stream is not self._forgotten:
+            super().wait(stream, event)
+
+
+@pytest.mark.parametrize("forgotten", [Stream.PREPROCESSING, Stream.TRAINING])
+def test_the_fake_finds_what_would_be_read_too_early(forgotten: Stream) -> None:
+    model = Model()
+    with corun(model, Hasty(forgotten)) as beside, pytest.raises(AssertionError, match="does not wait for"):
+        next(iter(beside(BATCHES)))
+
+
+@pytest.mark.parametrize("full_at", [(at,) for at in range(10)] + [tuple(range(10))])
+def test_wherever_the_gpu_is_full_no_batch_is_lost_and_that_is_said_once(
+    full_at: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Copies and results of five batches, of which some find no room."""
+    model = Model()
+    with corun(model, FakeStreams(full_at)) as beside, caplog.at_level(logging.WARNING):
+        for number, features in enumerate(beside(BATCHES)):
+            check(features, BATCHES[number])
+            train(model, features)
+    assert number == len(BATCHES) - 1
+    [message] = [record.message for record in caplog.records]
+    assert "computed by the trainer's CPU: fake device: out of memory" in message
+
+
+def _raw(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    return batches[0]
+
+
+@pytest.mark.parametrize("full_at", [(2,), ()])
+def test_data_workers_compute_the_graph_from_then_on(
+    full_at: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a loader of ours: without room for a batch, and without a GPU."""
+    model = Model()
+    loader = DataLoader(BATCHES, batch_size=1, collate_fn=_raw, shuffle=False)
+    with caplog.at_level(logging.WARNING), loader:
+        beside = corun(model, FakeStreams(full_at)) if full_at else CoRun(GRAPH, PLAN, model)
+        if torch.cuda.is_available() and not full_at:
+            pytest.skip("there is a GPU here")
+        with beside:
+            for number, features in enumerate(beside(loader)):
+                check(features, BATCHES[number])
+                train(model, features)
+        assert number == len(BATCHES) - 1
+        assert isinstance(loader.batch_stage, ComputedByDataWorkers)
+    [message] = [record.message for record in caplog.records]
+    assert "data workers compute the whole graph" in message
+    assert ("no room" if full_at else "there is no GPU here") in message
+
+
+def test_a_programs_own_batch_stage_stays_where_the_gpu_is_full() -> None:
+    model = Model()
+    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, batch_stage=dict, shuffle=False) as loader:
+        with corun(model, FakeStreams([2])) as beside:
+            for number, features in enumerate(beside(loader)):
+                check(features, BATCHES[number])
+        assert loader.batch_stage is dict
+
+
+def test_a_saved_position_is_that_of_the_batch_that_the_loop_has() -> None:
+    """Although two more have been taken."""
+    model = Model()
+    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, shuffle=False) as loader, corun(model) as beside:
+        iteration = iter(beside(loader))
+        next(iteration)
+        next(iteration)
+        saved = beside.state_dict()
+    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, shuffle=False) as loader, corun(model) as beside:
+        loader.load_state_dict(saved)
+        found = list(beside(loader))
+        assert len(found) == 3
+        check(found[0], BATCHES[2])
+        check(found[2], BATCHES[4])
+
+
+def test_an_error_of_a_batch_comes_when_the_loop_comes_to_it_and_the_next_batch_follows() -> None:
+    model = Model()
+    wrong = {**BATCHES[2], "dense1": torch.zeros(ROWS, dtype=torch.float64)}
+    with corun(model) as beside:
+        iteration = iter(beside([*BATCHES[:2], wrong, BATCHES[3]]))
+        for number in range(2):
+            check(next(iteration), BATCHES[number])
+        with pytest.raises(FeatureError, match="dense1 is float64"):
+            next(iteration)
+        check(next(iteration), BATCHES[3])
+        with pytest.raises(StopIteration):
+            next(iteration)
+        other = iter(beside(BATCHES))
+        check(next(other), BATCHES[0])
+        with pytest.raises(FeatureError, match="one at a time"):
+            next(iteration)
+
+
+def test_empty_batches_and_no_batch() -> None:
+    model, empty = Model(), batch_of(SIZE, 0)
+    with corun(model) as beside:
+        assert list(beside([])) == []
+        for features in beside([empty, BATCHES[0], empty]):
+            assert features["dense"].shape[1:] == expected(empty)["dense"].shape[1:]
+
+
+def test_plans_of_other_graphs_and_models_are_refused_and_hooks_go_away() -> None:
+    model = Model()
+    with pytest.raises(FeatureError, match=r"the features \[0, 1\], and the graph 0 to 3"):
+        corun(model, plan=LaunchPlan((Launch("dense.forward", (0, 1), 1),), 0.0, ""))
+    with pytest.raises(FeatureError, match=r"beside attention.forward, and the model has dense.forward"):
+        corun(model, plan=all_at_once(GRAPH, "attention.forward", 1))
+    with pytest.raises(FeatureError, match="layer 'other' is no module of the model"):
+        corun(model, layers={"other": torch.nn.Linear(1, 1)})
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    corun(model, plan=all_at_once(GRAPH, "optimizer", 1), optimizer=optimizer).close()
+    beside = corun(model)
+    assert model.table._forward_pre_hooks
+    beside.close()
+    beside.close()
+    assert not model.table._forward_pre_hooks
+    assert not model.table._forward_hooks
+    if not torch.cuda.is_available():
+        with pytest.raises(FeatureError, match="there is no GPU here"):
+            CudaStreams()
+
+
+def test_the_stage_of_data_workers_can_be_pickled() -> None:
+    stage = pickle.loads(pickle.dumps(ComputedByDataWorkers(GRAPH)))
+    check(stage(BATCHES[0]).features, BATCHES[0])
+
+
+def test_a_plan_puts_features_where_layers_have_room_and_takes_no_more_programs_than_needed() -> None:
+    """The wide layer has all the room; a lighter load has fewer programs."""
+    layers = (Layer("narrow.forward", 1e-3, 0.0, 0.0), Layer("wide.forward", 1e-3, 9e-4, 9e-4))
+    plan = plan_launches(GRAPH, Work(4096, 2.0), H200, layers, num_multiprocessors=132, limit_s=0.2)
+    [launch] = plan.launches
+    assert launch.layer == "wide.forward"
+    assert sorted(launch.chains) == [0, 1, 2, 3]
+    assert plan.exposed_s == 0
+    more = plan_launches(GRAPH, Work(4096, 2.0, factor=1000), H200, layers, num_multiprocessors=132, limit_s=0.2)
+    assert 1 <= launch.num_programs < sum(each.num_programs for each in more.launches) <= 132
+    for work in (Work(0), Work(1, float("nan")), Work(1, factor=0.0)):
+        with pytest.raises(FeatureError, match="rows of at least 1"):
+            plan_launches(GRAPH, work, H200, layers, num_multiprocessors=132)
+    with pytest.raises(FeatureError, match="num_multiprocessors=0"):
+        plan_launches(GRAPH, Work(1), H200, layers, num_multiprocessors=0)
+
+
+def test_a_features_work_is_that_of_its_values() -> None:
+    """Ngram makes more values, and all operators of the feature are carried out for each of them."""
+    narrow = FeatureGraph.of({"x": jagged("x") >> ops.SigridHash(1, 100)})
+    wide = FeatureGraph.of({"x": jagged("x") >> ops.SigridHash(1, 100) >> ops.Ngram(2)})
+    column = FeatureGraph.of({"x": dense("x") >> ops.Bucketize((0.0, 1.0, 2.0))})
+    layers = (Layer("a.forward", 1.0, 1.0, 1.0),)
+    plans = [
+        plan_launches(graph, Work(10**6, 32), H200, layers, num_multiprocessors=10**6, limit_s=0.1)
+        for graph in (narrow, wide, column)
+    ]
+    narrow_count, wide_count, column_count = (plan.launches[0].num_programs for plan in plans)
+    assert wide_count > 1.5 * narrow_count > 15 * column_count

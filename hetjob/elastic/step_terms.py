@@ -3,8 +3,8 @@
 A step computes gradients (T_grad), updates parameters (T_upd) and synchronises them (T_sync), as in DLRover-RM's model;
 its data are loaded beside that (T_data). The trainers of a running job have one configuration: as many ranks, CPUs and
 samples as when they began. So what is seen identifies the sum of the first three. T_upd is known besides where the
-trainer has timed its optimizer, and T_sync with a single rank, where it is zero; T_grad is what is left. Embeddings
-(T_emb) are looked up on the trainer in its forward pass: they are a part of T_grad. Nothing is guessed.
+trainer has timed its optimizer, T_emb (looking up embeddings) where it has timed that, and T_sync with a single rank,
+where it is zero; T_grad is what is left. Without embeddings there is no T_emb. Nothing is guessed.
 
 Called by `hetjob/master/elastic.py`; shown by `hetstream why` and `hetstream summary`.
 """
@@ -15,10 +15,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.messages import LoaderStatus, OptimizerCalls
+from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
 
 # A loader's times are those of its last five seconds: readings that are nearer to each other count some steps twice.
 _EVERY_S = 6.0
@@ -28,7 +29,7 @@ _Z95 = 1.96
 _MOST_WAIT_SHARE = 0.95
 # Where this many in a row are so far from the mean, another phase of the program has begun.
 _OTHER, _OTHERS = 0.25, 3
-GRADIENT, UPDATE, SYNCHRONISATION = "T_grad", "T_upd", "T_sync"
+GRADIENT, EMBEDDING, UPDATE, SYNCHRONISATION = "T_grad", "T_emb", "T_upd", "T_sync"
 
 
 class StepTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,40 +53,91 @@ class StepTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.name}: {1e3 * self.seconds:.3g} ms ± {1e3 * self.error_s:.2g} ms: {self.reason}"
 
 
-class _UpdateReadings:
-    """The optimizer's time for a step of a loader, by what a trainer has counted between two looks."""
+class _TimedReadings:
+    """What a trainer has timed, for a step of a loader, by what it has counted between two looks.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the term.
+        what: that is timed, in the plural.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self.name, self._what = name, what
         self.seconds: deque[float] = deque(maxlen=_MOST_READINGS)
         self.num_timed = 0
-        self._before: tuple[int, int, OptimizerCalls] | None = None  # pid, steps
+        self._before: _Timed | None = None
 
-    def note(self, row: LoaderStatus) -> None:
-        """Take in a look at a trainer; without a timed call since the one before, that one stays."""
-        if row.optimizer is None:
-            return
-        now = row.pid, row.totals.steps, row.optimizer
-        if self._before is None or self._before[0] != row.pid or now[1] < self._before[1]:
+    @property
+    def is_seen(self) -> bool:
+        """Whether the trainer has anything of the kind."""
+        return self._before is not None
+
+    def note(self, row: LoaderStatus, num_timed: int, timed_s: float) -> None:
+        """Take in a look at a trainer; without anything timed since the one before, that one stays.
+
+        Args:
+            row: of the trainer; its optimizer has stepped.
+            num_timed, timed_s: timed since it was started. An optimizer's call, or the time between two, is the unit.
+        """
+        assert row.optimizer is not None
+        now = _Timed(row.pid, row.totals.steps, row.optimizer.num_calls, num_timed, timed_s)
+        before = self._before
+        if before is None or before.pid != now.pid or now.steps < before.steps:
             self._before = now
             return
-        _, steps, calls = self._before
-        num_steps, num_timed = row.totals.steps - steps, row.optimizer.num_timed - calls.num_timed
-        if num_steps <= 0 or num_timed <= 0:
+        num_steps, num = now.steps - before.steps, now.num_timed - before.num_timed
+        if num_steps <= 0 or num <= 0:
             return
         self._before = now
-        each_s = (row.optimizer.timed_s - calls.timed_s) / num_timed
-        self.seconds.append(each_s * (row.optimizer.num_calls - calls.num_calls) / num_steps)
-        self.num_timed += num_timed
+        each_s = (now.timed_s - before.timed_s) / num
+        self.seconds.append(each_s * (now.num_calls - before.num_calls) / num_steps)
+        self.num_timed += num
 
     def term(self) -> StepTerm:
-        """T_upd, as far as it is known."""
+        """The term, as far as it is known."""
         num = len(self.seconds)
-        if self._before is None:
-            return StepTerm(UPDATE, None, None, "no call of an optimizer was seen: none of torch's, or a compiled one")
         if num < _LEAST_READINGS:
-            return StepTerm(UPDATE, None, None, f"{num} of {_LEAST_READINGS} readings of timed calls of the optimizer")
-        reason = f"{num} readings, {self.num_timed} timed calls of the optimizer"
-        return StepTerm(UPDATE, fmean(self.seconds), _error_s(self.seconds), reason)
+            return StepTerm(self.name, None, None, f"{num} of {_LEAST_READINGS} readings of {self._what}")
+        reason = f"{num} readings, {self.num_timed:,} {self._what}"
+        return StepTerm(self.name, fmean(self.seconds), _error_s(self.seconds), reason)
+
+
+class _Timed(NamedTuple):
+    """A look: whose, steps of its loader, calls of its optimizers, and what was timed in all."""
+
+    pid: int
+    steps: int
+    num_calls: int
+    num_timed: int
+    timed_s: float
+
+
+class _Phase:
+    """What was seen since the program last began to do something else.
+
+    Args:
+        num_ranks: that it has.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.readings: deque[float] = deque(maxlen=_MOST_READINGS)
+        self.updates = _TimedReadings(UPDATE, "timed calls of the optimizer")
+        self.lookups = _TimedReadings(EMBEDDING, "steps with timed lookups of embeddings")
+        self._num_others = 0
+
+    def is_over(self, step_s: float) -> bool:
+        """Whether so many steps in a row are so different that another phase has begun."""
+        is_other = bool(self.readings) and abs(step_s / fmean(self.readings) - 1) > _OTHER
+        self._num_others = self._num_others + 1 if is_other else 0
+        return self._num_others >= _OTHERS
+
+    def note(self, row: LoaderStatus) -> None:
+        """Take in what a rank has timed."""
+        if (calls := row.optimizer) is not None:
+            self.updates.note(row, calls.num_timed, calls.timed_s)
+            if calls.embeddings is not None:
+                self.lookups.note(row, calls.embeddings.num_timed, calls.embeddings.timed_s)
 
 
 class StepTerms:
@@ -97,11 +149,8 @@ class StepTerms:
 
     def __init__(self) -> None:
         self.told: tuple[StepTerm, ...] = ()
-        self._readings: deque[float] = deque(maxlen=_MOST_READINGS)
-        self._updates = _UpdateReadings()
-        self._num_others = 0
+        self._phase = _Phase(0)
         self._num_noted = 0
-        self._num_ranks = 0
         self._read_at = -math.inf
 
     def note(self, loaders: Sequence[LoaderStatus], loading: StepTerm, now: float) -> None:
@@ -122,52 +171,63 @@ class StepTerms:
         if slowest.wait_share > _MOST_WAIT_SHARE:
             return
         self._read_at = now
-        if slowest.world_size != self._num_ranks:
-            self._begin_anew()
-            self._num_ranks = slowest.world_size
-        is_other = bool(self._readings) and abs(slowest.step_s / fmean(self._readings) - 1) > _OTHER
-        self._num_others = self._num_others + 1 if is_other else 0
-        if self._num_others >= _OTHERS:
-            self._begin_anew()
-        self._readings.append(slowest.step_s)
-        # Each rank updates as much as any other, so one of them says it.
-        self._updates.note(min(ranks, key=lambda row: row.rank))
+        if slowest.world_size != self._phase.num_ranks or self._phase.is_over(slowest.step_s):
+            self._phase = _Phase(slowest.world_size)
+        self._phase.readings.append(slowest.step_s)
+        # Each rank updates as much as any other, and looks up as much, so one of them says it.
+        self._phase.note(min(ranks, key=lambda row: row.rank))
         # As they come in the beginning, later once in five minutes: what is told is written to a file.
         self._num_noted += 1
         if self._num_noted <= 2 * _LEAST_READINGS or self._num_noted % _MOST_READINGS == 0:
             self.told = (*self._terms(), loading)
 
-    def _begin_anew(self) -> None:
-        self._readings.clear()
-        self._updates = _UpdateReadings()
-        self._num_others = 0
-
     def _terms(self) -> tuple[StepTerm, ...]:
-        num = len(self._readings)
-        names = [GRADIENT, UPDATE] if self._num_ranks == 1 else [GRADIENT, UPDATE, SYNCHRONISATION]
+        phase = self._phase
+        num, has_embeddings, is_alone = len(phase.readings), phase.lookups.is_seen, phase.num_ranks == 1
+        computing = [GRADIENT, EMBEDDING, UPDATE] if has_embeddings else [GRADIENT, UPDATE]
+        names = computing if is_alone else [*computing, SYNCHRONISATION]
         name = " + ".join(names)
         if num < _LEAST_READINGS:
             return (StepTerm(name, None, None, f"{num} of {_LEAST_READINGS} readings"),)
         reason = f"{num} readings of the time between two batches"
-        together = StepTerm(name, fmean(self._readings), _error_s(self._readings), reason)
-        update = self._updates.term()
-        apart = f"ranks, their CPUs and batches do not vary while the job runs ({self._num_ranks} ranks)"
-        if self._num_ranks == 1:
+        together = StepTerm(name, fmean(phase.readings), _error_s(phase.readings), reason)
+        timed = [_update(phase.updates), *([phase.lookups.term()] if has_embeddings else [])]
+        left = _without(together, timed, names)
+        if is_alone:
             alone = StepTerm(SYNCHRONISATION, 0.0, 0.0, "one rank has nobody to synchronise with")
-            return together, update, _without(together, update, GRADIENT), alone
-        others = (StepTerm(each, None, None, apart) for each in names if each != UPDATE)
-        return together, update, _without(together, update, f"{GRADIENT} + {SYNCHRONISATION}"), *others
+            return together, *timed, left, alone
+        apart = f"ranks, their CPUs and batches do not vary while the job runs ({phase.num_ranks} ranks)"
+        others = (StepTerm(each, None, None, apart) for each in (GRADIENT, SYNCHRONISATION))
+        return together, *timed, left, *others
 
 
-def _without(together: StepTerm, update: StepTerm, name: str) -> StepTerm:
-    """What the sum leaves for the others; errors of both readings add up as those of independent ones do."""
-    if update.seconds is None or update.error_s is None or together.seconds is None or together.error_s is None:
-        return StepTerm(name, None, None, f"{together.name} is known, and {UPDATE} is not")
-    seconds = together.seconds - update.seconds
+def _update(updates: _TimedReadings) -> StepTerm:
+    if not updates.is_seen:
+        return StepTerm(UPDATE, None, None, "no call of an optimizer was seen: none of torch's, or a compiled one")
+    return updates.term()
+
+
+def _without(together: StepTerm, timed: Sequence[StepTerm], names: Sequence[str]) -> StepTerm:
+    """What the sum leaves for the others; errors of readings add up as those of independent ones do.
+
+    Args:
+        together: the sum, which is known.
+        timed: parts of it that may be known.
+        names: of all its parts.
+    """
+    known = {term.name: term for term in timed if term.seconds is not None}
+    name = " + ".join(each for each in names if each not in known)
+    if not known:
+        name = " + ".join(each for each in names if each not in {term.name for term in timed})
+        missing = " and ".join(term.name for term in timed)
+        return StepTerm(name, None, None, f"{together.name} is known, and {missing} is not")
+    seconds = (together.seconds or 0.0) - sum(term.seconds or 0.0 for term in known.values())
+    parts = " and ".join(known)
     if seconds <= 0:
         # Where the host runs ahead of the device, the time between two batches is not the device's.
-        return StepTerm(name, None, None, f"{UPDATE} alone is as long as the time between two batches")
-    return StepTerm(name, seconds, math.hypot(together.error_s, update.error_s), f"{together.name} without {UPDATE}")
+        return StepTerm(name, None, None, f"{parts} alone is as long as the time between two batches")
+    error_s = math.hypot(together.error_s or 0.0, *(term.error_s or 0.0 for term in known.values()))
+    return StepTerm(name, seconds, error_s, f"{together.name} without {parts}")
 
 
 def _error_s(readings: Sequence[float]) -> float:

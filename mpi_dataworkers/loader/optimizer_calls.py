@@ -1,4 +1,5 @@
 """How long the optimizers of this process take (T_upd of a step): torch's own hooks around every `optimizer.step`.
+Between two of these calls `embedding_lookups.py` times the lookups of embeddings.
 
 A random one of eight calls is timed, so that no period of the program hides a call. Where the parameters are on a CPU
 the clock says how long it took. On a CUDA device the call returns before its work is done: two events are recorded, and
@@ -22,6 +23,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetstream.base.forks import generation
+from hetstream.mpi_dataworkers.loader.embedding_lookups import EmbeddingTimer
+from hetstream.mpi_dataworkers.loader.moments import Moment, has_passed, moment, seconds_between
 from hetstream.mpi_dataworkers.wire.messages import OptimizerCalls
 
 _TIMED_SHARE = 1 / 8
@@ -29,7 +32,6 @@ _TIMED_SHARE = 1 / 8
 _WARM_UP = 3
 # Pairs of events that have not passed; with more the device is far behind, and no more are recorded.
 _MOST_PENDING = 16
-_MS_PER_S = 1e3
 
 
 class OptimizerTimer:
@@ -38,21 +40,28 @@ class OptimizerTimer:
     Args:
         draw: numbers from 0 to 1, none of the program's own generators.
         clock: seconds.
+        embeddings: is told when a counted call has ended.
     """
 
-    def __init__(self, draw: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._draw, self._clock = draw, clock
+    def __init__(
+        self,
+        draw: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
+        embeddings: EmbeddingTimer | None = None,
+    ) -> None:
+        self._draw, self._clock, self._embeddings = draw, clock, embeddings
         self._num_calls = self._num_timed = 0
         self._timed_s = 0.0
         # The innermost call that has begun: its thread, its optimizer, and when its update began if it is timed.
         self._thread, self._optimizer = 0, 0
-        self._began: float | torch.cuda.Event | None = None
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._began: Moment | None = None
+        self._pending: deque[tuple[Moment, Moment]] = deque()
         self._generation = generation()
 
     def calls(self) -> OptimizerCalls:
         """What was counted so far; any thread may ask."""
-        return OptimizerCalls(self._num_calls, self._num_timed, self._timed_s)
+        lookups = self._embeddings.lookups() if self._embeddings is not None else None
+        return OptimizerCalls(self._num_calls, self._num_timed, self._timed_s, lookups)
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A call begins; of a timed one with a closure, other arguments."""
@@ -81,8 +90,10 @@ class OptimizerTimer:
             self._take(self._clock() - began)
         elif began is not None:
             ended = self._mark(optimizer)
-            if ended is not None and not isinstance(ended, float):
+            if ended is not None:
                 self._pending.append((began, ended))
+        if self._embeddings is not None and self._num_calls >= _WARM_UP:
+            self._embeddings.step_ended()
 
     def _from_its_end(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure; the update begins when it returns. One that is called several times is of no use here."""
@@ -97,25 +108,18 @@ class OptimizerTimer:
 
         return run
 
-    def _mark(self, optimizer: torch.optim.Optimizer) -> float | torch.cuda.Event | None:
-        """This moment where the parameters are; None where it cannot be had without waiting."""
+    def _mark(self, optimizer: torch.optim.Optimizer) -> Moment | None:
+        """This moment where the parameters are."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         device = next((parameter.device for parameter in parameters), None)
-        if device is None or device.type == "cpu":
-            return self._clock() if device is not None else None
-        if device.type != "cuda" or len(self._pending) >= _MOST_PENDING or torch.cuda.is_current_stream_capturing():
-            return None
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
+        return moment(device, self._clock) if device is not None and len(self._pending) < _MOST_PENDING else None
 
     def _look(self) -> None:
         """Read the events that have passed; not where that is forbidden: in a forked process, and in a capture."""
         if not self._pending or self._generation != generation() or torch.cuda.is_current_stream_capturing():
             return
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            began, ended = self._pending.popleft()
-            self._take(began.elapsed_time(ended) / _MS_PER_S)
+        while self._pending and has_passed(self._pending[0][1]):
+            self._take(seconds_between(*self._pending.popleft()))
 
     def _take(self, seconds: float) -> None:
         self._num_timed += 1
@@ -131,7 +135,8 @@ def watch() -> None:
     global _timer
     with _watching:
         if _timer is None:
-            _timer = OptimizerTimer(Random(0).random)
+            draw = Random(0).random
+            _timer = OptimizerTimer(draw, embeddings=EmbeddingTimer(draw))
             register_optimizer_step_pre_hook(_timer.before)
             register_optimizer_step_post_hook(_timer.after)
 

@@ -55,6 +55,7 @@ from hetstream.mpi_dataworkers.wire.status_messages import (
 from hetstream.mpi_dataworkers.wire.work import (
     PROTOCOL_VERSION,
     Device,
+    EmbeddingLookups,
     ErrorPolicy,
     Failure,
     Interpreter,
@@ -119,6 +120,7 @@ __all__ = [
     "Draining",
     "DropPipeline",
     "DropSession",
+    "EmbeddingLookups",
     "EndOfShard",
     "ErrorPolicy",
     "ExtendSession",

@@ -226,14 +226,28 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spared_bytes: int = 0
 
 
+class EmbeddingLookups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer has timed of its lookups of embeddings since it was started.
+
+    Attributes:
+        num_timed: of the times from one call of an optimizer to the next in which lookups were timed.
+        timed_s: how long those lookups took together.
+    """
+
+    num_timed: int
+    timed_s: float
+
+
 class OptimizerCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a trainer has counted of its optimizers' steps since it was started.
 
     Attributes:
         num_calls: of them, but for those within others.
         num_timed, timed_s: of them that were timed, and how long these took together.
+        embeddings: looked up between them; None while none was.
     """
 
     num_calls: int
     num_timed: int
     timed_s: float
+    embeddings: EmbeddingLookups | None = None

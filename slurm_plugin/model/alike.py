@@ -2,8 +2,9 @@
 
 Jobs are alike by name, data, GPUs, batch and user, as far as these are known of both. The configurations of the most
 similar ones are smoothed exponentially, so that the most similar one counts most; data workers are counted by GPU, as a
-job with twice the GPUs takes twice the batches. A larger batch takes longer for its gradients, and no longer for the
-update (DLRover-RM, 4.2). So a GPU then takes more samples a second: T_grad and T_upd of the past job say how many.
+job with twice the GPUs takes twice the batches. A larger batch takes longer for its gradients and its embeddings, and
+no longer for the update (DLRover-RM, 4.1). So a GPU then takes more samples a second: T_grad, T_emb and T_upd of the
+past job say how many.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def pace(new: Features, job: PastJob) -> float:
     if not (new.batch and job.features.batch and job.gradient_s and job.update_s):
         return 1.0
     larger = new.batch / job.features.batch
-    return larger * (job.gradient_s + job.update_s) / (job.gradient_s * larger + job.update_s)
+    grows_s = job.gradient_s + (job.embedding_s or 0.0)
+    return larger * (grows_s + job.update_s) / (grows_s * larger + job.update_s)
 
 
 def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hetstream.hetjob.elastic.step_terms import GRADIENT, SYNCHRONISATION, UPDATE
+from hetstream.hetjob.elastic.step_terms import EMBEDDING, GRADIENT, UPDATE
 
 # A job that took fewer steps has not found its number of data workers, or was only a try.
 LEAST_STEPS = 50
@@ -49,6 +49,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limit_share: of its time limit that it ran; None if that is not known.
         gradient_s, update_s: of a step on one rank: computing gradients (and synchronising, with several ranks), and
             updating parameters; None if they were not told apart.
+        embedding_s: looking up embeddings in it; None if there are none, or `gradient_s` has it.
     """
 
     job: str
@@ -63,6 +64,7 @@ class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit_share: float | None = None
     gradient_s: float | None = None
     update_s: float | None = None
+    embedding_s: float | None = None
 
 
 def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> PastJob | None:
@@ -86,7 +88,7 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             dataset=", ".join(sorted({_text(loader["title"]) for loader in loaders if loader.get("title")})),
             batch=round(int(largest["samples"]) / max(1, int(largest["steps"]))),
         )
-        gradient_s, update_s = _step_parts(elastic.get("step_terms") or ())
+        gradient_s, update_s, embedding_s = _step_parts(elastic.get("step_terms") or ())
         needed, memory = elastic.get("trainer_cpus_recommended"), elastic.get("data_worker_mb")
         return PastJob(
             job=job,
@@ -101,18 +103,21 @@ def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float)
             limit_share=_limit_share(summary.get("elapsed_s"), summary.get("time_limit_s")),
             gradient_s=gradient_s,
             update_s=update_s,
+            embedding_s=embedding_s,
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
         return None  # no record of ours
 
 
-def _step_parts(terms: Iterable[Mapping[str, Any]]) -> tuple[float, float] | tuple[None, None]:
-    """Seconds for gradients and for the update, where both were told."""
+def _step_parts(terms: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
+    """Seconds for gradients, for the update and for looking up embeddings, where the first two were told."""
     known = {term["name"]: float(term["seconds"]) for term in terms if term.get("seconds") is not None}
-    gradient_s, update_s = known.get(GRADIENT, known.get(f"{GRADIENT} + {SYNCHRONISATION}")), known.get(UPDATE)
+    # Of what holds T_grad the least: with T_sync, and with T_emb, where these were not told apart.
+    gradients = [seconds for name, seconds in known.items() if GRADIENT in name and UPDATE not in name]
+    gradient_s, update_s, embedding_s = min(gradients, default=None), known.get(UPDATE), known.get(EMBEDDING)
     if gradient_s is None or update_s is None or not (0 < gradient_s <= _MOST and 0 < update_s <= _MOST):
-        return None, None
-    return gradient_s, update_s
+        return None, None, None
+    return gradient_s, update_s, embedding_s if embedding_s is not None and 0 < embedding_s <= _MOST else None
 
 
 def _limit_share(elapsed_s: Any, limit_s: Any) -> float | None:

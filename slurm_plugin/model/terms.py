@@ -103,10 +103,13 @@ class Term:
     Attributes:
         name: for people.
         column: configurations of length n, workload -> shape (n,).
+        belongs_to: whether a job of this workload has it. A job without embeddings has no term for them: one of zeros
+            would be a slope that nothing can tell.
     """
 
     name: str
     column: Callable[[Configurations, Workload], Array]
+    belongs_to: Callable[[Workload], bool] = lambda _: True
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,11 @@ class Family:
     compute: tuple[Term, ...]
     loading: tuple[Term, ...] = ()
 
+    def of(self, workload: Workload) -> Family:
+        """With the terms only that jobs of this workload have."""
+        compute = tuple(term for term in self.compute if term.belongs_to(workload))
+        return Family(self.name, compute, tuple(term for term in self.loading if term.belongs_to(workload)))
+
     def columns(self, terms: tuple[Term, ...], configurations: Configurations, workload: Workload) -> Array:
         """The terms' columns, shape (n, number of terms)."""
         found = [np.broadcast_to(term.column(configurations, workload), (len(configurations),)) for term in terms]
@@ -136,7 +144,9 @@ _UPDATE = Term("update", lambda have, _: have.trainers / (have.servers * have.se
 _SYNCHRONISATION = Term(
     "synchronisation", lambda have, of: of.model_bytes / have.servers * have.trainers / of.bytes_per_s
 )
-_EMBEDDING = Term("embedding", lambda have, of: of.batch * of.embedding_dim / have.servers)
+_EMBEDDING = Term(
+    "embedding", lambda have, of: of.batch * of.embedding_dim / have.servers, lambda of: of.embedding_dim > 0
+)
 # Of the ring algorithms each trainer sends and receives this share of the gradients twice.
 _ALL_REDUCE = Term(
     "all-reduce", lambda have, of: 2 * of.model_bytes * (have.trainers - 1) / have.trainers / of.bytes_per_s

@@ -97,6 +97,13 @@ def test_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_step_terms(tmp_path: Path) -> None:
+    rows = run("step_terms", tmp_path, "")
+    assert rows["with timers / without"]["target"] == "<= 1.01"
+    assert rows["with timers"]["value"]
+
+
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     rows = run("scale", tmp_path, "hetstream")
     assert {"linear", "hetstream", "hetstream / linear"} <= set(rows)

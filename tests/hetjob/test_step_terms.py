@@ -12,7 +12,7 @@ from hetstream.hetjob.elastic.controller_state import ControllerState
 from hetstream.hetjob.elastic.loading_model import LoadingPoints
 from hetstream.hetjob.elastic.step_terms import StepTerm, StepTerms
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile, told_by
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats, LoaderStatus, OptimizerCalls
+from hetstream.mpi_dataworkers.wire.messages import EmbeddingLookups, LoaderStats, LoaderStatus, OptimizerCalls
 from hetstream.slurm_plugin.cli.summary import _lines as summary_lines
 
 UNKNOWN = StepTerm("T_data", None, None, "nothing was tried")
@@ -40,6 +40,14 @@ def updating(num: int, each_s: float = 0.010, *, per_step: float = 1.0, ranks: i
     num_timed = int(8 * num * per_step)
     calls = OptimizerCalls(int(80 * num * per_step), num_timed, num_timed * each_s)
     return row(0.040 + 0.001 * (-1) ** num, ranks=ranks, steps=80 * num, optimizer=calls, pid=pid)
+
+
+def looking_up(num: int, each_s: float = 0.004, *, ranks: int = 1) -> LoaderStatus:
+    """The same trainer, with embeddings: two of its steps from one look to the next have timed lookups."""
+    found = updating(num, ranks=ranks)
+    assert found.optimizer is not None
+    lookups = EmbeddingLookups(2 * num, 2 * num * each_s)
+    return msgspec.structs.replace(found, optimizer=msgspec.structs.replace(found.optimizer, embeddings=lookups))
 
 
 def after(*moments: list[LoaderStatus], every_s: float = 6.0) -> dict[str, StepTerm]:
@@ -85,6 +93,28 @@ def test_a_timed_optimizer_tells_the_update_from_the_gradients() -> None:
     found = after(*([updating(num, ranks=2)] for num in range(10)))
     assert found["T_upd"].seconds == pytest.approx(0.010)
     assert found["T_grad + T_sync"].seconds == pytest.approx(0.030)
+    assert found["T_grad"].seconds is found["T_sync"].seconds is None
+
+
+def test_timed_lookups_of_embeddings_are_a_term_and_there_is_none_without_embeddings() -> None:
+    assert not any("T_emb" in name for name in after(*([updating(num)] for num in range(10))))
+    found = after(*([looking_up(num)] for num in range(10)))
+    assert list(found) == ["T_grad + T_emb + T_upd", "T_upd", "T_emb", "T_grad", "T_sync", "T_data"]
+    assert found["T_emb"].seconds == pytest.approx(0.004)
+    assert found["T_emb"].reason == "9 readings, 18 steps with timed lookups of embeddings"
+    assert found["T_grad"].seconds == pytest.approx(0.026)
+    assert found["T_grad"].reason == "T_grad + T_emb + T_upd without T_upd and T_emb"
+    # Too few readings of one of them: it stays with the gradients.
+    found = after(*([updating(num)] for num in range(5)), *([looking_up(num)] for num in range(5, 10)))
+    assert found["T_emb"].reason == "4 of 8 readings of steps with timed lookups of embeddings"
+    assert found["T_grad + T_emb"].seconds == pytest.approx(0.030)
+    found = after(*([looking_up(num)] for num in range(8)))
+    assert found["T_grad"].reason == "T_grad + T_emb + T_upd is known, and T_upd and T_emb is not"
+    found = after(*([looking_up(num, 0.031)] for num in range(10)))
+    assert found["T_grad"].reason == "T_upd and T_emb alone is as long as the time between two batches"
+    # Of several ranks synchronising stays with the gradients.
+    found = after(*([looking_up(num, ranks=2)] for num in range(10)))
+    assert found["T_grad + T_sync"].seconds == pytest.approx(0.026)
     assert found["T_grad"].seconds is found["T_sync"].seconds is None
 
 

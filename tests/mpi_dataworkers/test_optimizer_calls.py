@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.loader import optimizer_calls
 from hetstream.mpi_dataworkers.loader.optimizer_calls import OptimizerTimer
 from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.wire.messages import OptimizerCalls
 
 
 class Clock:
@@ -176,6 +178,8 @@ class Event:
 def test_on_a_gpu_events_are_read_when_they_have_passed_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = False
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "num", 0)
+    monkeypatch.setattr(Event, "num_passed", 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the parameters' device" if device.index else "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     parameter = SimpleNamespace(device=torch.device("cuda", 1))
@@ -233,21 +237,32 @@ def test_a_compiled_step_compiles_as_before() -> None:
         assert compiled_steps() == before
 
 
-def test_the_dispatcher_is_told(three: Any, wait_until: Callable[..., None]) -> None:
+def was_told(calls: OptimizerCalls | None) -> bool:
+    return calls is not None and calls.embeddings is not None
+
+
+def test_the_dispatcher_is_told(three: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(64.0))
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, table = torch.nn.Linear(1, 1), torch.nn.Embedding(64, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=0.1)
     with (
         DataLoader(data, batch_size=4, service=three.name) as loader,
         StatusClient(running_service(three.address_file)) as client,
     ):
         for step, (batch,) in enumerate(loader):
-            model(batch[:, None]).sum().backward()
+            if step == 4:
+                # Else it is drawn, once a second, and not where other tests have compiled.
+                monkeypatch.setattr(eval_frame, "cached_backends", {})
+                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_draw", lambda: 0.0)
+                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_is_over", False)
+                monkeypatch.setattr(optimizer_calls._timer._embeddings, "_next_s", 0.0)
+            (model(batch[:, None]) + table(batch.long())).sum().backward()
             optimizer.step()
             if step == 8:
-                wait_until(lambda: client.fetch().loaders[0].optimizer is not None, what="the optimizer's calls")
+                wait_until(lambda: was_told(client.fetch().loaders[0].optimizer), what="the optimizer's calls")
         told = client.fetch().loaders[0].optimizer
         now = optimizer_calls.calls()
         assert told is not None
         assert now is not None
         assert 0 < told.num_calls <= now.num_calls
+        assert told.embeddings is not None

@@ -91,6 +91,8 @@ def test_a_larger_batch_needs_more_data_workers_by_what_updating_takes() -> None
     # 30 ms for the gradients of 64 samples and 10 ms for the update: 128 take 70 ms, not 80.
     told_apart = job(64, gradient_s=0.030, update_s=0.010)
     assert pace(new, told_apart) == pytest.approx(2 * 40 / 70)
+    # Embeddings are looked up for each sample.
+    assert pace(new, job(64, gradient_s=0.020, update_s=0.010, embedding_s=0.010)) == pytest.approx(2 * 40 / 70)
     assert pace(new, job(64)) == pace(new, job(0, gradient_s=0.03, update_s=0.01)) == 1.0
     assert pace(Features("train"), told_apart) == 1.0
     more, same = propose(new, [told_apart]), propose(new, [job(64)])

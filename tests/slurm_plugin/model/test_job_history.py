@@ -177,17 +177,20 @@ def test_a_record_becomes_a_past_job() -> None:
 
 
 def test_the_parts_of_a_step_are_kept_where_they_were_told_apart() -> None:
-    def parts(*terms: tuple[str, object]) -> tuple[float | None, float | None]:
+    def parts(*terms: tuple[str, object]) -> tuple[float | None, ...]:
         told = [{"name": name, "seconds": seconds, "error_s": None, "reason": ""} for name, seconds in terms]
         found = past_job_of({**SUMMARY, "elastic": {**SUMMARY["elastic"], "step_terms": told}}, "1", "alice", 1000.0)
         assert found is not None
-        return found.gradient_s, found.update_s
+        return found.gradient_s, found.update_s, found.embedding_s
 
     both = ("T_upd", 0.01), ("T_grad", 0.03)
-    assert parts(*both) == parts(("T_grad + T_upd", 0.04), *both, ("T_sync", 0.0)) == (0.03, 0.01)
-    assert parts(("T_upd", 0.01), ("T_grad + T_sync", 0.04), ("T_grad", None)) == (0.04, 0.01)
-    assert parts() == parts(both[0]) == parts(both[1]) == (None, None)
-    assert parts(("T_upd", -1.0), both[1]) == parts(("T_upd", 1e400), both[1]) == (None, None)
+    assert parts(*both) == parts(("T_grad + T_upd", 0.04), *both, ("T_sync", 0.0)) == (0.03, 0.01, None)
+    assert parts(("T_upd", 0.01), ("T_grad + T_sync", 0.04), ("T_grad", None)) == (0.04, 0.01, None)
+    assert parts() == parts(both[0]) == parts(both[1]) == (None, None, None)
+    assert parts(("T_upd", -1.0), both[1]) == parts(("T_upd", 1e400), both[1]) == (None, None, None)
+    assert parts(("T_grad + T_emb + T_upd", 0.05), *both, ("T_emb", 0.01)) == (0.03, 0.01, 0.01)
+    assert parts(both[0], ("T_grad + T_emb", 0.04), ("T_emb", None)) == (0.04, 0.01, None)
+    assert parts(*both, ("T_emb", -1.0)) == parts(*both, ("T_emb", 1e400)) == (0.03, 0.01, None)
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,16 @@ def _read(
         raise SimulationInputError(source, problems)
     found = Lines(source, [])
     while True:
+        begin = rows.line_num + 1
         try:
             row = next(rows)
         except StopIteration:
             return found
         except csv.Error as error:
             if is_csv:  # where a quote is not closed, nobody knows what the next line is
-                raise SimulationInputError(source, [f"line {rows.line_num}: {error}"]) from error
+                problems = [f"line {line}: {problem}" for line, problem in found.problems]
+                problems.append(f"line {begin}: {error}; is a quote of the record that begins here not closed?")
+                raise SimulationInputError(source, problems) from error
             is_long = "field limit" in str(error)
             found.complain(rows.line_num, f"a value has more than {MOST_FIELD:,} characters" if is_long else str(error))
             continue

@@ -112,7 +112,7 @@ def _form_of(source: str, head: str) -> str:
         raise SimulationInputError(
             source, [f"line 1: {shown}, and must name the columns of one of these forms: {forms}"]
         )
-    nearest = max(columns, key=lambda form: len(names & set(columns[form])))
+    nearest = max(columns, key=lambda form: len(names & set(columns[form])) / len(columns[form]))
     missing = ", ".join(sorted(set(columns[nearest]) - names))
     raise SimulationInputError(
         source, [f"line 1: the columns are of no known form. It is nearest to {nearest}, and lacks {missing}"]

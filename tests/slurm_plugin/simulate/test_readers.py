@@ -297,6 +297,7 @@ def test_numbers_of_an_export_that_no_float_holds_are_problems_of_their_lines() 
         ),
         ("\\xff\\xfes\0u\0b\0", "a byte of it is 0, which no text has. Is it UTF-16. Write it as UTF-8"),
         ("job_id,submit_s,duration_s\n1,2,3\n", "nearest to philly, and lacks num_gpus"),
+        ("job,run_s,num_gpus\n1,2,3\n", "nearest to csv, and lacks submit_s"),
         ("submit_s,run_s,num_gpus,gpu\n1,2,3,4\n", 'column "gpu" is not known'),
         ("submit_s,run_s,num_gpus,num_gpus\n1,2,3,4\n", "num_gpus is there twice"),
         ("submit_s,run_s,num_gpus\n", "there is no job in it"),
@@ -385,5 +386,8 @@ def test_numbers_that_no_clock_tells_apart_are_refused() -> None:
 
 
 def test_a_quote_that_is_not_closed_swallows_no_jobs() -> None:
-    text = 'submit_s,run_s,num_gpus,job\n0,10,1,"first\n1,10,1,second\n2,10,1,third\n'
-    assert "unexpected end of data" in problems_of(text)[0]
+    text = 'submit_s,run_s,num_gpus,job\n0,10,1\n0,10,1,"first\n1,10,1,second\n2,10,1,third\n'
+    assert problems_of(text) == (
+        "line 2: 3 values and not 4",
+        "line 3: unexpected end of data; is a quote of the record that begins here not closed?",
+    )

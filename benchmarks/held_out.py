@@ -32,18 +32,25 @@ def bent(truth: StepTimeModel, candidates: Configurations, generator: np.random.
     return (step_s + waits_s) * (1.0 + crowd)
 
 
-def sampled(true_s: Floats, candidates: Configurations, num: int, generator: np.random.Generator) -> Observations:
+def sampled(
+    true_s: Floats,
+    candidates: Configurations,
+    num: int,
+    generator: np.random.Generator,
+    wait_share: Floats | None = None,
+) -> Observations:
     """Steps in random configurations: Student's t with three degrees, wider for slower steps; one in 20 is a straggler.
 
     A straggler takes 1.5 to 4 times as long. The middle half of the others is about as wide as with 5 % of log-normal
-    noise.
+    noise. `wait_share`: of each step, as loaders measure it, the time in which it waited for data.
     """
     chosen = generator.choice(len(candidates), num, replace=False)
     step_s = true_s[chosen]
     width = 0.045 * np.clip(step_s / np.median(true_s), 0.5, 2.0) ** 0.5
     noise = np.clip(1.0 + width * generator.standard_t(3, num), 0.7, None)
     stragglers = np.where(generator.random(num) < 0.05, generator.uniform(1.5, 4.0, num), 1.0)
-    return Observations(candidates[chosen], step_s * noise * stragglers)
+    waits = None if wait_share is None else wait_share[chosen]
+    return Observations(candidates[chosen], step_s * noise * stragglers, waits)
 
 
 def generator_of(seed: int) -> np.random.Generator:

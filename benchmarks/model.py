@@ -7,6 +7,7 @@ is foreseen. All inputs are made with seeds; docs/benchmarks.md says what is ass
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
@@ -383,10 +384,16 @@ def held_out_rows(repeats: int) -> list[Row]:
     """Fit, plan and memory again, on jobs of another make than those that settings were chosen with."""
     rows = []
     for family, candidates in FAMILIES.items():
-        fitted, planned = [], []
+        fitted, measured_waits, planned = [], [], []
         for seed in range(repeats):
             generator = held_out.generator_of(seed)
-            true_s = held_out.bent(made(family, generator), candidates, generator)
+            truth = made(family, generator)
+            true_s = held_out.bent(truth, candidates, generator)
+            compute_s, loading_s = truth.sides(candidates)
+            waits = np.maximum(0.0, 1 - compute_s / np.maximum(compute_s, loading_s))
+            before = copy.deepcopy(generator)
+            told = held_out.sampled(true_s, candidates, 20, before, waits)
+            measured_waits.append(error(fit(family, WORKLOAD, told).step_s(candidates), true_s))
             found = fit(family, WORKLOAD, held_out.sampled(true_s, candidates, 20, generator)).step_s(candidates)
             fitted.append(error(found, true_s))
             affordable = np.flatnonzero(candidates.cpus <= np.quantile(candidates.cpus, 0.5))
@@ -394,6 +401,10 @@ def held_out_rows(repeats: int) -> list[Row]:
             best = (candidates.trainers[affordable] / true_s[affordable]).max()
             planned.append(float(candidates.trainers[chosen] / true_s[chosen] / best))
         rows.append(row("held out: fit, 20 samples", family.name, fitted, "% error", at_most=3.0))
+        if family.loading:
+            rows.append(
+                row("held out: fit, 20 samples", f"{family.name}, loaders measure waits", measured_waits, "% error")
+            )
         rows.append(row("held out: plan, 20 samples", family.name, planned, "of the best", at_least=0.99))
     traces = held_out.memory_traces(max(16, 10 * repeats), 0)
     return rows + _foreseen("held out: memory", held_out.KINDS, traces)

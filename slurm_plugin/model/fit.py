@@ -2,7 +2,8 @@
 
 DLRover-RM minimises the logarithmic error and names non-negative least squares, which minimises the absolute one. Each
 row divided by its measured time gives the relative error, which is what counts: it halves the error on configurations
-that were not seen (docs/measured/model.txt).
+that were not seen (docs/measured/model.txt). A step in which something else held the job up is no error of the model:
+errors that are large beside the others count by their size, not its square (Huber 1964).
 
 A step that overlaps loading with computing shows only the slower side. Which one that was is known where the loader
 measured its waits. Else both sides are fitted, each observation goes to the side that is slower by the fit, and so on
@@ -28,6 +29,10 @@ _BEGINNINGS = (0.2, 0.4, 0.6, 0.8)
 # A side of its own must explain so much: terms more always explain a little of the noise.
 _BETTER = 0.5
 _MOST_ROUNDS = 25
+# Huber's threshold in standard deviations: without stragglers the fit loses 5 % in precision. The deviation is taken
+# from the median error, of which stragglers make nothing; an error of one in a thousand is none.
+_HUBER, _OF_MEDIAN, _LEAST_DEVIATION = 1.345, 1.4826, 1e-3
+_HUBER_ROUNDS, _SETTLED = 6, 1e-4
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def fit(family: Family, workload: Workload, seen: Observations, prior: float = 0
     """The model that fits best.
 
     Args:
-        family: what the steps of the job are made of.
+        family: what the steps of the job are made of; terms that the workload has not are left out.
         workload: of the job.
         seen: at least one observation; a few more than terms, in different configurations, for a model that is known.
         prior: weight, in observations, of the belief that all terms take equal parts of a step: with few observations
@@ -83,6 +88,7 @@ def fit(family: Family, workload: Workload, seen: Observations, prior: float = 0
     """
     if not len(seen):
         raise ModelError("there is nothing to fit: not one observation")
+    family = family.of(workload)
     compute = family.columns(family.compute, seen.configurations, workload)
     if not family.loading:
         return StepTimeModel(family, workload, _side(family.compute, compute, seen.step_s, prior), None)
@@ -148,10 +154,12 @@ def _loss(compute: Array, loading: Array, step_s: Array, bound: Flags) -> float:
     return float((((times - step_s) / step_s) ** 2).sum())
 
 
-def _slopes(columns: Array, times: Array, prior: float = 0.0) -> Array:
-    """Non-negative slopes with the least relative error, shape (k,)."""
+def _slopes(columns: Array, times: Array, prior: float = 0.0, weights: Array | None = None) -> Array:
+    """Non-negative slopes with the least relative error, shape (k,); weights of its squares: shape (n,)."""
     rows = columns / times[:, None]
     target = np.ones(len(rows))
+    if weights is not None:
+        rows, target = rows * np.sqrt(weights)[:, None], np.sqrt(weights)
     if prior > 0:
         usual = rows.mean(axis=0)
         present = np.flatnonzero(usual > 0)
@@ -165,13 +173,30 @@ def _slopes(columns: Array, times: Array, prior: float = 0.0) -> Array:
     return found
 
 
+def _settled(columns: Array, times: Array, prior: float) -> tuple[Array, Array]:
+    """Slopes of which stragglers make little, and the weights of the observations: shapes (k,) and (n,)."""
+    weights = np.ones(len(times))
+    slopes = _slopes(columns, times, prior)
+    for _ in range(_HUBER_ROUNDS):
+        free = len(times) - int((slopes > 0).sum())
+        if free <= 2:
+            break  # too few to say which of them is off
+        errors = np.abs(columns @ slopes / times - 1)
+        deviation = _OF_MEDIAN * float(np.median(errors)) * (len(times) / free) ** 0.5
+        weights = np.minimum(1.0, _HUBER * max(deviation, _LEAST_DEVIATION) / np.maximum(errors, _LEAST_DEVIATION))
+        before, slopes = slopes, _slopes(columns, times, prior, weights)
+        if np.allclose(slopes, before, rtol=_SETTLED):
+            break
+    return slopes, weights
+
+
 def _side(terms: Sequence[Term], columns: Array, times: Array, prior: float) -> Side:
     num, num_terms = columns.shape
     names = tuple(term.name for term in terms)
     if not num:
         return Side(tuple(terms), np.zeros(num_terms), np.zeros((num_terms, num_terms)), float("nan"), 0, float("inf"),
                     (names,))  # fmt: skip
-    slopes = _slopes(columns, times, prior)
+    slopes, weights = _settled(columns, times, prior)
     rows = columns / times[:, None]
     condition, confused = confused_terms(rows, names)
     active = slopes > 0
@@ -179,7 +204,7 @@ def _side(terms: Sequence[Term], columns: Array, times: Array, prior: float) -> 
     free = num - int(active.sum())
     if free > 0:
         noise = float(np.sqrt((((rows @ slopes) - 1) ** 2).sum() / free))
-        part = rows[:, active]
+        part = rows[:, active] * np.sqrt(weights)[:, None]
         # Of a confused group the pseudoinverse shares the uncertainty out; predictions where it was seen stay right.
         covariance[np.ix_(active, active)] = noise**2 * np.linalg.pinv(part.T @ part)
     return Side(tuple(terms), slopes, covariance, noise, num, condition, confused)

@@ -164,6 +164,36 @@ def test_probes_beat_chance() -> None:
     assert np.median(probed) < np.median(by_chance)
 
 
+def test_a_step_that_was_held_up_bends_no_fit() -> None:
+    truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
+    seen = observed(truth, 20, 0.0, 1, SERVED)
+    held_up = np.ones(20)
+    held_up[[3, 11]] = 3.0
+    found = fit(PARAMETER_SERVERS, WORKLOAD, Observations(seen.configurations, seen.step_s * held_up))
+    assert median_error(found, truth, SERVED) < 0.01
+    errors = []
+    for seed in range(20):
+        noisy = observed(truth, 20, 0.05, seed, SERVED)
+        late = np.where(np.random.default_rng(seed).random(20) < 0.05, 3.0, 1.0)
+        errors.append(
+            median_error(
+                fit(PARAMETER_SERVERS, WORKLOAD, Observations(noisy.configurations, noisy.step_s * late)), truth, SERVED
+            )
+        )
+    assert np.median(errors) < 0.025
+
+
+def test_a_job_without_embeddings_has_no_term_for_them() -> None:
+    without = Workload(batch=512, model_bytes=50e6, embedding_dim=0, bytes_per_s=1.25e9)
+    truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.0, 0.025])
+    found = fit(PARAMETER_SERVERS, without, observed(truth, 40, 0.05, 1, SERVED))
+    assert [term.name for term in found.compute.terms] == ["gradient", "update", "synchronisation", "constant"]
+    assert found.compute.is_known
+    with_them = fit(PARAMETER_SERVERS, WORKLOAD, observed(truth, 40, 0.05, 1, SERVED))
+    assert len(with_them.compute.slopes) == 5
+    assert median_error(found, truth, SERVED) < 0.03
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(1e-3, 1e3), min_size=5, max_size=5), st.integers(1, 12), st.integers(0, 1 << 20))
 def test_any_observations_give_a_model_that_is_never_negative_and_loads_faster_with_more(

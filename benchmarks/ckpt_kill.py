@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, machine, running
 from benchmarks.harness import Row
+from benchmarks.processes import all_processes, children_of, command_line, is_alive
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView
 
@@ -142,8 +143,8 @@ class Chaos:
     def _wait(self, trainer: int, is_true: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
         while not is_true():
-            if time.monotonic() > deadline_s or not _is_alive(trainer):
-                what = "does not get on" if _is_alive(trainer) else "has ended by itself"
+            if time.monotonic() > deadline_s or not is_alive(trainer):
+                what = "does not get on" if is_alive(trainer) else "has ended by itself"
                 raise RuntimeError(f"the trainer {what}: see {self.folder / 'log'}")
             time.sleep(0.002)
 
@@ -196,8 +197,8 @@ class Chaos:
         word = f"--directory={self.directory}".encode()
         return [
             process
-            for process, line in _command_lines()
-            if b"hetstream.checkpoint.persist.writer" in line and word in line
+            for process in all_processes()
+            if b"hetstream.checkpoint.persist.writer" in (line := command_line(process)) and word in line
         ]
 
     def end(self) -> None:
@@ -222,7 +223,7 @@ class Chaos:
         own.mkdir()
         (own / "position").write_bytes(bytes(8))
         twin = self.start(own, self.newest_step)
-        while _is_alive(twin):
+        while is_alive(twin):
             time.sleep(0.05)
         last = json.loads((own / "events").read_bytes().splitlines()[-1])
         return int(last["event"] != "ends" or last["parts"] != self._known[self.newest_step])
@@ -233,23 +234,9 @@ def _kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _wait_for_end(process: int) -> None:
-    while _is_alive(process):
+    while is_alive(process):
         time.sleep(0.002)
-
-
-def _command_lines() -> Iterator[tuple[int, bytes]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                yield int(entry.name), (entry / "cmdline").read_bytes()
 
 
 def run(folder: Path, args: argparse.Namespace) -> Tally:
@@ -285,20 +272,13 @@ def run(folder: Path, args: argparse.Namespace) -> Tally:
         chaos.read_events()
         tally.diverged += chaos.twin_differs()
     finally:
-        for process in _children_of(zygote.pid):
+        for process in children_of(zygote.pid):
             _kill(process)
             _wait_for_end(process)
         zygote.kill()
         zygote.communicate()
         chaos.end()
     return tally
-
-
-def _children_of(process: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def rows_of(tally: Tally) -> list[Row]:

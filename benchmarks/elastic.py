@@ -21,6 +21,7 @@ from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import Sample, picture
 from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
+from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.mpi_dataworkers.wire.messages import Status
@@ -58,17 +59,17 @@ class Bench:
     def running(self, job: ElasticJob) -> Iterator[StatusClient]:
         """A connection to its dispatcher; the job ends with it."""
         try:
-            _wait(lambda: (job.home / "address").exists(), "the job's dispatcher")
+            wait(lambda: (job.home / "address").exists(), "the job's dispatcher")
             with StatusClient(running_service(job.home / "address")) as client:
                 yield client
         finally:
             job.cancel()
-            _wait(job.has_ended, "the end of the job")
+            wait(job.has_ended, "the end of the job")
 
     def watch(self, job: ElasticJob, client: StatusClient, done: Callable[[list[Sample]], bool]) -> list[Sample]:
         """Look twice a second until `done`, or for two minutes; seconds count from the first step."""
         samples: list[Sample] = []
-        _wait(lambda: job.steps(), "the first step")
+        wait(lambda: job.steps(), "the first step")
         began, first_s = time.monotonic(), job.steps()[0][0]
         while time.monotonic() - began < (8 if self.short else _TIMEOUT_S) and not done(samples):
             with suppress(HetstreamError):
@@ -218,11 +219,11 @@ def _grow(bench: Bench, case: str, goal_s: float) -> None:
     name = case.split()[3]
     job = bench.job(f"grow-{name}", _directives("0-8"), *_costs(MAKE_S / 16))
     with bench.running(job) as client:
-        _wait(lambda: len(job.changes()) >= 2 and job.changes()[1][1] == 7, "the decision for seven more")
+        wait(lambda: len(job.changes()) >= 2 and job.changes()[1][1] == 7, "the decision for seven more")
         decided_s = job.events("DataWorkersChanged")[1]["time"]
-        _wait(lambda: len(job.companions("R")) == 8, "eight running jobs")
+        wait(lambda: len(job.companions("R")) == 8, "eight running jobs")
         started_s = time.time() - decided_s
-        _wait(lambda: len(client.fetch().data_workers) == 8, "eight data workers")
+        wait(lambda: len(client.fetch().data_workers) == 8, "eight data workers")
         registered = sorted(one["time"] for one in job.events("DataWorkerRegistered"))[7] - decided_s
     bench.row(case, "started", started_s, "s", goal_s)
     bench.row(case, "registered", registered, "s", note=f"{os.cpu_count()} cores import torch seven times")
@@ -261,14 +262,6 @@ def _fed_for(samples: list[Sample], seconds: float) -> bool:
 def _gone_for(samples: list[Sample], seconds: float) -> bool:
     recent = [one for one in samples if one.at_s > samples[-1].at_s - seconds] if samples else []
     return any(one.requested for one in samples) and all(not one.requested for one in recent)
-
-
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {_TIMEOUT_S:g} s")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.fidelity_picture import Points, picture
 from benchmarks.harness import Row
 from benchmarks.job_lists import FROZEN_JOBS, NUM_FROZEN, TRACES, JobLists
+from benchmarks.processes import wait
 from benchmarks.running import background
 from benchmarks.stub_jobs import Plan, Site, StubJobs, StubsFailed
 from benchmarks.waiting_jobs import TRAINERS, WORKERS, WaitingJob, WaitingJobs
@@ -318,7 +319,7 @@ def run_real(
             log = (logs or home) / f"daemon-{scenario.name.replace(', ', '-')}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             undo.enter_context(background(argv, environ, log))
-            _wait(lambda: (home / "daemon.sock").exists(), "the daemon")
+            wait(lambda: (home / "daemon.sock").exists(), "the daemon", 60)
             settings = msgspec.json.encode(PolicySettings(policy=policy_of(scenario.name))).decode()
             answer = ask(daemon, SetPolicy(settings))
             if not isinstance(answer, ShowPolicy):
@@ -331,15 +332,7 @@ def run_real(
 
 
 def _wait_until_empty(environ: dict[str, str]) -> None:
-    _wait(lambda: not run_slurm(["squeue", "--noheader"], env=environ).stdout, "an empty queue")
-
-
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{what} did not come within a minute")
-        time.sleep(0.1)
+    wait(lambda: not run_slurm(["squeue", "--noheader"], env=environ).stdout, "an empty queue", 60)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

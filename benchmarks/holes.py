@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from benchmarks import harness, machine
 from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
+from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 
@@ -63,7 +64,7 @@ class Scene:
         for cpus in (8, 8 - IDLE_CPUS):
             self._submit("-N1", f"-c{cpus}", f"-t{LIMIT_MIN}", f"--wrap=exec sleep {SLEEP_S}")
         waiting = {"large": self._submit("-N2", "-n2", "-c8", "-t10", "--wrap=sleep 5")}
-        _wait(lambda: self._start(waiting["large"]), 60, "a planned start")
+        wait(lambda: self._start(waiting["large"]), "a planned start", 60)
         self.seen.submitted_at, job = time.time(), None
         if directives is not None:
             words = f"--data-workers=0-2 --data-worker-cpus=1 --data-worker-cooldown=2{directives}"
@@ -80,7 +81,7 @@ class Scene:
             time.sleep(1)
         if job is not None:
             job.stop()
-            _wait((job.home / "summary.json").exists, 90, "the summary")
+            wait((job.home / "summary.json").exists, "the summary", 90)
             self.seen.summary = json.loads((job.home / "summary.json").read_text())["elastic"]
             self.seen.problems = job.ledger_problems(240)
         return self.seen
@@ -172,14 +173,6 @@ def _rows(name: str, seen: Seen, moved_alone: Mapping[str, float]) -> list[Row]:
                 met=not seen.problems),
         ]  # fmt: skip
     return rows
-
-
-def _wait(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

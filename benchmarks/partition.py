@@ -32,6 +32,7 @@ import torch
 from benchmarks import harness, machine
 from benchmarks.harness import Row, row_of, say
 from benchmarks.partition_programs.catalogue import PROGRAMS
+from benchmarks.processes import children_of, command_line
 from benchmarks.running import ROOT
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
@@ -143,7 +144,9 @@ class Killer:
 
     def _run(self) -> None:
         while not self._ended.wait(KILL_EVERY_S):
-            workers = [pid for pid in below(self._pid) if b"worker" in words_of(pid) and not below(pid)]
+            workers = [
+                pid for pid in below(self._pid) if b"worker" in command_line(pid).split(b"\0") and not below(pid)
+            ]
             if workers:
                 os.kill(workers[self.num_killed % len(workers)], signal.SIGKILL)
                 self.num_killed += 1
@@ -151,19 +154,7 @@ class Killer:
 
 def below(pid: int) -> list[int]:
     """The processes that a process has started, and theirs."""
-    try:
-        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [process for child in children for process in (child, *below(child))]
-
-
-def words_of(pid: int) -> list[bytes]:
-    """The command line of a process; empty when it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
+    return [process for child in children_of(pid) for process in (child, *below(child))]
 
 
 class Long(torch.nn.Module):

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import all_processes, is_alive, state_of
+
 ROOT = Path(__file__).resolve().parents[1]
 # A client that was told to stop gets this long to take its own children down before it counts as a leak.
 TEARDOWN_GRACE_S = 5.0
@@ -110,11 +112,4 @@ def _group_gone(group: int, within_s: float) -> bool:
 
 def _group_alive(group: int) -> bool:
     """Say whether the process group has a member that is not a zombie (nobody may be there to reap orphans)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] not in "ZX":
-            return True
-    return False
+    return any(is_alive(pid) and state_of(pid)[2:3] == [str(group)] for pid in all_processes())

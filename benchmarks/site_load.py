@@ -16,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import harness, machine
 from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
+from benchmarks.processes import state_of, wait
 from benchmarks.running import ROOT, background
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress
@@ -51,7 +52,7 @@ def main() -> int:
     )
     with throw_away_cluster(LARGE) as (directory, environ):
         jobs = _submit(environ, ["--partition=cpu", "--wrap=exec sleep 7200"], num_jobs)
-        _wait(lambda: len(_squeue(environ, "RUNNING")) >= num_jobs, f"the start of {num_jobs} jobs")
+        wait(lambda: len(_squeue(environ, "RUNNING")) >= num_jobs, f"the start of {num_jobs} jobs", _DEADLINE_S, 0.5)
         waiting = jobs[:: max(1, num_jobs // num_waiting)][:num_waiting]
         for job in waiting:
             comment = f"--comment=hets:trainer={job} hets:start={job}.0"
@@ -83,13 +84,13 @@ def _measure(
     settings = SiteSettings(address, Path(environ["HETSTREAM_MUNGE_SOCKET"]))
     argv = [HETSTREAM, "daemon", "--allocate", "--pool", "cpu", "--state-dir", str(directory / "state")]
     with background(argv, environ, directory / "daemon.log") as daemon:
-        _wait(lambda: (directory / "daemon.log").read_text().count("listen"), "the daemon")
+        wait(lambda: (directory / "daemon.log").read_text().count("listen"), "the daemon", _DEADLINE_S)
         request = json.dumps({"jobs": list(jobs), "waiting": list(waiting)})
         stub = [sys.executable, "-m", "benchmarks.clients.site_jobs", request]
         with background(stub, environ, directory / "jobs.log") as masters:
-            _wait(lambda: "started" in (directory / "jobs.log").read_text(), "the job masters")
+            wait(lambda: "started" in (directory / "jobs.log").read_text(), "the job masters", _DEADLINE_S)
             began = time.monotonic()
-            _wait(lambda: len(_status(settings).jobs) == len(jobs), "all reports")
+            wait(lambda: len(_status(settings).jobs) == len(jobs), "all reports", _DEADLINE_S, 0.5)
             all_known_s = time.monotonic() - began
             before_s = _cpu_s(daemon.pid)
             together = _requests(environ, minute_s)
@@ -172,16 +173,7 @@ def _squeue(environ: dict[str, str], state: str) -> list[int]:
 
 def _cpu_s(pid: int) -> float:
     """Of a process and its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {_DEADLINE_S:g} s")
-        time.sleep(0.5)
+    return sum(map(int, state_of(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

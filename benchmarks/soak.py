@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import running
+from benchmarks.processes import all_processes, children_of, command_line
 
 EPOCHS = 10
 SAMPLE_EVERY_S = 1.0
@@ -145,8 +146,8 @@ class Soak:
         yield "dispatcher", self.commands["dispatcher"].pid
         for name, process in self.commands.items():
             if name.startswith("worker"):
-                yield from ((_WORKER, pid) for pid in _children(process.pid))
-        yield from (("trainer", pid) for pid in _children(self.commands["trainer"].pid))
+                yield from ((_WORKER, pid) for pid in children_of(process.pid))
+        yield from (("trainer", pid) for pid in children_of(self.commands["trainer"].pid))
 
     def kill_one(self) -> None:
         """Kill one process of a random role."""
@@ -176,7 +177,7 @@ class Soak:
 
     def end(self) -> None:
         """End what still runs, in order, then by force."""
-        for pid in _children(self.commands["trainer"].pid):  # of a run that was interrupted
+        for pid in children_of(self.commands["trainer"].pid):  # of a run that was interrupted
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         for process in self.commands.values():
@@ -193,21 +194,9 @@ class Soak:
             time.sleep(0.05)
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def _of_run(folder: Path) -> list[str]:
     """Living processes whose command line names a file of the run's folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"{folder}/".encode() in (entry / "cmdline").read_bytes():
-                found.append(entry.name)
-    return found
+    return [str(pid) for pid in all_processes() if f"{folder}/".encode() in command_line(pid)]
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

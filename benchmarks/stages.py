@@ -21,6 +21,7 @@ from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import stacked
 from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
+from benchmarks.processes import wait
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.slurm_plugin.render.charts import Series, ticked
@@ -147,9 +148,9 @@ class Bench:
     def one_stage(self, gpus: int) -> float:
         """Steps per second of data workers that bundle a GPU and four CPUs."""
         with self._job(f"one-{gpus}", "single", f"--data-workers={gpus} --data-worker-cpus=4", GPU_S) as job:
-            _wait(lambda: len(job.steps()) > 0, "the first step")
+            wait(lambda: len(job.steps()) > 0, "the first step")
             began = time.monotonic()
-            _wait(lambda: time.monotonic() - began > (2 if self._short else 20), "enough steps")
+            wait(lambda: time.monotonic() - began > (2 if self._short else 20), "enough steps")
             return job.steps_per_s(_LAST_S)
 
     def two_stages(self, name: str, gpu_s: float) -> tuple[float, list[Row]]:
@@ -171,7 +172,7 @@ class Bench:
     def _watch(self, job: ElasticJob) -> list[Sample]:
         """Look twice a second until the trainer was fed for ten seconds."""
         samples: list[Sample] = []
-        _wait(lambda: job.steps(), "the first step")
+        wait(lambda: job.steps(), "the first step")
         began, first_s = time.monotonic(), job.steps()[0][0]
         with StatusClient(running_service(job.home / "address")) as client:
             while time.monotonic() - began < (8 if self._short else _LONGEST_S) and not _is_fed(samples):
@@ -199,11 +200,11 @@ class Bench:
         words = (f"--mode={mode}", *_costs(gpu_s), "--num-steps=8000")
         job = ElasticJob(self._directory / name, self._environ, directives, *words, program=PROGRAM)
         try:
-            _wait(lambda: (job.home / "address").exists(), "the job's dispatcher")
+            wait(lambda: (job.home / "address").exists(), "the job's dispatcher")
             yield job
         finally:
             job.cancel()
-            _wait(job.has_ended, "the end of the job")
+            wait(job.has_ended, "the end of the job")
 
 
 def table(speeds: Mapping[tuple[str, int], float]) -> list[Row]:
@@ -300,14 +301,6 @@ def _is_fed(samples: Sequence[Sample]) -> bool:
 
 def _rate(times: Sequence[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
-
-
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within 120 s")
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from benchmarks.clients.prebuilt import first
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import descendants
+from benchmarks.processes import command_line
 from hetstream import DataLoader
 
 WORKERS = 2
@@ -73,8 +74,7 @@ def watch(case: str, length: int, batches: Iterator[int], kill: Callable[[], Non
 
 def is_data_worker(process: int) -> bool:
     """Whether a process is one that makes batches: a child of `hetstream worker`."""
-    with open(f"/proc/{process}/cmdline") as stream:
-        return "\0worker\0" in stream.read()
+    return b"\0worker\0" in command_line(process)
 
 
 def kill_last(is_victim: Callable[[int], bool]) -> None:

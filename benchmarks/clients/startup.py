@@ -19,6 +19,7 @@ import torch.utils.data
 
 from benchmarks.clients.service import running, wait_for_data_workers
 from benchmarks.clients.window import Meter
+from benchmarks.processes import children_of, command_line
 
 BATCH_SIZE = 256
 EARLY_STEPS = 50  # after which memory is read for the first time
@@ -43,16 +44,12 @@ def pss_bytes(pid: int) -> int:
     """Memory of a process and its descendants; what processes share is divided among them (proc(5))."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     own = next(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return own + sum(pss_bytes(int(child)) for child in children)
+    return own + sum(map(pss_bytes, children_of(pid)))
 
 
 def makers_pss_bytes() -> int:
     """Memory of this process's descendants that make batches: all but the dispatcher."""
-    own = os.getpid()
-    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-    makers = [child for child in children if b"dispatcher" not in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return sum(pss_bytes(int(child)) for child in makers)
+    return sum(pss_bytes(child) for child in children_of(os.getpid()) if b"dispatcher" not in command_line(child))
 
 
 def measure(num_steps: int, start: Callable[[], Any], is_served: Callable[[], bool]) -> dict[str, float]:

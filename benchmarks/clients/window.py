@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processes import all_processes, state_of
+
 # The client reads one byte of each page of a batch: a lazily mapped batch is not counted before its memory is there.
 PAGE_BYTES = 4096
 
@@ -203,11 +205,9 @@ def touch(array: np.ndarray) -> int:
 def descendants() -> list[int]:
     """Return the ids of all processes below this one."""
     parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue  # it ended between the listing and the reading
+    for process in all_processes():
+        if fields := state_of(process):
+            parents[process] = int(fields[1])
     below = found = {os.getpid()}
     while found:
         found = {child for child, parent in parents.items() if parent in below and child not in below}
@@ -219,11 +219,7 @@ def cpu_seconds(processes: list[int]) -> float:
     """Sum user and system time of the processes, in the kernel's ticks of 10 ms."""
     ticks = 0
     for process in processes:
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        ticks += int(fields[11]) + int(fields[12])
+        ticks += sum(map(int, state_of(process)[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -37,6 +37,16 @@ def families(
         yield family
 
 
+class PrintableCollector(Collector):
+    """A collector whose metrics can be printed, too."""
+
+    def text(self) -> str:
+        """The metrics in Prometheus's text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry).decode()
+
+
 class Exposition:
     """The text of a collector.
 

@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
 from hetstream.slurm_plugin.client.retry import with_retries
-from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
+from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -102,13 +102,7 @@ class CommandSlurm:
         environ = _outside_of_steps(self._environ)
 
         def act() -> str:
-            done = run_slurm(argv, env=environ, stdin=script)
-            job_id = done.stdout.strip().split(";")[0]
-            if not job_id.isdigit():
-                raise SlurmCommandError(
-                    argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me"
-                )
-            return job_id
+            return _job_id_of(argv, run_slurm(argv, env=environ, stdin=script))
 
         find = (lambda: self.find(key)) if key else None
         return with_retries(act, find=find, repeatable=False, sleep=self._sleep)
@@ -276,7 +270,11 @@ def submit_script(
     """
     refuse_other_words(options)
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
-    done = run_slurm(argv, env=environ, cwd=cwd)
+    return _job_id_of(argv, run_slurm(argv, env=environ, cwd=cwd))
+
+
+def _job_id_of(argv: Sequence[str], done: CompletedCommand) -> str:
+    """What `sbatch --parsable` printed, without the cluster's name behind it."""
     job_id = done.stdout.strip().split(";")[0]
     if not job_id.isdigit():
         raise SlurmCommandError(argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me")

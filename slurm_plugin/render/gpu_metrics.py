@@ -17,11 +17,9 @@ from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRo
 from hetstream.slurm_plugin.errors import ServeError
 
 try:
-    import prometheus_client
     from prometheus_client.core import Metric
-    from prometheus_client.registry import Collector
 
-    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, families
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, PrintableCollector, families
 except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
@@ -68,7 +66,7 @@ class GpuReading:
     table: GpuTable | None = None
 
 
-class GpuCollector(Collector):
+class GpuCollector(PrintableCollector):
     """Reads the coordinator, and turns the newest reading into metrics.
 
     Args:
@@ -103,12 +101,6 @@ class GpuCollector(Collector):
             ["gpu", "job", "class", "pid"],
             [([row.gpu, p.job, p.job_class, str(p.pid)], p) for row in gpus for p in row.processes],
         )
-
-    def text(self) -> str:
-        """The metrics in Prometheus's text format."""
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(self)
-        return prometheus_client.generate_latest(registry).decode()
 
 
 def _is_up(reading: GpuReading) -> float:

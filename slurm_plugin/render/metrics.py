@@ -18,11 +18,9 @@ from hetstream.slurm_plugin.insight.observation import Observation, Waiting
 from hetstream.slurm_plugin.render.web import listening
 
 try:
-    import prometheus_client
     from prometheus_client.core import CounterMetricFamily, Metric
-    from prometheus_client.registry import Collector
 
-    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, Exposition, families
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, Exposition, PrintableCollector, families
 except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
@@ -114,7 +112,7 @@ _PARTITION: list[Column[list[Node]]] = [
 ]
 
 
-class ClusterCollector(Collector):
+class ClusterCollector(PrintableCollector):
     """Turns the newest reading into metrics; it may be replaced while a scrape is answered."""
 
     def __init__(self) -> None:
@@ -136,12 +134,6 @@ class ClusterCollector(Collector):
         yield from families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
         partitions = [([partition.name], _nodes_of(partition, seen)) for partition in seen.snapshot.partitions]
         yield from families(_PARTITION, ["partition"], partitions)
-
-    def text(self) -> str:
-        """The metrics in Prometheus's text format."""
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(self)
-        return prometheus_client.generate_latest(registry).decode()
 
 
 class ReadingCollector(Protocol):

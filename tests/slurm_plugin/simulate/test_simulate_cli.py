@@ -242,7 +242,7 @@ def test_caps_and_floors_of_the_daemon_hold_under_rules(
     jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = tmp_path / "settings.json"
-    settings.write_text('{"policy": "maxtp", "floor": 0.1, "user_caps": {"*": 2, "nobody": 1}}')
+    settings.write_text('{"policy": "maxtp", "floor": 0.1, "user_caps": {"*": 16, "nobody": 1}}')
     words = [jobs, "--cluster", CLUSTER, "--disciplines", "easy", "--policies", "maxtp,maxtp+rules"]
     free, ruled = document(capsys, *words)["runs"]
     capped_free, capped = document(capsys, *words, "--policy-settings", str(settings))["runs"]

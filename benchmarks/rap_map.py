@@ -14,6 +14,7 @@ from benchmarks import harness, machine
 from benchmarks.harness import Row
 from benchmarks.rap_cases import BATCH, layers, scaled
 from hetstream.mpi_dataworkers.gpu_features import mapping
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
 from hetstream.mpi_dataworkers.gpu_features.mapping import Cluster, Mapping, Model, Sparse
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, length_after, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, TERABYTE_IDS, PlanSize, make_plan
@@ -89,9 +90,7 @@ def dense_operations(size: PlanSize) -> tuple[Operation, ...]:
 
 def _needed_s(model: Model) -> dict[str, float]:
     """What each GPU needs if all of them do the same, each with its own kernels, by resource."""
-    launches = max(
-        mapping.num_launches(model.problem(mapping.data_local(model), gpu).operations) for gpu in range(1, GPUS)
-    )
+    launches = max(len(gather(model.problem(mapping.data_local(model), gpu).operations)) for gpu in range(1, GPUS))
     needed = {}
     for name in ("memory_s", "compute_s"):
         sparse = sum(getattr(each, name) for feature in model.sparse for each in feature.operations)

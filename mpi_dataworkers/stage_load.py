@@ -22,8 +22,10 @@ class StageLoad:
         trainers: the loaders in training programs that take its batches.
         reading: somebody takes batches of it.
         steps_per_s: taken of it.
-        wait_share: in which those that take its batches waited for it, and the training loop for them.
+        wait_share: in which those that take its batches waited for it, and the training loop for them; and in which
+            training loops computed features that more data workers could compute.
         earlier_wait_share: in which its own data workers waited for the stage before.
+        features_share: of the trainer that computes most features itself, the part of `wait_share` that this takes.
     """
 
     device: Device
@@ -33,6 +35,12 @@ class StageLoad:
     steps_per_s: float
     wait_share: float
     earlier_wait_share: float = 0.0
+    features_share: float = 0.0
+
+    @property
+    def features_on_trainer(self) -> int:
+        """Operators that the trainers compute of their feature graphs."""
+        return sum(row.features.on_trainer for row in self.trainers if row.features is not None)
 
     @property
     def busy_share(self) -> float:
@@ -52,15 +60,17 @@ def load_of(device: Device, status: Status) -> StageLoad:
     workers = tuple(row for row in status.data_workers if row.device == device)
     steps_per_s = sum(row.steps_per_s for row in trainers)
     wait_share = max(map(_wait_share, trainers), default=0.0)
+    features_share = max(map(_features_share, trainers), default=0.0)
     if device == "gpu":
         waiting = max((row.wait_share for row in workers), default=0.0)
         return StageLoad(device, workers, trainers, bool(trainers), steps_per_s, wait_share, waiting)
     last = load_of("gpu", status)
     if not (last.reading and last.workers):
-        return StageLoad(device, workers, trainers, bool(trainers), steps_per_s, wait_share)
+        is_read = bool(trainers)
+        return StageLoad(device, workers, trainers, is_read, steps_per_s, wait_share, features_share=features_share)
     steps_per_s += sum(row.steps_per_s for row in last.workers)
     wait_share = max(wait_share, min(last.wait_share, last.earlier_wait_share))
-    return StageLoad(device, workers, trainers, True, steps_per_s, wait_share)
+    return StageLoad(device, workers, trainers, True, steps_per_s, wait_share, features_share=features_share)
 
 
 def has_gpu_stage(status: Status) -> bool:
@@ -71,4 +81,11 @@ def has_gpu_stage(status: Status) -> bool:
 
 def _wait_share(row: LoaderStatus) -> float:
     """A wait counts when it ends: a loop that has taken no step and has none to take has waited all the time."""
-    return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share
+    if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0:
+        return 1.0
+    return min(1.0, row.wait_share + _features_share(row))
+
+
+def _features_share(row: LoaderStatus) -> float:
+    """A share that a loader has told; what is none counts as nothing."""
+    return row.features.share if row.features is not None and 0 <= row.features.share <= 1 else 0.0

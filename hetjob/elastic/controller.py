@@ -21,7 +21,14 @@ from hetstream.hetjob.elastic.loading_model import LoadingModel, LoadingPoints
 from hetstream.hetjob.elastic.policy import capacity_per_s, demand_per_s, needed, rate_of_one, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.step_terms import StepTerm
-from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
+from hetstream.hetjob.elastic.tuning import (
+    LEAST_GAIN,
+    LocalLoading,
+    SizeSearch,
+    growth_paid,
+    remote_pays,
+    trainer_cpus_needed,
+)
 
 # A trainer that waits for more than this share of its time is starving; the aim is to stay below it.
 STARVING_SHARE = 0.05
@@ -37,6 +44,8 @@ _MOST_GROWTH = 8
 _BUSY_SHARE = 0.7
 # Data workers go when they were not needed for so many cooldowns.
 _CALM_COOLDOWNS = 3
+# After data workers have come, a loader that computes features takes up to this long to cut its graph elsewhere.
+_RECUT_S = 15.0
 # Python and torch from a busy file system; and what a step may take that a leaving data worker is at.
 _START_LIMIT_S, _DRAIN_LIMIT_S = 60.0, 60.0
 # What the trainer's own CPUs do is looked at over this long: work comes in bursts.
@@ -74,12 +83,13 @@ class Controller:
         self._retry_at = known.retry_at
         self._ceiling = known.ceiling
         self._num_disappointments = known.num_disappointments
-        self._seen: tuple[bool, frozenset[str]] | None = None  # before the first look, whatever the clock says
+        # Before the first look, whatever the clock says.
+        self._seen: tuple[bool, frozenset[str], int] | None = None
         self._steady_since = 0.0
         self._moving_since: float | None = None  # when the first step of these readers was seen
         self._needs: deque[tuple[float, int]] = deque()
         self._trainer_used: deque[tuple[float, float]] = deque()
-        self._grown_from: tuple[int, float] | None = None
+        self._grown_from: Snapshot | None = None
         self._loading = LoadingPoints()
         self._num_refusals = 0
         self._grow_at = float("-inf")
@@ -102,8 +112,11 @@ class Controller:
 
     def decide(self, snapshot: Snapshot, now: float) -> Decision:
         """What to do now. The caller does it, and says so with `refused` if Slurm does not let it."""
-        seen = (snapshot.reading, frozenset(job_ids(snapshot.of(CompanionState.WORKING))))
+        working = frozenset(job_ids(snapshot.of(CompanionState.WORKING)))
+        seen = (snapshot.reading, working, snapshot.features_on_trainer)
         if seen != self._seen:
+            if self._seen is not None and seen[2] != self._seen[2]:
+                self._loading.forget()  # data workers do more or less for a step than before
             self._seen, self._steady_since = seen, now
         if not snapshot.reading:
             self._moving_since = None
@@ -185,7 +198,7 @@ class Controller:
             return _hold("no step was taken yet")
         if self._moving_since is not None and now - self._moving_since < MEASURE_S:
             return _hold("measuring local loading")  # without the wait for the first step
-        waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
+        waits = snapshot.waits
         if snapshot.steps_per_s > 0 and snapshot.wait_share <= STARVING_SHARE:
             self.stage = Stage.LOCAL
             return _hold(f"local loading keeps up: {waits}")
@@ -236,20 +249,21 @@ class Controller:
     def _find_count(self, snapshot: Snapshot, now: float) -> Decision:
         have, starving = snapshot.num_data_workers, snapshot.wait_share > STARVING_SHARE
         pending = snapshot.of(CompanionState.PENDING)
-        waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
+        waits = snapshot.waits
         if snapshot.trainer_cpus is not None and not starving:
             self._note_trainer(snapshot.trainer_cpus, now)
         if have == 0:
             self.stage = Stage.BASELINE
             return _hold("all data workers are gone")
         if self._grown_from is not None and not pending:
-            (before, before_per_s), self._grown_from = self._grown_from, None
-            after_per_s = capacity_per_s(snapshot)
-            paid = growth_paid(before_per_s, after_per_s, before, have)
-            if before and have > before and starving and not paid:
-                self._disappointed(now, before)
-                reason = f"{have} data workers can make {after_per_s:.1f} steps/s, {before} could {before_per_s:.1f}"
-                return self._shrink_to(snapshot, before, reason)
+            before = self._grown_from
+            if before.features_share > STARVING_SHARE and now - self._steady_since < _RECUT_S:
+                return _hold(f"{waits}, and more of them may go to the data workers that have come")
+            self._grown_from = None
+            fewer, reason = before.num_data_workers, _why_growth_did_not_pay(before, snapshot)
+            if fewer and have > fewer and starving and reason:
+                self._disappointed(now, fewer)
+                return self._shrink_to(snapshot, fewer, reason)
         if self._ceiling is not None and now >= self._retry_at:
             self._ceiling = None
             self._loading.forget()
@@ -364,7 +378,7 @@ class Controller:
         return max(self.limits.minimum, snapshot.fixed, min(limit for limit in limits if limit is not None))
 
     def _grow(self, snapshot: Snapshot, count: int, reason: str) -> Decision:
-        self._grown_from = (snapshot.num_data_workers, capacity_per_s(snapshot))
+        self._grown_from = snapshot
         self._needs.clear()
         return Decision(Action.GROW, count, reason, cpus=self.cpus)
 
@@ -388,6 +402,23 @@ class Controller:
 
     def _backing_off(self, now: float) -> Decision:
         return _hold(f"Slurm refused the last submission, next try in {self._grow_at - now:.0f} s")
+
+
+def _why_growth_did_not_pay(before: Snapshot, after: Snapshot) -> str:
+    """Why more data workers have brought too little; "" if they have brought enough."""
+    fewer, more = before.num_data_workers, after.num_data_workers
+    if before.features_share > STARVING_SHARE:
+        # They do more for a step than those before did: what they can make is nothing to compare.
+        if after.steps_per_s >= before.steps_per_s * (1 + LEAST_GAIN):
+            return ""
+        return (
+            f"with {more} data workers the trainer takes {after.steps_per_s:.1f} steps/s, "
+            f"with {fewer} it took {before.steps_per_s:.1f}"
+        )
+    before_per_s, after_per_s = capacity_per_s(before), capacity_per_s(after)
+    if growth_paid(before_per_s, after_per_s, fewer, more):
+        return ""
+    return f"{more} data workers can make {after_per_s:.1f} steps/s, {fewer} could {before_per_s:.1f}"
 
 
 def _hold(reason: str) -> Decision:

@@ -48,13 +48,16 @@ class Snapshot:
     Attributes:
         reading: some loader is in a pass over its data.
         steps_per_s: taken by the training loops of all ranks together, over the last seconds.
-        wait_share: of the last seconds in which a training loop waited for data: of the rank that waited longest.
+        wait_share: of the last seconds in which a training loop waited for data, or computed features that more data
+            workers could compute: of the rank that waited longest.
         fixed: data workers of component 1, which start and end with the job.
         fixed_rate_per_s: steps that all of them together would make per second if they were never idle.
         companions: see `Companion`.
         site_limit: data workers that the site lets this job have; None without a limit.
         trainer_cpus: CPUs that the trainer's processes use on the job master's host; None while that is not known.
         earlier_wait_share: of the last seconds in which the data workers themselves waited for the stage before.
+        features_share: the part of `wait_share` in which features were computed.
+        features_on_trainer: operators that all ranks compute of their feature graphs: another number is another cut.
     """
 
     reading: bool
@@ -66,6 +69,16 @@ class Snapshot:
     site_limit: int | None = None
     trainer_cpus: float | None = None
     earlier_wait_share: float = 0.0
+    features_share: float = 0.0
+    features_on_trainer: int = 0
+
+    @property
+    def waits(self) -> str:
+        """How much the trainer waits, in words."""
+        waits = f"the trainer waits {self.wait_share:.0%} of the time"
+        if round(self.features_share, 2) <= 0:
+            return waits
+        return f"{waits}, {self.features_share:.0%} for features that it computes itself"
 
     def of(self, *states: CompanionState) -> list[Companion]:
         """The companions in one of these states."""

@@ -6,6 +6,8 @@ samples as when they began. So what is seen identifies the sum of the first thre
 trainer has timed its optimizer, T_emb (looking up embeddings) where it has timed that, and T_sync with a single rank,
 where it is zero; T_grad is what is left. Without embeddings there is no T_emb. Nothing is guessed.
 
+Of a trainer whose feature graph is cut, T_features is the part of the first that it computes itself.
+
 Called by `hetjob/master/elastic.py`; shown by `hetstream why` and `hetstream summary`.
 """
 
@@ -19,7 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
+from hetstream.base.text import printable
+from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStatus
 
 # A loader's times are those of its last five seconds: readings that are nearer to each other count some steps twice.
 _EVERY_S = 6.0
@@ -122,6 +125,7 @@ class _Phase:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.readings: deque[float] = deque(maxlen=_MOST_READINGS)
+        self.features: deque[float] = deque(maxlen=_MOST_READINGS)
         self.updates = _TimedReadings(UPDATE, "timed calls of the optimizer")
         self.lookups = _TimedReadings(EMBEDDING, "steps with timed lookups of embeddings")
         self._num_others = 0
@@ -174,12 +178,23 @@ class StepTerms:
         if slowest.world_size != self._phase.num_ranks or self._phase.is_over(slowest.step_s):
             self._phase = _Phase(slowest.world_size)
         self._phase.readings.append(slowest.step_s)
+        if slowest.features is not None and 0 <= slowest.features.share <= 1:
+            self._phase.features.append(slowest.features.share * (slowest.step_s / (1 - slowest.wait_share)))
         # Each rank updates as much as any other, and looks up as much, so one of them says it.
         self._phase.note(min(ranks, key=lambda row: row.rank))
         # As they come in the beginning, later once in five minutes: what is told is written to a file.
         self._num_noted += 1
         if self._num_noted <= 2 * _LEAST_READINGS or self._num_noted % _MOST_READINGS == 0:
-            self.told = (*self._terms(), loading)
+            self.told = (*self._terms(), *self._features_term(slowest.features), loading)
+
+    def _features_term(self, cut: FeatureCut | None) -> tuple[StepTerm, ...]:
+        """What the trainer computes of its feature graph, and why so much."""
+        if cut is None:
+            return ()
+        num, reason = len(self._phase.features), printable(cut.reason)
+        if num < _LEAST_READINGS:
+            return (StepTerm("T_features", None, None, f"{num} of {_LEAST_READINGS} readings; {reason}"),)
+        return (StepTerm("T_features", fmean(self._phase.features), _error_s(self._phase.features), reason),)
 
     def _terms(self) -> tuple[StepTerm, ...]:
         phase = self._phase

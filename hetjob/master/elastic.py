@@ -296,6 +296,8 @@ class Elastic:
             site_limit=self._site.data_workers() if self._site is not None else None,
             trainer_cpus=self._trainer.used(load.trainers, now),
             earlier_wait_share=load.earlier_wait_share,
+            features_share=load.features_share,
+            features_on_trainer=load.features_on_trainer,
         )
 
     # --- acting -----------------------------------------------------------------------------------------------------

@@ -203,6 +203,7 @@ class LoaderMessages:
         self._note_stats(tables.loaders[peer], message.stats)
         tables.loaders[peer].training = message.training
         tables.loaders[peer].optimizer = message.optimizer
+        tables.loaders[peer].features = message.features
         session = tables.sessions.get(message.session_id)
         if session is None:
             return [Send(peer, UnknownPeer())]

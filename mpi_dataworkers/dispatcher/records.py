@@ -17,6 +17,7 @@ from hetstream.mpi_dataworkers.failures import StepFailures
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Device,
+    FeatureCut,
     Interpreter,
     LoaderStats,
     OptimizerCalls,
@@ -183,6 +184,7 @@ class LoaderRecord:
         recent: growth of steps, bytes and seconds waited of its `stats`.
         training: how far the program's training loop is, as it said last.
         optimizer: what it has counted of its optimizers' steps, likewise.
+        features: where its feature graph is cut, likewise.
     """
 
     registration: RegisterLoader
@@ -197,6 +199,7 @@ class LoaderRecord:
     steady_since: float = 0.0
     training: TrainingProgress | None = None
     optimizer: OptimizerCalls | None = None
+    features: FeatureCut | None = None
 
     def go_on_from(self, known: LoaderRecord) -> None:
         """It was there before, as `known`: what it was told then it is not told again."""

@@ -135,6 +135,7 @@ def _loader_status(tables: Tables, peer: str, loader: LoaderRecord, now: float) 
         training=loader.training,
         device=who.device,
         optimizer=loader.optimizer,
+        features=loader.features,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,10 +20,16 @@ class HandedOver(NamedTuple):
     Attributes:
         fingerprint: of the cut by which it was made.
         features: by key, as `CutGraph` says.
+        seconds: that the data workers' part took.
+        num_rows: of the batch.
+        list_length: values in a list of a jagged input, on average.
     """
 
     fingerprint: str
     features: dict[str, Any]
+    seconds: float = 0.0
+    num_rows: int = 0
+    list_length: float = 0.0
 
 
 class DataWorkersPart:
@@ -49,9 +56,13 @@ class DataWorkersPart:
         return f"DataWorkersPart({self.cut})"
 
     def __call__(self, batch: Mapping[str, Any]) -> HandedOver:
-        self._check(batch)
+        began = time.perf_counter()
+        num_rows, features = self._check(batch)
         made = {} if self._transform is None else self._transform(batch)
-        return HandedOver(self.cut.fingerprint, made | {key: batch[name] for name, key in self.cut.passed})
+        handed = made | {key: batch[name] for name, key in self.cut.passed}
+        lists = [feature.values.numel() for feature in features.values() if feature.lengths is not None]
+        list_length = sum(lists) / (len(lists) * num_rows) if lists and num_rows else 0.0
+        return HandedOver(self.cut.fingerprint, handed, time.perf_counter() - began, num_rows, list_length)
 
 
 class TrainersPart:

@@ -125,7 +125,7 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
             {name: feature for name, feature in features.items() if feature.lengths is not None}, num_rows
         )
     if problems:
-        raise FeatureError("the batch does not fit the feature graph: " + "; ".join(problems))
+        raise FeatureError("the batch does not fit the feature graph: " + "; ".join(dict.fromkeys(problems)))
     return num_rows, features
 
 

@@ -1,7 +1,7 @@
 """Decides where a feature graph is cut: the trainer's GPU keeps what fits beside training, data workers get the rest.
 Pure.
 
-Called by programs when they make a loader, and again whenever what the GPU leaves has changed.
+Called by programs when they make a loader. `recut.py` decides anew while a program trains.
 """
 
 from __future__ import annotations
@@ -12,23 +12,36 @@ from dataclasses import dataclass
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
-from hetstream.mpi_dataworkers.gpu_features.operations import Device, operations_of
-from hetstream.mpi_dataworkers.gpu_features.placement import trees_of
-from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, cost_of, least_exposed_s
+from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCosts
+from hetstream.mpi_dataworkers.gpu_features.operations import Device
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+
+__all__ = ["Batches", "HybridDecision", "HybridFeatures", "decide"]
 
 
 @dataclass(frozen=True)
-class Batches:
-    """What batches are like.
+class HybridFeatures:
+    """A feature graph whose cut follows what is measured while the program trains: a loader's `features`.
 
     Attributes:
-        rows: of a batch.
-        list_length: values in a list of a jagged input, on average.
+        graph: the graph.
+        gpu: the trainer's GPU, such as `operations.H200`; None where it is not known, or the trainer has none.
+        layers: of the model, with what each leaves of that GPU; () where that is not known: then what counts is by how
+            much steps are measured to be longer.
+
+    Raises:
+        FeatureError: there are layers, and no GPU that they leave something of.
     """
 
-    rows: int
-    list_length: float = 1.0
+    graph: FeatureGraph
+    gpu: Device | None = None
+    layers: tuple[Layer, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.graph, FeatureGraph):
+            raise FeatureError(f"HybridFeatures: graph is a {type(self.graph).__name__}; give a FeatureGraph")
+        if self.layers and self.gpu is None:
+            raise FeatureError("HybridFeatures: layers leave something of a GPU; give gpu=, such as operations.H200")
 
 
 @dataclass(frozen=True)
@@ -64,31 +77,27 @@ def decide(
         allowed_s: by which a training step may become longer.
 
     Raises:
-        FeatureError: a number is negative, infinite or NaN, there is no layer, or batches have no row.
+        FeatureError: a number is negative, infinite or NaN, or there is no layer.
     """
-    if batches.rows < 1 or not 0 <= batches.list_length < float("inf"):
-        raise FeatureError(f"{batches}: rows of at least 1, and a finite list_length of at least 0")
+    if not layers:
+        raise FeatureError("there is no layer: nothing is known of what the GPU leaves")
     if not 0 <= allowed_s < float("inf"):
         raise FeatureError(f"allowed_s={allowed_s}: a finite number of seconds, 0 at least")
-    whole = Problem(operations_of(graph, batches.rows, batches.list_length, device), tuple(layers), device.launch_s)
-    order = _order(whole)
-    whole_exposed_s = exposed_s = _exposed_s(whole)
-    moved = 0
+    costs = CutCosts(graph, batches, device, layers)
+    whole_exposed_s = exposed_s = costs.exposed_s(costs.kept(0))
+    moved, count = 0, len(costs.order)
     if exposed_s > allowed_s:
         # Between these lies how many have to move, at least.
-        first, moved, exposed_s = 1, len(order), 0.0
+        first, moved, exposed_s = 1, count, 0.0
         while first < moved:
             middle = (first + moved) // 2
-            less = _without(whole, order[:middle])
-            if least_exposed_s(less) <= allowed_s and (less_s := _exposed_s(less)) <= allowed_s:
+            kept = costs.kept(middle)
+            if costs.least_exposed_s(kept) <= allowed_s and (less_s := costs.exposed_s(kept)) <= allowed_s:
                 moved, exposed_s = middle, less_s
             else:
                 first = middle + 1
-    kept = {whole.operations[at].name for at in order[moved:]}
-    cut = CutGraph(graph, tuple(step.name for step in graph.order if step.name in kept and step.of not in kept))
-    return HybridDecision(
-        cut, exposed_s, whole_exposed_s, _reason(moved, len(order), exposed_s, whole_exposed_s, allowed_s)
-    )
+    reason = _reason(moved, count, exposed_s, whole_exposed_s, allowed_s)
+    return HybridDecision(costs.cut(costs.kept(moved)), exposed_s, whole_exposed_s, reason)
 
 
 def _reason(moved: int, count: int, exposed_s: float, whole_exposed_s: float, allowed_s: float) -> str:
@@ -99,33 +108,3 @@ def _reason(moved: int, count: int, exposed_s: float, whole_exposed_s: float, al
     if moved == count:
         return f"{whole}: no operator fits, data workers have all {count}"
     return f"{whole}: data workers have {moved} of {count} operators, and it is {exposed_s * 1e6:.0f} us longer"
-
-
-def _order(problem: Problem) -> list[int]:
-    """Operations in the order in which they move: by feature, the dearest one first, each after the one it needs."""
-
-    def seconds(tree: Sequence[int]) -> float:
-        return sum(problem.operations[at].alone_s for at in tree)
-
-    trees = [sorted(int(at) for part in parts for at in part) for parts in trees_of(problem)]
-    return [at for tree in sorted(trees, key=lambda tree: (-seconds(tree), tree)) for at in tree]
-
-
-def _without(problem: Problem, gone: Sequence[int]) -> Problem:
-    """The problem without some operations, none of which needs one that stays."""
-    left_out = set(gone)
-    places: dict[int, int] = {}
-    kept: list[Operation] = []
-    for at, each in enumerate(problem.operations):
-        if at not in left_out:
-            places[at] = len(kept)
-            parent = places.get(each.parent, -1)
-            kept.append(Operation(each.name, each.kind, parent, each.memory_s, each.compute_s))
-    return Problem(tuple(kept), problem.layers, problem.launch_s)
-
-
-def _exposed_s(problem: Problem) -> float:
-    """What the paper's schedule exposes, with both resources: `search` finds better ones, but not between two steps."""
-    if not problem.operations:
-        return 0.0
-    return cost_of(problem, algorithm_1(problem, fuse(problem), two_resources=True)).exposed_s

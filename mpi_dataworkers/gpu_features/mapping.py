@@ -10,11 +10,11 @@ features, which comes before the tables can be read and which nothing hides. All
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
 
 
@@ -217,36 +217,13 @@ class _Costs:
 
 
 def estimate_s(problem: Problem) -> float:
-    """What a good schedule exposes, without one: the layers as one, and as many launches as `num_launches`."""
-    launches_s = num_launches(problem.operations) * problem.launch_s
+    """What a good schedule exposes, without one: the layers as one, and as many launches as `gather`."""
+    launches_s = len(gather(problem.operations)) * problem.launch_s
     over = [0.0]
     for name in ("memory_s", "compute_s"):
         work = sum(getattr(operation, name) for operation in problem.operations)
         over.append(work + launches_s - sum(getattr(layer, name) for layer in problem.layers))
     return max(over)
-
-
-def num_launches(operations: Iterable[Operation]) -> int:
-    """Kernels for all of these, if each holds all operations that can run of the kind that most of them are."""
-    children: dict[int, list[int]] = {}
-    kinds = []
-    for at, operation in enumerate(operations):
-        children.setdefault(operation.parent, []).append(at)
-        kinds.append(operation.kind)
-    ready: dict[str, list[int]] = {}
-
-    def make_ready(places: Iterable[int]) -> None:
-        for at in places:
-            ready.setdefault(kinds[at], []).append(at)
-
-    make_ready(children.get(-1, ()))
-    found = 0
-    while ready:
-        counts = Counter({kind: len(places) for kind, places in ready.items()})
-        for at in ready.pop(max(sorted(counts), key=lambda kind: counts[kind])):
-            make_ready(children.get(at, ()))
-        found += 1
-    return found
 
 
 def _extend(operations: list[Operation], more: Sequence[Operation], share: float) -> None:

@@ -55,8 +55,14 @@ A100 = Device("A100 40 GB", 5e-6, 1.555e12, 9.75e12)
 H200 = Device("H200", 5e-6, 4.8e12, 33.5e12)
 
 
+# A core of a CPU. Estimates: of these numbers ratios count alone, since what parts of a graph take is measured.
+CPU_CORE = Device("CPU core", 1e-5, 8e9, 4e9)
+
+
 @dataclass(frozen=True)
-class _Size:
+class Size:
+    """What a batch has of a feature; `num_bytes` with the lengths of lists."""
+
     values: float
     num_bytes: float
 
@@ -70,13 +76,11 @@ def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: De
         list_length: values in a list of a jagged input, on average.
         device: on which they run.
     """
-    lengths = {node.name: list_length if node.type.is_jagged else 1.0 for node in graph.inputs}
+    sizes = sizes_of(graph, rows, list_length)
     places: dict[str, int] = {}
     found: list[Operation] = []
     for step in graph.order:
-        given, made = graph.types[step.of], graph.types[step.name]
-        lengths[step.name] = length_after(step.operator, lengths[step.of]) if made.is_jagged else 1.0
-        source, result = (_size(kind, rows, lengths[name]) for kind, name in ((given, step.of), (made, step.name)))
+        source, result = sizes[step.of], sizes[step.name]
         instructions = INSTRUCTIONS[type(step.operator)] * result.values
         if isinstance(step.operator, ops.Bucketize):
             instructions *= np.ceil(np.log2(len(step.operator.borders) + 1))
@@ -103,7 +107,15 @@ def length_after(operator: ops.Operator, length: float) -> float:
     return length
 
 
-def _size(kind: FeatureType, rows: int, length: float) -> _Size:
+def sizes_of(graph: FeatureGraph, rows: int, list_length: float) -> dict[str, Size]:
+    """Each feature's size, by name; arguments as of `operations_of`."""
+    lengths = {node.name: list_length for node in graph.inputs}
+    for step in graph.order:
+        lengths[step.name] = length_after(step.operator, lengths[step.of])
+    return {name: _size(kind, rows, lengths[name]) for name, kind in graph.types.items()}
+
+
+def _size(kind: FeatureType, rows: int, length: float) -> Size:
     values = rows * (length if kind.is_jagged else kind.width)
     lengths = rows * _LENGTH_BYTES if kind.is_jagged else 0
-    return _Size(values, values * np.dtype(kind.dtype).itemsize + lengths)
+    return Size(values, values * np.dtype(kind.dtype).itemsize + lengths)

@@ -16,7 +16,7 @@ from random import Random
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse, gather
 from hetstream.mpi_dataworkers.gpu_features.placement import (
     Numbers,
     Placement,
@@ -82,8 +82,9 @@ def search(
         return Found((), cost_of(problem, ()), "there is nothing to do")
     began = clock()
     searching = _Search(problem, Random(seed), lambda: (clock() - began) / limit_s)
-    fused = fuse(problem, seed)
-    searching.begin([algorithm_1(problem, fused, two_resources=both) for both in (False, True)])
+    fused, gathered = fuse(problem, seed), gather(problem.operations)
+    schedules = [algorithm_1(problem, fused, two_resources=both) for both in (False, True)]
+    searching.begin([*schedules, algorithm_1(problem, gathered, two_resources=True)])
     reason = searching.improve()
     kernels = searching.grid.kernels()
     return Found(kernels, cost_of(problem, kernels), reason)

@@ -364,7 +364,9 @@ class ServiceClient:
                 progress = session.progress()
                 if session.is_report_due(progress, now):
                     reach("loader.before_report")
-                    self._send(session.report(self._options.statistics.at_last_step(), optimizer_calls.calls()))
+                    statistics = self._options.statistics
+                    report = session.report(statistics.at_last_step(), optimizer_calls.calls(), statistics.features)
+                    self._send(report)
                     session.has_reported(progress, now)
                     reach("loader.after_report")
 

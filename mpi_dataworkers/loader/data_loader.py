@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import torch
 import torch.utils.data
 
@@ -75,7 +76,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self.seed = options.seed or 0
         self._repeat = options.repeat
         self._device, missing = options.place()
-        self._features = None if options.features is None else feature_parts(self._device, missing)
+        features = options.features
+        self._features = None if features is None else feature_parts(features, self._device, missing)
         self._position = LoaderPosition()
         self._order = order_of(self, options, identity)
         service = options.service or service_from_environment()
@@ -85,12 +87,11 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             self,
             options.service_options(service, identity, self._description()),
             buckets=self._order.buckets or options.stream_buckets(),
-            batch_stage=options.batch_stage if self._features is None else self._features.stage_of(options.features),
+            batch_stage=options.batch_stage if self._features is None else self._features.stage,
             gpu_stage=options.gpu_stage,
         )
         if self._features is not None:
-            self._features.use_stage = self._connection.use_batch_stage
-            self._connection.has_features = True
+            self._features.attach(self._connection, self.num_workers)
         self._connection.close_with(self)  # also when the program drops the loader without `close`
 
     def _description(self) -> dict[str, str]:
@@ -206,13 +207,16 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def set_features(self, features: Any) -> None:
         """Compute other features, or cut the graph elsewhere, from the next step on, as `set_batch_stage`.
 
+        Another graph in the place of `HybridFeatures` is cut where that is until it is decided anew; a `CutGraph` ends
+        deciding.
+
         Raises:
             OptionsError: the loader has no features, or this is no feature graph; the one before stays.
             PipelineError: the pipeline cannot be handed to data workers now; the graph before stays.
         """
         if self._features is None:
             raise OptionsError("set_features on a loader without features: give it features= when it is made")
-        self._connection.use_batch_stage(self._features.stage_of(checked_features(features)))
+        self._features.use(checked_features(features))
 
     # Saving and restoring the position
 
@@ -279,7 +283,9 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """
         taken = self._position.taken
         by_length = self._order.costs_by_length(taken.order_epoch(self._repeat), taken.step)
-        return self._connection.stats() | by_length
+        cut = self._connection.statistics.features
+        by_features = {} if cut is None else {"features": msgspec.structs.asdict(cut)}
+        return self._connection.stats() | by_length | by_features
 
     @property
     def skipped_samples(self) -> list[SkippedSample]:
@@ -291,6 +297,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def close(self) -> None:
         """Leave the service; safe to call twice. Also done when the interpreter ends."""
+        if self._features is not None:
+            self._features.close()
         self._connection.close()
 
     def __enter__(self) -> DataLoader[_T_co]:

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 def features_or_none(_: str, value: Any) -> Iterator[str]:
-    """A feature graph, or one that is cut, or None."""
+    """A feature graph, one that is cut, or one whose cut follows the steps; or None."""
     if value is not None:
         from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
         from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+        from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
 
-        if not isinstance(value, FeatureGraph | CutGraph):
+        if not isinstance(value, FeatureGraph | CutGraph | HybridFeatures):
             yield (
-                f"features={value!r}: must be a FeatureGraph, a CutGraph such as decide(...).cut, or None; "
-                "a function of a batch is given as batch_stage"
+                f"features={value!r}: must be a FeatureGraph, a CutGraph such as decide(...).cut, HybridFeatures, or "
+                "None; a function of a batch is given as batch_stage"
             )
 
 
@@ -35,12 +36,12 @@ def checked_features(value: Any) -> Any:
     for problem in features_or_none("features", value):
         raise OptionsError(f"DataLoader: {problem}")
     if value is None:
-        raise OptionsError("DataLoader: features=None: give a FeatureGraph or a CutGraph")
+        raise OptionsError("DataLoader: features=None: give a FeatureGraph, a CutGraph or HybridFeatures")
     return value
 
 
-def feature_parts(device: torch.device, missing: str) -> FeatureParts:
+def feature_parts(features: Any, device: torch.device, missing: str) -> FeatureParts:
     """The parts of a loader's graph; see `FeatureParts`."""
     from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts
 
-    return FeatureParts(device, missing)
+    return FeatureParts(features, device, missing)

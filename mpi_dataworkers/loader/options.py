@@ -120,8 +120,9 @@ class LoaderOptions:
         gpu_stage: the same, after `batch_stage`, on data workers with a GPU each (`hetstream worker --device gpu`);
             they get batches from those without. What it returns is in host memory.
         features: a `FeatureGraph`, which data workers compute on each batch, or with a CUDA `device` the trainer's GPU;
-            or a `CutGraph`, whose second part the trainer computes, on the device. Without that GPU, Triton or GPU
-            memory data workers compute all of it, and the log says why. `set_features` changes it between two steps.
+            or a `CutGraph`, whose second part the trainer computes, on the device; or `HybridFeatures`, whose cut
+            follows what steps take. Without that GPU, Triton or GPU memory data workers compute all of it, and the log
+            says why. `set_features` changes it between two steps.
         device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
     """
 

@@ -22,6 +22,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
     ErrorPolicy,
     ExtendSession,
+    FeatureCut,
     ListedOrder,
     LoaderStats,
     OpenSession,
@@ -275,11 +276,12 @@ class LoaderSession:
         unreported, quarter = self.buffer.position - self._reported.position, self._quarter()
         return unreported >= quarter and unreported % quarter == 0
 
-    def report(self, stats: LoaderStats, optimizer: OptimizerCalls | None = None) -> ReportProgress:
+    def report(
+        self, stats: LoaderStats, optimizer: OptimizerCalls | None = None, features: FeatureCut | None = None
+    ) -> ReportProgress:
         """How far the session is, as a message."""
-        buffer = self.buffer
-        received = buffer.received()
-        return ReportProgress(self.session_id, buffer.position, received, self.window, stats, told(), optimizer)
+        at, received = self.buffer.position, self.buffer.received()
+        return ReportProgress(self.session_id, at, received, self.window, stats, told(), optimizer, features)
 
     def has_reported(self, progress: Progress, now: float) -> None:
         """The dispatcher was told."""

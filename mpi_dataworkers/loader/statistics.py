@@ -7,13 +7,18 @@ import time
 import msgspec
 
 from hetstream.mpi_dataworkers.rates import RecentRates, step_time_s
-from hetstream.mpi_dataworkers.wire.messages import LoaderStats
+from hetstream.mpi_dataworkers.wire.messages import FeatureCut, LoaderStats
 
 
 class LoaderStatistics:
-    """Counters since the loader was made, and rates over the last seconds. One thread counts, any may read."""
+    """Counters since the loader was made, and rates over the last seconds. One thread counts, any may read.
+
+    Attributes:
+        features: where the loader's feature graph is cut; None without one.
+    """
 
     def __init__(self) -> None:
+        self.features: FeatureCut | None = None
         # The counters, without the time of the iteration that is open, which is counted at its end; when that began,
         # and when its last step was taken.
         self._state: tuple[LoaderStats, float | None, float] = LoaderStats(), None, 0.0

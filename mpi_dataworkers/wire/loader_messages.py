@@ -8,6 +8,7 @@ from hetstream.base.training_progress import TrainingProgress
 from hetstream.mpi_dataworkers.wire.work import (
     Device,
     Failure,
+    FeatureCut,
     Interpreter,
     LoaderStats,
     Message,
@@ -114,6 +115,7 @@ class ReportProgress(Message, frozen=True):
     Attributes:
         training: of the program's training loop; None where no framework told it.
         optimizer: of its process; None while none has stepped.
+        features: where its feature graph is cut; None without one.
     """
 
     session_id: str
@@ -123,6 +125,7 @@ class ReportProgress(Message, frozen=True):
     stats: LoaderStats
     training: TrainingProgress | None = None
     optimizer: OptimizerCalls | None = None
+    features: FeatureCut | None = None
 
 
 class LoaderHeartbeat(Message, frozen=True):

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from hetstream.base.training_progress import TrainingProgress
-from hetstream.mpi_dataworkers.wire.work import Device, LoaderStats, Message, OptimizerCalls
+from hetstream.mpi_dataworkers.wire.work import Device, FeatureCut, LoaderStats, Message, OptimizerCalls
 
 
 class RequestStatus(Message, frozen=True):
@@ -87,6 +87,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         training: how far the training loop of its process is; None where no framework told it.
         device: what data workers make its batches with.
         optimizer: what its process has counted of optimizers' steps; None while none has stepped.
+        features: where its feature graph is cut; None without one.
     """
 
     job: str
@@ -111,6 +112,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     training: TrainingProgress | None = None
     device: Device = "cpu"
     optimizer: OptimizerCalls | None = None
+    features: FeatureCut | None = None
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -251,3 +251,20 @@ class OptimizerCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_timed: int
     timed_s: float
     embeddings: EmbeddingLookups | None = None
+
+
+class FeatureCut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a loader's feature graph is cut.
+
+    Attributes:
+        num_operators: of the graph.
+        on_trainer: of them that the trainer computes.
+        share: of the training loop's time that these take, which more data workers could take from it; 0 where the
+            program itself has said where the graph is cut.
+        reason: why it is cut there, on one line.
+    """
+
+    num_operators: int
+    on_trainer: int
+    share: float
+    reason: str

@@ -166,8 +166,8 @@ def test_without_gpu_memory_data_workers_compute_the_whole_from_then_on_and_that
         short.append(Short(graph, parts.note_shortage))
         return short[-1]
 
-    parts = FeatureParts(torch.device("cpu"), compute=compute)
-    parts.use_stage = loader._connection.use_batch_stage
+    parts = FeatureParts(GRAPH, torch.device("cpu"), compute=compute)
+    parts.attach(loader._connection, 0)
     loader._features = parts
     with caplog.at_level(logging.WARNING):
         assert made(loader, {0: CUT, 6: CUT}) == whole
@@ -181,8 +181,7 @@ def no_triton(_: FeatureGraph) -> Any:
 
 
 def test_without_triton_data_workers_have_the_whole(caplog: pytest.LogCaptureFixture) -> None:
-    stage = FeatureParts(torch.device("cpu"), compute=no_triton).stage_of(CUT)
-    assert isinstance(stage, FeatureTransform)
+    assert isinstance(FeatureParts(CUT, torch.device("cpu"), compute=no_triton).stage, FeatureTransform)
     assert "need Triton: pip install" in caplog.text
 
 

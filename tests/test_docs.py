@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hetstream import DataLoader
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.slurm_plugin.cli import VERBS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +182,8 @@ def test_the_reference_explains_every_statistic() -> None:
     [table] = re.findall(r"## Statistics\n(?:[^|\n]*\n)*((?:\|.*\n)+)", reference)
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     texts = TensorDataset(torch.arange(8))
-    with DataLoader(texts, batch_size=2, lengths=list(range(8)), bucket_boundaries=[4]) as loader:
+    graph = FeatureGraph.of({"x": dense("x")})
+    with DataLoader(texts, batch_size=2, lengths=list(range(8)), bucket_boundaries=[4], features=graph) as loader:
         assert sorted(named) == sorted(loader.stats())
 
 

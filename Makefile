@@ -19,6 +19,8 @@ CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_gr
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers-tests
+# torchrec for TORCH, and what it imports that depends on torch.
+TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
 .PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
@@ -80,9 +82,12 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check -r tests/peers/requirements.txt
 	@# Without what it depends on: its loaders need no audio, and torchaudio has no build for every torch.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps speechbrain==1.1.2
+	@# Each release of these is for one release of torch, which they would replace by a build for GPUs.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(TORCHREC)
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py --peers $(PEERS)
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.

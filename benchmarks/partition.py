@@ -13,6 +13,7 @@ sleeps for `--accelerator-ms` in addition. docs/benchmarks.md explains the rows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row, row_of, say
@@ -52,6 +54,7 @@ PREDICTED = re.compile(r"a step takes ([\d.]+) ms with nothing moved and ([\d.]+
 # A cut is captured, checked and tried in the first 46 steps.
 STEPS, QUICK_STEPS, EQUALITY_STEPS = 160, 100, 300
 ROUNDS, RUN_TIMEOUT_S = 3, 200.0
+GUARD_CALLS, GUARD_BLOCKS = 200, 7
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,50 @@ def long_forward_s() -> float:
     return time.perf_counter() - started
 
 
+class _Reached(Exception):
+    """Ends a forward where its first graph would be called."""
+
+
+def guards_us(name: str) -> list[float] | None:
+    """What it takes in each step to ask the guards of torch.compile's first graph, until that would be called.
+
+    Returns:
+        Microseconds of CPU time, of several blocks of calls; None for a program that torch.export captures as a whole.
+    """
+    program = PROGRAMS[name]
+    model = program.model()
+    dataset = program.dataset(program.batch_size)
+    arguments = tuple(next(iter(DataLoader(dataset, batch_size=program.batch_size)))[: program.num_inputs])
+    batch = Delivery().tag(arguments)
+    _, effects = watch(functools.partial(model, *arguments))
+    graph = analyse(model, tuple(batch), {}, effects, Offload.AUTO).guards.first
+    if graph is None:
+        return None
+
+    def reached(_: object) -> None:
+        raise _Reached
+
+    def block_us() -> float:
+        began = time.thread_time()
+        for _ in range(GUARD_CALLS):
+            with contextlib.suppress(_Reached):
+                graph.run(functools.partial(model.forward, *arguments), arguments, reached)
+        return 1e6 * (time.thread_time() - began) / GUARD_CALLS
+
+    block_us()
+    return [block_us() for _ in range(GUARD_BLOCKS)]
+
+
+def guards(name: str, step_ms: float) -> list[Row]:
+    """What the guards of a program's first graph take, beside its step."""
+    found = guards_us(name)
+    if found is None:
+        return []
+    row = row_of(name, "guards of the first graph", found, "CPU-us a step")
+    share = 100 * (row.value or 0.0) / (1e3 * step_ms)
+    return [row, Row(name, "guards of the first graph", share, "% of a step")]
+
+
 def times(args: argparse.Namespace) -> list[Row]:
     """Each program's times and gains, and how long it takes to capture a long forward."""
     rows: list[Row] = []
@@ -200,6 +247,7 @@ def times(args: argparse.Namespace) -> list[Row]:
         rows += [least, _gain(name, ORIGINAL, steps_ms, LEAST_OF_ORIGINAL)]
         differing = [float(differences(runs[ORIGINAL][0], run)) for run in runs[AUTO]]
         rows.append(row_of(name, AUTO, differing, "losses that differ", at_most=0.0))
+        rows += guards(name, statistics.median(steps_ms[AUTO]))
     seconds = [long_forward_s()]
     rows.append(row_of(f"{NUM_OPERATORS:,} operators", "capture and decision", seconds, "s", at_most=MOST_SECONDS))
     return rows

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from hetstream.mpi_dataworkers.features.chains import Chain
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.native import Group
-from hetstream.mpi_dataworkers.features.reading import Values
+from hetstream.mpi_dataworkers.features.reading import Columns
 from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, spans
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
 from hetstream.mpi_dataworkers.features.value_kernels import borders_without_repeats
@@ -44,7 +43,8 @@ class NativeGroup:
         self._results = [chain.result for chain in chains]
         given = graph.types[chains[0].source]
         operators = [step.operator for step in chains[0].steps]
-        self._width = given.width
+        self._width, self._is_jagged = given.width, given.is_jagged
+        self._source_widths = [graph.types[chain.source].width for chain in chains]
         self._tables: dict[ops.Operator, torch.Tensor] = {}  # whose addresses stand among the numbers
         steps, numbers = [], np.zeros((len(operators), len(chains), _NUMBERS), dtype=np.int64)
         for at, operator in enumerate(operators):
@@ -58,65 +58,71 @@ class NativeGroup:
         self._num_steps = len(steps)
         self._dtype = TORCH_DTYPES[given.dtype]
         self._changes_lengths = given.is_jagged and any(isinstance(each, ops.FirstX | ops.Ngram) for each in operators)
-        # Rows of their own width come after Onehot, else those of the source stay.
-        has_classes = any(isinstance(each, ops.Onehot) for each in operators)
-        widths = [graph.types[chain.result].width for chain in chains]
-        self._classes = widths if has_classes else None
+        # Of the results, if they are dense.
+        self._widths = None if given.is_jagged else [graph.types[chain.result].width for chain in chains]
         self._addresses = [table.ctypes.data for table in self._steps_and_numbers]
 
-    def run(self, features: Mapping[str, Values], num_rows: int) -> dict[str, Values]:
+    def run(self, features: Columns, num_rows: int) -> Columns:
         """The features that the chains make."""
-        values, lengths, valid = zip(*map(features.__getitem__, self._sources), strict=True)
+        values = [*map(features.values.__getitem__, self._sources)]
         count = len(values)
         if not all(map(torch.Tensor.is_contiguous, values)):
-            values = tuple(each.contiguous() for each in values)
-        sizes = array("q", map(torch.Tensor.numel, values))
+            values = [each.contiguous() for each in values]
+        if self._is_jagged:
+            sizes = array("q", map(torch.Tensor.numel, values))
+        else:
+            sizes = array("q", [num_rows * width for width in self._source_widths])
         addresses = array("q", map(torch.Tensor.data_ptr, values))
         group = Group(self._num_steps, count, num_rows, self._width, *self._addresses)
         group.sizes, group.values = sizes.buffer_info()[0], addresses.buffer_info()[0]
         kept: list[Any] = []  # until the call is over
-        if valid.count(None) != count:
-            masks = [None if mask is None else mask.contiguous() for mask in valid]
+        if features.valid and not features.valid.keys().isdisjoint(self._sources):
+            masks = [None if mask is None else mask.contiguous() for mask in map(features.valid.get, self._sources)]
             kept += [masks, array("q", (0 if mask is None else mask.data_ptr() for mask in masks))]
             group.valid = kept[-1].buffer_info()[0]
-        if lengths[0] is not None:
-            whole = [each.contiguous() for each in lengths]
-            kept += [whole, array("q", map(torch.Tensor.data_ptr, whole))]
+        lengths: Sequence[torch.Tensor] = ()
+        if self._is_jagged:
+            lengths = [features.lengths[name].contiguous() for name in self._sources]
+            kept += [lengths, array("q", map(torch.Tensor.data_ptr, lengths))]
             group.lengths = kept[-1].buffer_info()[0]
-        made_sizes, shapes = sizes, None
+        made_sizes = sizes
         if self._changes_lengths:
             lengths = torch.empty((count, num_rows), dtype=torch.int64).unbind()
             kept.append(array("q", map(torch.Tensor.data_ptr, lengths)))
             group.made_lengths = kept[-1].buffer_info()[0]
             made_sizes = array("q", bytes(8 * count))
             self._library.hetstream_sizes(ctypes.byref(group), made_sizes.buffer_info()[0])
-        elif self._classes is not None:
-            made_sizes = array("q", (classes * num_rows for classes in self._classes))
-            lengths = (None,) * count
-        elif lengths[0] is None:
-            shapes = list(map(_shape_of, values))
-        made, places = self._memory(made_sizes.tolist(), shapes)
+        elif self._widths is not None and self._widths != self._source_widths:
+            made_sizes = array("q", [num_rows * width for width in self._widths])
+        made, places = self._memory(made_sizes.tolist(), num_rows)
         group.made = places.buffer_info()[0]
         if self._library.hetstream_run(ctypes.byref(group)):
             raise MemoryError("features: no memory for what stands between two operators")
-        return dict(zip(self._results, map(Values, made, lengths), strict=True))
+        values_of = dict(zip(self._results, made, strict=True))
+        return Columns(values_of, {} if self._widths else dict(zip(self._results, lengths, strict=True)))
 
-    def _memory(
-        self, sizes: Sequence[int], shapes: Sequence[torch.Size] | None
-    ) -> tuple[Sequence[torch.Tensor], array[int]]:
-        """A tensor for each feature, some of them behind one another, and their addresses."""
+    def _memory(self, sizes: Sequence[int], num_rows: int) -> tuple[Sequence[torch.Tensor], array[int]]:
+        """A tensor for each result, some of them behind one another, and their addresses."""
         made: list[torch.Tensor] = []
-        if sizes.count(sizes[0]) == len(sizes) and (shapes is None or shapes.count(shapes[0]) == len(shapes)):
-            shape = (sizes[0],) if shapes is None else shapes[0]
+        widths = self._widths or [1] * len(sizes)
+        if sizes.count(sizes[0]) == len(sizes) and widths.count(widths[0]) == len(sizes):
+            places = array("q")
+            each_bytes = sizes[0] * self._dtype.itemsize
+            shape = (sizes[0],) if widths[0] == 1 else (num_rows, widths[0])
             most = max(1, SLAB_VALUES // max(1, sizes[0]))
             for first in range(0, len(sizes), most):
-                made += torch.empty((min(most, len(sizes) - first), *shape), dtype=self._dtype).unbind()
-            return made, array("q", map(torch.Tensor.data_ptr, made))
+                some = min(most, len(sizes) - first)
+                slab = torch.empty((some, *shape), dtype=self._dtype)
+                begin = slab.data_ptr()
+                made += slab.unbind()
+                places.extend(range(begin, begin + some * each_bytes, each_bytes) if each_bytes else [begin] * some)
+            return made, places
         for span in spans(sizes, SLAB_VALUES, whole=True):
-            some = sizes[span.first : span.last]
-            made += torch.split(torch.empty(sum(some), dtype=self._dtype), list(some))
+            some_sizes = sizes[span.first : span.last]
+            made += torch.split(torch.empty(sum(some_sizes), dtype=self._dtype), list(some_sizes))
         places = array("q", map(torch.Tensor.data_ptr, made))
-        return (made if shapes is None else list(map(torch.Tensor.view, made, shapes))), places
+        each = zip(made, widths, strict=True)
+        return [values if width == 1 else values.view(num_rows, width) for values, width in each], places
 
     def _numbers_of(self, operator: ops.Operator, given: FeatureType) -> Sequence[float | int]:
         """What native.cpp has as the numbers of an operator, in its order."""
@@ -154,7 +160,6 @@ class NativeGroup:
 
 
 _OPCODES = {kind: at for at, kind in enumerate(ops.OPERATORS)}
-_shape_of = attrgetter("shape")
 
 
 def _word(value: float | int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -30,6 +31,48 @@ class Values(NamedTuple):
     valid: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The features of the batch at hand by name: the parts of `Values`, each in a dict of its own.
+
+    A hundred features are then read and written by a few calls, and not by some for each.
+
+    Attributes:
+        values: of all features.
+        lengths: of those that are jagged.
+        valid: of those in which values are missing.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    lengths: dict[str, torch.Tensor] = field(default_factory=dict)
+    valid: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, features: Mapping[str, Values]) -> Columns:
+        """Of features one by one."""
+        found = cls()
+        for name, (values, lengths, valid) in features.items():
+            found.values[name] = values
+            if lengths is not None:
+                found.lengths[name] = lengths
+            if valid is not None:
+                found.valid[name] = valid
+        return found
+
+    def __getitem__(self, name: str) -> Values:
+        return Values(self.values[name], self.lengths.get(name), self.valid.get(name))
+
+    def items(self) -> Iterator[tuple[str, Values]]:
+        """Each feature with its name."""
+        return ((name, self[name]) for name in self.values)
+
+    def add(self, others: Columns) -> None:
+        """Add other features."""
+        self.values.update(others.values)
+        self.lengths.update(others.lengths)
+        self.valid.update(others.valid)
+
+
 class Reader:
     """Takes the inputs of a graph out of batches.
 
@@ -41,10 +84,11 @@ class Reader:
         self._inputs = inputs
         self._dense = [node for node in inputs if not node.type.is_jagged]
         self._jagged = [node for node in inputs if node.type.is_jagged]
+        self._widths = [node.type.width for node in self._dense]
         self._names = [node.name for node in (*self._dense, *self._jagged)]
         self._dtypes = [TORCH_DTYPES[node.type.dtype] for node in (*self._dense, *self._jagged)]
 
-    def __call__(self, batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]]:
+    def __call__(self, batch: Mapping[str, Any]) -> tuple[int, Columns]:
         """The inputs, and the number of rows.
 
         Raises:
@@ -52,34 +96,38 @@ class Reader:
         """
         return self._at_once(batch) or read_batch(self._inputs, batch)
 
-    def _at_once(self, batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]] | None:
+    def _at_once(self, batch: Mapping[str, Any]) -> tuple[int, Columns] | None:
         """The inputs where all are what they usually are: tensors of the graph's types, and `Jagged` of those.
 
         A hundred features are looked at by a few calls, and not by some for each; None where one is something else.
         """
         if type(batch) is not dict:
             return None
-        dense: list[Any] = [batch.get(node.name) for node in self._dense]
-        jagged: list[Any] = [batch.get(node.name) for node in self._jagged]
+        found = [*map(batch.get, self._names)]
+        dense, jagged = found[: len(self._dense)], found[len(self._dense) :]
         if {*map(type, jagged)} - {Jagged}:
             return None
         values, lengths = zip(*jagged, strict=True) if jagged else ((), ())
         tensors = [*dense, *values]
         if {*map(type, tensors), *map(type, lengths)} != {torch.Tensor} or [*map(_dtype_of, tensors)] != self._dtypes:
             return None
-        if {*map(_place_of, tensors), *map(_place_of, lengths)} != {_IN_HOST_MEMORY}:
+        if {*map(_is_in_host_memory, tensors), *map(_is_in_host_memory, lengths)} != {True}:
+            return None
+        if {*map(_layout_of, tensors), *map(_layout_of, lengths)} != {torch.strided}:
             return None
         first = (*dense, *lengths)[0]
         rows = first.shape[0] if first.dim() else -1
-        shapes = [(rows,) if node.type.width == 1 else (rows, node.type.width) for node in self._dense]
-        if [*map(_shape_of, dense)] != shapes or not _are_lists(values, lengths, rows):
+        shapes = {width: (rows,) if width == 1 else (rows, width) for width in {*self._widths}}
+        if [*map(_shape_of, dense)] != [*map(shapes.__getitem__, self._widths)] or not _are_lists(
+            values, lengths, rows
+        ):
             return None
-        found = (*map(Values, dense), *map(Values, values, lengths))
-        return rows, dict(zip(self._names, found, strict=True))
+        names = self._names[len(self._dense) :]
+        return rows, Columns(dict(zip(self._names, tensors, strict=True)), dict(zip(names, lengths, strict=True)))
 
 
-_shape_of, _dtype_of, _place_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu", "layout")
-_IN_HOST_MEMORY = (True, torch.strided)
+_shape_of, _dtype_of, _layout_of = map(attrgetter, ("shape", "dtype", "layout"))
+_is_in_host_memory = attrgetter("is_cpu")
 
 
 def _are_lists(values: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], rows: int) -> bool:
@@ -100,7 +148,7 @@ def _are_lists(values: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], 
     return bool(together.sum(1).tolist() == sizes)
 
 
-def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, dict[str, Values]]:
+def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, Columns]:
     """The inputs of a graph out of a batch, and its number of rows.
 
     Raises:
@@ -126,7 +174,7 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
         )
     if problems:
         raise FeatureError("the batch does not fit the feature graph: " + "; ".join(dict.fromkeys(problems)))
-    return num_rows, features
+    return num_rows, Columns.of(features)
 
 
 def _read(node: Input, batch: Mapping[str, Any]) -> tuple[Values, int]:

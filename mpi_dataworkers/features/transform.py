@@ -25,9 +25,8 @@ from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Ker
 from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
 from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
 from hetstream.mpi_dataworkers.features.operators import MapId
-from hetstream.mpi_dataworkers.features.reading import Reader, Values
+from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
 from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, spans
-from hetstream.mpi_dataworkers.features.types import FeatureType
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +83,12 @@ class FeatureTransform:
             for step in graph.order
             if outside and isinstance(step.operator, MapId)
         ]
+        # Of each output that is one dense feature: the feature.
+        self._plain = {
+            output.name: output.of[0]
+            for output in graph.outputs
+            if not output.keys and not graph.types[output.of[0]].is_jagged
+        }
         self._read = Reader(graph.inputs)
         self._groups: Sequence[_Group | NativeGroup] | None = None
 
@@ -108,8 +113,15 @@ class FeatureTransform:
                 self._groups = self._made_groups()
             num_rows, features = self._read(batch)
             for group in self._groups:
-                features.update(group.run(features, num_rows))
-            made = {output.name: self._output(output, features, num_rows) for output in self.graph.outputs}
+                features.add(group.run(features, num_rows))
+            made: dict[str, Any] = dict(
+                zip(self._plain, map(features.values.__getitem__, self._plain.values()), strict=True)
+            )
+            if len(made) < len(self.graph.outputs):
+                made = {
+                    output.name: made[output.name] if output.name in made else self._output(output, features, num_rows)
+                    for output in self.graph.outputs
+                }
             if self.outside:
                 made[self.outside] = {name: _outside(features[of], size) for name, of, size in self._maps}
             return made
@@ -121,10 +133,10 @@ class FeatureTransform:
             return [NativeGroup(some, self.graph, library) for some in chains]
         return [_Group(some, self.graph, _compiler(self.compiled)) for some in chains]
 
-    def _output(self, output: Output, features: Mapping[str, Values], num_rows: int) -> Any:
+    def _output(self, output: Output, features: Columns, num_rows: int) -> Any:
         if not output.keys:
             [name] = output.of
-            return _as_it_is(features[name], self.graph.types[name], num_rows)
+            return Jagged(features.values[name], features.lengths[name])
         types = [self.graph.types[name] for name in output.of]
         found = [features[name] for name in output.of]
         if not any(kind.is_jagged for kind in types):
@@ -154,7 +166,8 @@ class _Group:
             kernels.append(KERNELS[type(operators[0])](operators, given))
             given = operators[0].result(given)
         self._by_value = all(isinstance(kernel, ByValue) for kernel in kernels)
-        self._dtype = TORCH_DTYPES[given.dtype]
+        self._dtype, self._is_jagged = TORCH_DTYPES[given.dtype], given.is_jagged
+        self._widths = [graph.types[chain.result].width for chain in chains]
         self._kernels: list[Kernel] = []
         for _, some in groupby(kernels, lambda kernel: isinstance(kernel, ByValue)):
             alike = list(some)
@@ -162,14 +175,19 @@ class _Group:
             self._kernels += [Run(by_value, compiler)] if by_value else alike
         self._tile_values = TILE_VALUES if compiler is None else SLAB_VALUES  # it keeps values in registers
 
-    def run(self, features: Mapping[str, Values], num_rows: int) -> dict[str, Values]:
+    def run(self, features: Columns, num_rows: int) -> Columns:
         """The features that the chains make."""
         given = [_flat(features[chain.source]) for chain in self._chains]
         made: list[Values] = []
         for slab in spans([column.values.numel() for column in given], SLAB_VALUES, whole=True):
             some = given[slab.first : slab.last]
             made += (self._by_values if self._by_value else self._by_lists)(some, slab.first, num_rows)
-        return {chain.result: values for chain, values in zip(self._chains, made, strict=True)}
+        if not self._is_jagged:
+            made = [
+                found._replace(values=_as_matrix(found, width, num_rows)) if width > 1 else found
+                for found, width in zip(made, self._widths, strict=True)
+            ]
+        return Columns.of({chain.result: values for chain, values in zip(self._chains, made, strict=True)})
 
     def _by_values(self, given: Sequence[Values], first: int, num_rows: int) -> list[Values]:
         sizes = [column.values.numel() for column in given]
@@ -229,14 +247,6 @@ def _by_feature(tile: Tile) -> Sequence[torch.Tensor | None]:
     if tile.lengths is None:
         return [None] * len(tile.sizes)
     return tile.lengths.view(len(tile.sizes), tile.num_rows).unbind()
-
-
-def _as_it_is(found: Values, kind: FeatureType, num_rows: int) -> torch.Tensor | Jagged:
-    if found.lengths is not None:
-        return Jagged(found.values, found.lengths)
-    if kind.width == 1:
-        return found.values
-    return found.values if found.values.dim() == 2 else found.values.view(num_rows, kind.width)
 
 
 def _as_matrix(found: Values, width: int, num_rows: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ out here: a `JaggedBatch` lies there key by key, a matrix of dense features row 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
-from hetstream.mpi_dataworkers.features.reading import Values
+from hetstream.mpi_dataworkers.features.reading import Columns, Values
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
 from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, LAUNCHES_AT, Program, Words, is_matrix
 
@@ -100,7 +100,7 @@ class Packer:
             row[6:9] = chain.is_moved, *(0 if kind.is_jagged else kind.width for kind in (chain.given, chain.made))
             row[14] = chain.has_classes
 
-    def __call__(self, num_rows: int, features: Mapping[str, Values]) -> Packed:
+    def __call__(self, num_rows: int, features: Columns) -> Packed:
         """Pack what `Reader` has read.
 
         Raises:

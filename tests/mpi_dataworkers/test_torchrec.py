@@ -1,0 +1,97 @@
+"""torchrec's own KeyedJaggedTensor out of a feature graph: its content, from data workers, and into its embeddings.
+
+torchrec is an optional peer: `make test-peers` installs it and runs these tests.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hetstream.mpi_dataworkers.features import operators as ops
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchrec and what it imports warn of their own deprecated uses
+    torchrec = pytest.importorskip("torchrec", reason="torchrec is not installed (make test-peers has it)")
+
+ROWS, BATCH_SIZE, NUM_IDS = 40, 8, 50
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "seed": 5}
+GRAPH = FeatureGraph.of(
+    {
+        "sparse": [
+            jagged("clicked") >> ops.FirstX(3) >> ops.SigridHash(1, NUM_IDS),
+            (jagged("clicked") >> ops.Ngram(2) >> ops.SigridHash(2, NUM_IDS)).named("pairs"),
+            dense("page", "int64") >> ops.SigridHash(3, NUM_IDS),
+        ],
+        "row": dense("row", "int64"),
+    }
+)
+
+
+def collate(rows: list[int]) -> dict[str, Any]:
+    """Lists of 0 to 4 ids, some batches begin with empty ones."""
+    return {
+        "row": torch.tensor(rows),
+        "page": torch.tensor([row * 7919 for row in rows]),
+        "clicked": Jagged(
+            torch.cat([torch.arange(row % 5) * 31 + row for row in rows]), torch.tensor([row % 5 for row in rows])
+        ),
+    }
+
+
+def assert_same(keyed: Any, batch: JaggedBatch) -> None:
+    assert isinstance(keyed, torchrec.KeyedJaggedTensor)
+    assert tuple(keyed.keys()) == batch.keys
+    assert torch.equal(keyed.values(), batch.values)
+    assert torch.equal(keyed.lengths(), batch.lengths)
+    for key in batch.keys:
+        own = batch.of(key)
+        assert torch.equal(keyed[key].values(), own.values)
+        assert torch.equal(keyed[key].lengths(), own.lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"native": True}], ids=["torch", "native"])
+def test_it_has_the_values_and_the_lengths_of_each_feature(options: dict[str, bool]) -> None:
+    for rows in (range(BATCH_SIZE), [0, 5, 10], [7]):
+        batch = collate(list(rows))
+        keyed = FeatureTransform(GRAPH, torchrec=True, **options)(batch)["sparse"]
+        assert_same(keyed, FeatureTransform(GRAPH, **options)(batch)["sparse"])
+        assert keyed.stride() == len(rows)
+
+
+def test_data_workers_send_it(three: Any, loaders: Any) -> None:
+    def batches(transform: FeatureTransform, **options: Any) -> list[dict[str, Any]]:
+        return list(loaders([*range(ROWS)], batch_stage=transform, collate_fn=collate, **options))
+
+    plain = batches(FeatureTransform(GRAPH))
+    made = batches(FeatureTransform(GRAPH, torchrec=True), service=three.name)
+    assert len(made) == ROWS // BATCH_SIZE
+    for batch, expected in zip(made, plain, strict=True):
+        assert torch.equal(batch["row"], expected["row"])
+        assert_same(batch["sparse"], expected["sparse"])
+
+
+def test_torchrec_looks_its_ids_up() -> None:
+    """Sums of the rows of embedding tables, as one computes them by hand."""
+    torch.manual_seed(0)
+    keys = ("clicked", "pairs", "page")
+    tables = [
+        torchrec.EmbeddingBagConfig(name=key, feature_names=[key], num_embeddings=NUM_IDS, embedding_dim=4)
+        for key in keys
+    ]
+    model = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    batch = collate(list(range(BATCH_SIZE)))
+    found = model(FeatureTransform(GRAPH, torchrec=True)(batch)["sparse"])
+    own = FeatureTransform(GRAPH)(batch)["sparse"]
+    for key in keys:
+        values, lengths = own.of(key)
+        ends = lengths.cumsum(0)
+        rows = model.embedding_bags[key].weight[values]
+        sums = [rows[end - length : end].sum(0) for end, length in zip(ends, lengths, strict=True)]
+        torch.testing.assert_close(found[key], torch.stack(sums))

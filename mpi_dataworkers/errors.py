@@ -48,7 +48,16 @@ class SourceError(PipelineError):
 
 
 class FeatureError(PipelineError):
-    """A feature graph cannot work, or a batch does not fit it; the message names the features."""
+    """A feature graph cannot work, or a batch does not fit it; the message names the features.
+
+    Attributes:
+        row: of the batch, where one row is at fault; else -1.
+        num_rows: of the batch, then.
+    """
+
+    def __init__(self, text: str = "", row: int = -1, num_rows: int = 0) -> None:
+        super().__init__(text)
+        self.row, self.num_rows = row, num_rows
 
 
 class StateError(PipelineError):

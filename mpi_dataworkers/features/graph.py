@@ -13,10 +13,13 @@ form that `FeatureGraph` itself has, or its JSON.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import msgspec
 
@@ -35,11 +38,25 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """One operator at work: `name` is the feature that it makes of the feature `of`."""
+    """One operator at work.
+
+    Attributes:
+        name: the feature that it makes.
+        of: the feature that it makes it of.
+        operator: what it does.
+        line: file and line where a program has added it to a chain, for errors; no part of what the step is.
+    """
 
     name: str
     of: str
     operator: Operator
+    line: str = field(default="", compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Step, (self.name, self.of, self.operator)
+
+    def __str__(self) -> str:
+        return f"step {self.name} ({self.line})" if self.line else f"step {self.name}"
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,14 @@ class Feature:
     input: Input
     operators: tuple[Operator, ...] = ()
     key: str = ""
+    lines: tuple[str, ...] = field(default=(), compare=False, repr=False)  # where each operator was added
 
     def __rshift__(self, operator: Operator) -> Feature:
         if not isinstance(operator, Operator):
             raise FeatureError(f"{self.input.name} >> {operator!r}: it is no operator, such as FillNull(0.0)")
-        return replace(self, operators=(*self.operators, operator))
+        caller = sys._getframe(1)
+        line = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        return replace(self, operators=(*self.operators, operator), lines=(*self.lines, line))
 
     def named(self, key: str) -> Feature:
         """The same with another key than its input's, for a JaggedBatch in which two chains of one input stand."""
@@ -135,17 +155,20 @@ class FeatureGraph:
         """
         inputs: dict[Input, None] = {}
         steps: dict[tuple[str, Operator], str] = {}
+        lines: dict[str, str] = {}
         names: Counter[str] = Counter()
 
         def place(chain: Feature) -> str:
             inputs.setdefault(chain.input)
             at = chain.input.name
-            for operator in chain.operators:
+            for operator, line in zip_longest(chain.operators, chain.lines, fillvalue=""):
+                assert isinstance(operator, Operator)
                 if (at, operator) not in steps:
                     name = f"{at}.{operator.name}"
                     names[name] += 1
                     steps[at, operator] = f"{name}#{names[name]}" if names[name] > 1 else name
                 at = steps[at, operator]
+                lines.setdefault(at, line)
             return at
 
         made = [
@@ -154,7 +177,7 @@ class FeatureGraph:
             else Output(name, tuple(map(place, chains)), tuple(chain.key or chain.input.name for chain in chains))
             for name, chains in outputs.items()
         ]
-        flat = tuple(Step(name, of, operator) for (of, operator), name in steps.items())
+        flat = tuple(Step(name, of, operator, lines[name]) for (of, operator), name in steps.items())
         return cls(tuple(inputs), flat, tuple(made))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -227,7 +250,7 @@ class _Check:
             wrong = [*_problems(step.operator)]
             if step.of not in self._names:
                 wrong.append(f"there is no feature {step.of!r}")
-            yield from (f"step {step.name}: {problem}" for problem in wrong)
+            yield from (f"{step}: {problem}" for problem in wrong)
             if not wrong:
                 followers.setdefault(step.of, []).append(step)
         reached = list(self.types)
@@ -236,7 +259,7 @@ class _Check:
                 given = self.types[name]
                 refusal = step.operator.refusal(given) if given.dtype in DTYPES else ""
                 if refusal:
-                    yield f"step {step.name}: {step.operator.name} of {name} ({given}): {refusal}"
+                    yield f"{step}: {step.operator.name} of {name} ({given}): {refusal}"
                 elif step.name not in self.types and given.dtype in DTYPES:
                     self.types[step.name] = step.operator.result(given)
                     self.order.append(step)

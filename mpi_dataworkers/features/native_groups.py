@@ -20,12 +20,17 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.native import Group
 from hetstream.mpi_dataworkers.features.reading import Columns
-from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, spans
+from hetstream.mpi_dataworkers.features.tiles import spans
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
 from hetstream.mpi_dataworkers.features.value_kernels import borders_without_repeats
 
 _NUMBERS = 4  # of an operator and a feature, 8 bytes each
 _MOST = RANGES["int64"][1]
+# Of the results that lie in one piece of memory: of int64 8 MiB. glibc gives memory back to the kernel when twice as
+# much is free as the largest piece that it took from there. With small pieces a batch's memory goes back when the batch
+# does, and the next one pays for each page again, which takes three times as long as a light operator. Pieces above
+# 32 MiB come from the kernel each time.
+_SLAB_VALUES = 1 << 20
 
 
 class NativeGroup:
@@ -109,7 +114,7 @@ class NativeGroup:
             places = array("q")
             each_bytes = sizes[0] * self._dtype.itemsize
             shape = (sizes[0],) if widths[0] == 1 else (num_rows, widths[0])
-            most = max(1, SLAB_VALUES // max(1, sizes[0]))
+            most = max(1, _SLAB_VALUES // max(1, sizes[0]))
             for first in range(0, len(sizes), most):
                 some = min(most, len(sizes) - first)
                 slab = torch.empty((some, *shape), dtype=self._dtype)
@@ -117,7 +122,7 @@ class NativeGroup:
                 made += slab.unbind()
                 places.extend(range(begin, begin + some * each_bytes, each_bytes) if each_bytes else [begin] * some)
             return made, places
-        for span in spans(sizes, SLAB_VALUES, whole=True):
+        for span in spans(sizes, _SLAB_VALUES, whole=True):
             some_sizes = sizes[span.first : span.last]
             made += torch.split(torch.empty(sum(some_sizes), dtype=self._dtype), list(some_sizes))
         places = array("q", map(torch.Tensor.data_ptr, made))

@@ -168,12 +168,13 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
         others = ", ".join(f"{name} has {count}" for name, count in rows.items() if count != usual)
         problems.append(f"features of one batch must have one number of rows, {usual} here: {others}")
     num_rows = next(iter(rows.values()), 0)
+    row = -1
     if not problems:
-        problems = _problems_of_lists(
-            {name: feature for name, feature in features.items() if feature.lengths is not None}, num_rows
-        )
+        lists = {name: feature for name, feature in features.items() if feature.lengths is not None}
+        problems, row = _problems_of_lists(lists, num_rows)
     if problems:
-        raise FeatureError("the batch does not fit the feature graph: " + "; ".join(dict.fromkeys(problems)))
+        text = "; ".join(dict.fromkeys(problems))
+        raise FeatureError(f"the batch does not fit the feature graph: {text}", row, num_rows)
     return num_rows, Columns.of(features)
 
 
@@ -227,21 +228,24 @@ def _described(found: Any) -> str:
     return f"a {type(found).__name__}{kind}"
 
 
-def _problems_of_lists(jagged: Mapping[str, Values], num_rows: int) -> list[str]:
+def _problems_of_lists(jagged: Mapping[str, Values], num_rows: int) -> tuple[list[str], int]:
+    """What is wrong with lists, and the row at fault; -1 where it is none, or none alone."""
     lengths = {name: feature.lengths for name, feature in jagged.items() if feature.lengths is not None}
     sizes = [len(feature.values) for feature in jagged.values()]
     if not lengths or _are_right(torch.stack([*lengths.values()]), sizes):
-        return []
-    problems = [problem for name, of in lengths.items() if (problem := _falling(name, of))]
-    is_falling = bool(problems)
+        return [], -1
+    fallen = {name: row for name, of in lengths.items() if (row := _first_negative(of)) >= 0}
+    problems = [_falling(name, lengths[name], row) for name, row in fallen.items()]
+    rows = set(fallen.values())
     for (name, of), num_values in zip(lengths.items(), sizes, strict=True):
         total = int(of.sum())
         if total != num_values:
             problems.append(f"{name} has {num_values} values, and its lengths are {total} together")
-        elif num_rows and not is_falling and int(of.max()) > num_values:
+        elif num_rows and not fallen and int(of.max()) > num_values:
             row = int(of.argmax())
+            rows.add(row)
             problems.append(f"{name} has a list that is longer than all of its values: row {row} has {int(of[row])}")
-    return problems
+    return problems, rows.pop() if len(rows) == 1 else -1
 
 
 def _are_right(lengths: torch.Tensor, sizes: Sequence[int]) -> bool:
@@ -253,12 +257,13 @@ def _are_right(lengths: torch.Tensor, sizes: Sequence[int]) -> bool:
     return int(lengths.min()) >= 0 and all(map(int.__le__, lengths.amax(1).tolist(), sizes))
 
 
-def _falling(name: str, lengths: torch.Tensor) -> str:
-    """Where the borders between the rows of a feature fall; "" when they do not."""
+def _first_negative(lengths: torch.Tensor) -> int:
     rows = (lengths < 0).nonzero()
-    if not len(rows):
-        return ""
-    first = int(rows[0])
-    border = int(lengths[:first].sum())
-    fallen = f"from {border} to {border + int(lengths[first])}"
-    return f"{name} has a negative length: row {first} has {int(lengths[first])}, so its borders fall {fallen}"
+    return int(rows[0]) if len(rows) else -1
+
+
+def _falling(name: str, lengths: torch.Tensor, row: int) -> str:
+    """Where the borders between the rows of a feature fall: at a negative length."""
+    border = int(lengths[:row].sum())
+    fallen = f"from {border} to {border + int(lengths[row])}"
+    return f"{name} has a negative length: row {row} has {int(lengths[row])}, so its borders fall {fallen}"

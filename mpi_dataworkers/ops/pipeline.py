@@ -25,7 +25,7 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.errors import FeatureError, PipelineError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
@@ -207,7 +207,10 @@ class Pipeline:
         watched.at_sample(-1)
         if not seeds_all:
             self._seed(step_seed)
-        return self.collated(samples, step_seed)
+        try:
+            return self.collated(samples, step_seed)
+        except SampleError as error:
+            raise (_of_sample(error, samples, wanted) if self.batched else error) from error.__cause__
 
     def _each(
         self,
@@ -317,6 +320,17 @@ class Pipeline:
             "collate_fn": _name_of(self.collate_fn),
             "batched": str(self.batched),
         } | ({} if by_length is None else {"buckets": by_length.description})
+
+
+def _of_sample(error: SampleError, samples: Sequence[Any], indices: Sequence[Any]) -> SampleError:
+    """An error of a whole batch as that of the sample that is at fault, if it says which row of the batch that is."""
+    cause = error.__cause__
+    if not isinstance(cause, FeatureError) or not cause.num_rows == len(samples) == len(indices) > cause.row >= 0:
+        return error
+    origin, index = getattr(samples[cause.row], "origin", None), indices[cause.row]
+    if isinstance(origin, str):  # of a `sources.table.Row`
+        cause.args = (f"{cause}; it is {origin}",)
+    return SampleError(index) if isinstance(index, int) else error
 
 
 def is_its_own(value: object, name: str) -> bool:

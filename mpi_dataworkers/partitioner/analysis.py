@@ -65,9 +65,20 @@ class Analysis:
         kept = frozenset(name for name, form in self.leaves.items() if read is None or form.number in read)
         costs = {name: replace(cost, trainer_s=gain * cost.trainer_s) for name, cost in self.costs.items()}
         cutter = Cutter(self.graph, movable, costs, kept)
+        if offload is not Offload.OFF and (why := self._why_nothing_may()):
+            return cutter.nothing(rates, why)
         if offload is Offload.OFF:
             return cutter.nothing(rates, "offloading is off")
         return cutter.largest(rates) if offload is Offload.ALL else cutter.decide(rates)
+
+    def _why_nothing_may(self) -> str:
+        """Why no operator may move, by the first of them; "" where one may."""
+        operators = [operator for operator in self.graph.operators if operator.kind is Kind.OPERATOR]
+        if not operators or any(self.verdicts[operator.name].moves for operator in operators):
+            return ""
+        first = operators[0]
+        where = f"{first.target} ({first.line})" if first.line else first.target
+        return f"no operator of the forward may move; the first is {where}: {self.verdicts[first.name].reason}"
 
     def cut(self, decision: Decision, num_leaves: int, generation: int, spares: bool = False) -> Split:
         """The two sides.
@@ -154,7 +165,7 @@ def _check_forward(effects: Effects, state: ModelState) -> None:
     if effects.reasons:
         raise NotCaptured("; ".join(effects.reasons))
     if hooked := state.hooked():
-        raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
+        raise NotCaptured(f"the module {hooked}, which a graph does not call")
 
 
 def _origins(flat: Sequence[Any], delivery: Delivery | None) -> dict[int, tuple[Delivery, int]]:

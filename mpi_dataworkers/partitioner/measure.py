@@ -73,6 +73,9 @@ def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Obser
         return known[item.name] if isinstance(item, Ref) else item
 
     args, kwargs = replace_in(call.args, value_of), replace_in(call.kwargs, value_of)
+    if problem := falling_borders(function, args, kwargs):
+        failed[call.name] = problem
+        return
     started = time.perf_counter()
     try:
         value = function(*args, **kwargs)
@@ -86,6 +89,27 @@ def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Obser
     shares = tuple(name for name in dict.fromkeys(names) if _same_memory(value, known[name]))
     if before is None or seconds < before.seconds:
         seen[call.name] = _observed(value, seconds, shares)
+
+
+# What a reason begins with where an operator is right but its arguments cannot be.
+FALLING_BORDERS = "its borders decrease"
+# Operators that look values up among sorted ones, and which argument those are.
+_SORTED_ARGUMENTS = {"aten::bucketize": 1, "aten::searchsorted": 0}
+
+
+def falling_borders(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Where the borders of a search decrease, so that torch's result means nothing; "" where they do not."""
+    schema = getattr(function, "_schema", None)
+    place = _SORTED_ARGUMENTS.get(schema.name) if schema is not None else None
+    if place is None or place >= len(args) or kwargs.get("sorter") is not None:
+        return ""
+    borders = args[place]
+    falls = (borders[..., 1:] < borders[..., :-1]).nonzero()
+    if not len(falls):
+        return ""
+    *row, at = falls[0].tolist()
+    first, second = borders[tuple(row)][at : at + 2].tolist()
+    return f"{FALLING_BORDERS}: {second:g}, at place {at + 1}, is below {first:g}"
 
 
 def _observed(value: Any, seconds: float, shares: tuple[str, ...]) -> Observed:

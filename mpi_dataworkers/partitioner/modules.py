@@ -64,7 +64,7 @@ def watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Effe
     twin = _twin(module)
     state = ModelState(twin, [])
     if hooked := state.hooked():
-        raise NotCaptured(f"the module {hooked} has hooks, which a graph does not call")
+        raise NotCaptured(f"the module {hooked}, which a graph does not call")
 
     changes: list[bool] = []
 

@@ -30,6 +30,7 @@ from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
+from hetstream.mpi_dataworkers.partitioner.measure import FALLING_BORDERS
 from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release, watched
 from hetstream.mpi_dataworkers.partitioner.pace import Pace
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, compiled_functions
@@ -108,6 +109,10 @@ class Partition:
         self.analysis, self._num_leaves = analysis, num_leaves
         self._forward = PartitionedForward(self._module, analysis.guards, num_checked, self.remove)
         self._rates = rates
+        for operator in analysis.graph.operators:
+            if operator.keeps.startswith(FALLING_BORDERS):
+                text = "hetstream: %s of %s's forward (%s) stays: %s"
+                _log.warning(text, operator.target, type(self._module).__name__, operator.line, operator.keeps)
         self.decide(rates)
         if not self.is_active:
             _log.warning("hetstream: nothing of %s moves: %s", type(self._module).__name__, self.reason)

@@ -278,8 +278,13 @@ class ModelState:
         return len(own) - (is_outermost and "forward" in own)  # where a partition stands
 
     def hooked(self) -> str:
-        """The name of a module inside that has hooks; "" without."""
-        return next((name for name, hooks in self._hooks if hooks), "")
+        """The module inside that has a hook, with the hook's file and line; "" without."""
+        for name, hooks in self._hooks:
+            if hooks:
+                code = getattr(next(iter(hooks.values())), "__code__", None)
+                where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+                return f"{name} has a hook{where}"
+        return ""
 
     def change(self) -> str:
         """What is not as it was; "" when nothing is."""
@@ -299,7 +304,7 @@ class ModelState:
         for name, own, number, is_outermost in self._attributes:
             if self._num_attributes(own, is_outermost) != number:
                 return f"{name} has other attributes than it had, now {[*own][-1]} too"
-        return f"{self.hooked()} has a hook" if any(hooks for _, hooks in self._hooks) else ""
+        return self.hooked() if any(hooks for _, hooks in self._hooks) else ""
 
 
 def _plain_parts(table: dict[str, Any], key: str, value: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:

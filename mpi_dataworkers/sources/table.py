@@ -44,9 +44,15 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows that were read together."""
+    """Rows that were read together.
+
+    Attributes:
+        columns: by name.
+        origin: file and group, in words.
+    """
 
     columns: Mapping[str, Column]
+    origin: str = ""
 
 
 class Row(Mapping[str, Any]):
@@ -63,6 +69,11 @@ class Row(Mapping[str, Any]):
         if starts is not None:
             return values[starts[self.place] : starts[self.place + 1]].copy()
         return None if valid is not None and not valid[self.place] else values[self.place]
+
+    @property
+    def origin(self) -> str:
+        """Where it is from, in words: file, row group, row of the group."""
+        return f"{self.group.origin}, row {self.place}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.group.columns)
@@ -226,7 +237,7 @@ class TableDataset(ABC):
                     f"({file.num_bytes:,} bytes then, {now.st_size:,} now); write a new file instead"
                 )
             try:
-                group = RowGroup(self.read_group(file.path, of_file))
+                group = RowGroup(self.read_group(file.path, of_file), f"{file.path}: row group {of_file}")
             except OSError as exc:
                 raise SourceError(f"{file.path}: row group {of_file}: cannot be read: {exc}") from exc
         self._groups[number] = group

@@ -302,3 +302,17 @@ def test_it_leaves_the_batch_as_it_is_and_can_be_pickled() -> None:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [part for part in value if isinstance(part, torch.Tensor)]
+
+
+def test_a_step_that_cannot_work_is_named_with_its_line() -> None:
+    line = test_a_step_that_cannot_work_is_named_with_its_line.__code__.co_firstlineno + 2
+    chain = dense("price") >> ops.Bucketize((3.0, 1.0))
+    with pytest.raises(FeatureError, match=rf"step price.Bucketize \(test_feature_graph.py:{line}\): .* not decrease"):
+        FeatureGraph.of({"bucket": chain})
+
+
+def test_lines_are_no_part_of_a_graph() -> None:
+    one = FeatureGraph.of({"price": dense("price") >> ops.Clamp(0.0, 1.0)})
+    other = FeatureGraph.of({"price": dense("price") >> ops.Clamp(0.0, 1.0)})
+    assert one.steps[0].line != other.steps[0].line
+    assert (one, one.digest, pickle.dumps(one)) == (other, other.digest, pickle.dumps(other))

@@ -95,7 +95,35 @@ def test_nothing_moves_in_a_model_that_begins_with_parameters(loaders: Callable[
     program = PROGRAMS["nothing_to_move"]
     dataset = program.dataset(64)
     done = partition(program.model(), example(dataset, 32), loader=loaders(dataset, batch_size=32), offload="all")
-    assert done.reason == "no operator of the forward may move"
+    assert done.reason.startswith("no operator of the forward may move; the first is aten.linear.default (")
+    assert "a product of matrices" in done.reason
+
+
+class FallingBorders(torch.nn.Module):
+    """Looks its numbers up among borders that are in no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("borders", torch.tensor([0.0, 3.0, 1.0]))
+        self.layer = torch.nn.Linear(13, 1)
+
+    def forward(self, numbers: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        clean = torch.nan_to_num(numbers).clamp(min=0.0).log1p()
+        return self.layer(torch.bucketize(clean, self.borders).float()).squeeze(1)
+
+
+def test_borders_that_decrease_are_named_with_their_line(
+    loaders: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = PROGRAMS["dlrm"].dataset(64)
+    loader = loaders(dataset, batch_size=32)
+    done = partition(FallingBorders(), example(dataset, 32), loader=loader, offload="all")
+    assert done.analysis is not None
+    [kept] = [operator for operator in done.analysis.graph.operators if "bucketize" in operator.target]
+    assert kept.keeps == "its borders decrease: 1, at place 2, is below 3"
+    assert done.is_active
+    assert kept.name not in done.decision.moved
+    assert f"test_partition.py:{FallingBorders.forward.__code__.co_firstlineno + 2}) stays: its borders" in caplog.text
 
 
 BAD = {
@@ -378,7 +406,8 @@ def test_hooks_inside_the_model_are_named(loaders: Callable[..., Any]) -> None:
         return model
 
     done, _ = both(loaders, hooked)
-    assert done.reason == "the module layer has hooks, which a graph does not call"
+    where = f"test_partition.py:{test_hooks_inside_the_model_are_named.__code__.co_firstlineno + 3}"
+    assert done.reason == f"the module layer has a hook ({where}), which a graph does not call"
 
 
 def test_a_batch_of_another_size_is_taken_and_of_another_form_runs_as_written(loaders: Callable[..., Any]) -> None:

@@ -1,0 +1,51 @@
+"""Where a row of a batch is at fault, the error names the sample and its file, and only that one is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features.batches import Jagged
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
+from hetstream.mpi_dataworkers.features.operators import FirstX
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}
+STAGE = FeatureTransform(FeatureGraph.of({"ids": jagged("ids") >> FirstX(2)}))
+BAD = 13
+FALLS = "ids has a negative length: row [0-7] has -1, so its borders fall from [0-9]+ to [0-9]+"
+
+
+def collate(rows: list[Any]) -> dict[str, Any]:
+    """Lists by hand, with a length below zero for one row."""
+    numbers = [row if isinstance(row, int) else int(row["number"]) for row in rows]
+    lengths = torch.tensor([-1 if number == BAD else number % 4 for number in numbers])
+    return {"ids": Jagged(torch.arange(int(lengths.clamp(min=0).sum())), lengths), "numbers": numbers}
+
+
+@pytest.mark.parametrize("place", ["data workers", "in process"])
+def test_a_length_below_zero_is_named_with_its_sample(loaders: Any, three: Any, place: str) -> None:
+    options = {"service": three.name} if place == "data workers" else {}
+    loader = loaders([*range(40)], collate_fn=collate, batch_stage=STAGE, **options)
+    with pytest.raises(FeatureError, match=FALLS) as caught:
+        list(loader)
+    if place == "data workers":
+        assert f"sample {BAD}:" in str(caught.value)
+
+
+def test_a_length_below_zero_is_named_with_its_file(loaders: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("number\n" + "".join(f"{number}\n" for number in range(40)))
+    dataset = CsvDataset(path, {"number": "int64"}, group_rows=10)
+    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {path}: row group 1, row 3"):
+        list(loaders(dataset, collate_fn=collate, batch_stage=STAGE))
+
+
+def test_only_the_sample_at_fault_is_left_out(loaders: Any) -> None:
+    batches = list(loaders([*range(40)], collate_fn=collate, batch_stage=STAGE, on_error="skip"))
+    assert sum(len(batch["ids"].lengths) for batch in batches) == 39

@@ -60,7 +60,7 @@ class DataWorkersPart:
         num_rows, features = self._check(batch)
         made = {} if self._transform is None else self._transform(batch)
         handed = made | {key: batch[name] for name, key in self.cut.passed}
-        lists = [feature.values.numel() for feature in features.values() if feature.lengths is not None]
+        lists = [features.values[name].numel() for name in features.lengths]
         list_length = sum(lists) / (len(lists) * num_rows) if lists and num_rows else 0.0
         return HandedOver(self.cut.fingerprint, handed, time.perf_counter() - began, num_rows, list_length)
 

@@ -50,6 +50,7 @@ class NativeGroup:
         operators = [step.operator for step in chains[0].steps]
         self._width, self._is_jagged = given.width, given.is_jagged
         self._source_widths = [graph.types[chain.source].width for chain in chains]
+        self._has_one_width = len({*self._source_widths}) == 1
         self._tables: dict[ops.Operator, torch.Tensor] = {}  # whose addresses stand among the numbers
         steps, numbers = [], np.zeros((len(operators), len(chains), _NUMBERS), dtype=np.int64)
         for at, operator in enumerate(operators):
@@ -75,6 +76,8 @@ class NativeGroup:
             values = [each.contiguous() for each in values]
         if self._is_jagged:
             sizes = array("q", map(torch.Tensor.numel, values))
+        elif self._has_one_width:
+            sizes = array("q", [num_rows * self._source_widths[0]]) * count
         else:
             sizes = array("q", [num_rows * width for width in self._source_widths])
         addresses = array("q", map(torch.Tensor.data_ptr, values))

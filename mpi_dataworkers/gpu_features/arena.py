@@ -128,14 +128,14 @@ class Packer:
         places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
         return Packed(layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
 
-    def _check_size(self, features: Mapping[str, Values], sizes: Sequence[int]) -> None:
+    def _check_size(self, features: Columns, sizes: Sequence[int]) -> None:
         if self._most_bytes is None:
             return
         items = [np.dtype(chain.made.dtype).itemsize for chain in self._chains]
         num_bytes = sum(size * item for size, item in zip(sizes, items, strict=True))
         num_bytes += sum(size // self._tile + 1 for size in sizes) * _TILE_BYTES
-        for part in (part for values in features.values() for part in values if part is not None):
-            num_bytes += part.numel() * part.element_size()
+        for parts in (features.values, features.lengths, features.valid):
+            num_bytes += sum(part.nbytes for part in parts.values())
         if num_bytes > self._most_bytes:
             raise torch.OutOfMemoryError(f"a batch and its results need {num_bytes} bytes, of {self._most_bytes}")
 

@@ -41,6 +41,10 @@ class Prices:
         """`1,234.50 EUR`."""
         return f"{cost:,.2f} {self.currency}".rstrip()
 
+    def __str__(self) -> str:
+        money = f" {self.currency}" if self.currency else ""
+        return f"{self.gpu_hour:g}{money} for an hour of a GPU, {self.cpu_hour:g}{money} for one of a CPU"
+
 
 def parse_prices(text: str) -> Prices:
     """Read prices; one that is not named is 0.

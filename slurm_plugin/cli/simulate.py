@@ -253,6 +253,7 @@ def run(args: argparse.Namespace) -> int:
     bar = _Bar(sys.stderr if sys.stderr.isatty() else None)
     each = f"{base.workers.cpus} CPU{'s' if base.workers.cpus > 1 else ''} each"
     lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers have {each}"]
+    lines += [f"costs: {prices}"] if prices else []
     error: ReplayError | None = None
     if recorded:
         _, error = replay(traces[0].workload, cluster, base.queue, lambda done, whole: bar.show("replay", done, whole))

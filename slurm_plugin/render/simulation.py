@@ -32,6 +32,8 @@ _POINTS = 120
 PARTS = ("running", "waits for GPUs", "for CPUs", "for memory", "behind others", "for backfill")
 _SHORTEST_S = 60.0
 _AGES = ((60, "1 min"), (600, "10 min"), (3600, "1 h"), (6 * 3600, "6 h"), (86400, "1 d"), (7 * 86400, "1 week"))
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+_LEAST_UNITS = 4
 _FOOTER = """\
 Made by hetstream simulate. A job's completion time is its end less its submission; <em>effective</em> counts each GPU
 times its job's speed, as a share of the speed that it has if it never waits for data. Intervals are 95 %, by bootstrap
@@ -72,6 +74,12 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
+def _span(low_s: float, high_s: float) -> str:
+    """`3.4 to 5.1 h`."""
+    unit_s, unit = (3600, "h") if high_s >= 3600 else (60, "min")
+    return f"{low_s / unit_s:,.1f} to {high_s / unit_s:,.1f} {unit}"
+
+
 def _tiles(compared: Sequence[Compared]) -> str:
     best = min(compared, key=lambda comparison: comparison.mean("mean_jct_s") or 0.0)
     own = [comparison for comparison in compared if comparison.discipline == best.discipline]
@@ -103,7 +111,7 @@ def _table(compared: Sequence[Compared]) -> str:
                 comparison.policy,
                 comparison.discipline,
                 hours(comparison.mean("mean_jct_s") or 0.0),
-                f"{hours(low)} to {hours(high)}" if high > low else "–",
+                _span(low, high) if high > low else "–",
                 hours(comparison.mean("mean_wait_s") or 0.0),
                 hours(comparison.mean("p95_wait_s") or 0.0),
                 f"{comparison.mean('p99_slowdown') or 0.0:.1f}",
@@ -200,8 +208,8 @@ def _over_time(own: Sequence[Compared], points: Sequence[Series], title: str) ->
     )
     if end_s <= 0:
         return nothing("No job ran.")
-    # Logs of a day or two are read in hours, longer ones in days.
-    unit_s, unit = (3600.0, "h") if end_s < 4 * 86400 else (86400.0, "d")
+    # Marks four to a chart must differ: a day or two are read in hours, more in days, an hour or two in minutes.
+    unit_s, unit = next((span for span in _UNITS if end_s >= _LEAST_UNITS * span[0]), (1.0, "s"))
     return both(
         lambda width: line_chart(
             points,

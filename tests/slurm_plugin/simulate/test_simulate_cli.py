@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,7 @@ def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys:
     assert main(["simulate", *words, "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "24 jobs on 2 nodes, 8 GPUs, 48 CPUs" in printed
+    assert "costs: 2 for an hour of a GPU, 0.1 for one of a CPU" in printed
     assert main(["simulate", *words, "--csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == 6
@@ -69,6 +71,19 @@ def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys:
     ET.fromstring(f"<body>{text.split('<body>')[1].split('</body>')[0]}</body>")
     assert text.count("<section") == 1 + 4 * 3
     assert "srtf" in text
+
+
+@pytest.mark.parametrize(("run_s", "unit"), [(100, "s"), (1200, "min"), (30_000, "h"), (1_000_000, "d")])
+def test_marks_of_time_differ_however_short_the_run_is(
+    run_s: int, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, page = tmp_path / "jobs.csv", tmp_path / "page.html"
+    table.write_text(f"submit_s,run_s,num_gpus\n0,{run_s},1\n")
+    words = [str(table), "--cluster", "1*gpus=1,cpus=1", "--policies", "tuned", "--disciplines", "fifo"]
+    assert main(["simulate", *words, "--html", str(page)]) == 0
+    chart = page.read_text().split("Effective GPUs over time")[1].split("</svg>")[0]
+    marks = re.findall(rf">(\d+) {unit}</text>", chart)
+    assert len(set(marks)) == len(marks) == 4
 
 
 def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

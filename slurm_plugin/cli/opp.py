@@ -8,12 +8,13 @@ import time
 from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
-from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone
+from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone, checked_quotas
 from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
     check_partitions,
     gpu_readings,
     partitions_of,
+    quotas_path,
     reasons,
     seen_by,
 )
@@ -21,9 +22,10 @@ from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.packing.decide import PackingPlan, verdicts
+from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob
 from hetstream.slurm_plugin.packing.observe import PackingView
-from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingState
 from hetstream.slurm_plugin.packing.words import where
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, percent
@@ -83,7 +85,10 @@ def explain(args: argparse.Namespace) -> int:
 def place_once(args: argparse.Namespace) -> int:
     """Act once, and print what was done."""
     slurm, events = PackingSlurm(), list[PackingEvent]()
-    packer = Packer(slurm, gpu_readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run)
+    packer = Packer(
+        slurm, gpu_readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run,
+        quotas=checked_quotas(args, slurm, slurm.snapshot()) if quotas_path(args) else None,
+    )  # fmt: skip
     if args.dry_run:
         packer.step()
     else:
@@ -110,7 +115,7 @@ def _see(args: argparse.Namespace) -> tuple[Snapshot, PackingView, PackingPlan, 
     snapshot = slurm.snapshot()
     if args.partition is not None:
         check_partitions(partitions_of(args), snapshot)
-    return snapshot, *seen_by(snapshot, slurm, settings_of(args), partitions_of(args))
+    return snapshot, *seen_by(snapshot, slurm, settings_of(args), partitions_of(args), quotas_path(args))
 
 
 def ls_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], missing: str) -> Report:

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
@@ -21,18 +21,24 @@ from hetstream.slurm_plugin.cli.packing_arguments import (
     check_partitions,
     gpu_readings,
     partitions_of,
+    quota_file,
+    quotas_path,
 )
+from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
-from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
+from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.words import where
 
 DEFAULT_LOCK = Path("/run/hetstream-packer/lock")
 EPILOG = """\
 Jobs of the opportunistic partitions are held by job_submit.lua when they are submitted. The packer gives each of them
 GPUs of which enough is left, releases it, and looks whether Slurm did as it was told. It takes jobs away that break
-their node's orders or are paused for long: they are requeued, and go on from their last checkpoint. It touches no other
-jobs. What it remembers stands in the jobs, so it can be killed and started at any time; run one of it, beside
-slurmctld. Its user needs an operator's rights in Slurm, and is named as a manager in policy.lua:
+their node's orders or are paused for long: they are requeued, and go on from their last checkpoint. With --quotas it
+also releases guaranteed jobs within their tenant's quota, and makes opportunistic jobs that want it guaranteed where
+they run. It touches no other jobs. What it remembers stands in the jobs, so it can be killed and started at any time;
+run one of it, beside slurmctld. Its user needs an operator's rights in Slurm, and is named as a manager in policy.lua:
 docs/decisions/0014-the-packer-is-an-operator-and-keeps-nothing.md.
 
 Begin with --observe, which only says what it would do.
@@ -40,7 +46,7 @@ Begin with --observe, which only says what it would do.
 examples:
   hetstream packer --observe
   hetstream packer --once --dry-run --json
-  hetstream packer --partition opp --interval 10
+  hetstream packer --partition opp --interval 10 --quotas /etc/hetstream/quotas.json
 
 exit codes:
   0  it was stopped; --once: done
@@ -84,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     problem = why_nobody_is_placed(snapshot) if acting else ""
     if problem:
         raise HetstreamError(f"nobody can be placed: {problem}. Check: hetstream doctor")
-    packer = Packer(slurm, gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting)
+    packer = Packer(
+        slurm, gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting,
+        quotas=checked_quotas(args, slurm, snapshot),
+    )  # fmt: skip
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: packer.stopping.set())
     with alone(args.lock) if acting else contextlib.nullcontext():
@@ -94,6 +103,22 @@ def run(args: argparse.Namespace) -> int:
             _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
             packer.run(args.interval)
     return 0
+
+
+def checked_quotas(
+    args: argparse.Namespace, slurm: PackingSlurm, snapshot: Snapshot
+) -> Callable[[Snapshot], Quotas] | None:
+    """What tells the quotas from now on; None where the site has none.
+
+    Raises:
+        QuotaError: they cannot be read, or cannot be kept in this cluster.
+    """
+    path = quotas_path(args)
+    if path is None:
+        return None
+    quotas = quota_file(path, slurm, partitions_of(args))
+    quotas.first(snapshot)
+    return quotas.now
 
 
 @contextlib.contextmanager

@@ -18,15 +18,27 @@ from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ShowGpus
 from hetstream.slurm_plugin.cli.daemon import add_address
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
+from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
 from hetstream.slurm_plugin.packing.jobs import served_jobs
 from hetstream.slurm_plugin.packing.observe import PackingView, view
+from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
+from hetstream.slurm_plugin.packing.quota_file import QuotaFile
+from hetstream.slurm_plugin.packing.tenants import QuotaView
 from hetstream.slurm_plugin.packing.words import where
 
-PARTITIONS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS"
+PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
 # The nodes' scripts have it from there; one file with both is enough on the host of the packer.
 PACKING_FILE = SITE_FILE.with_name("packing.env")
+_FILES = (SITE_FILE, PACKING_FILE)
 _ANSWER_S = 5.0
+
+
+_TO_COME = {
+    Verdict.GUARANTEED: "it is to be released: ",
+    Verdict.OPPORTUNISTIC: "it is to become an opportunistic job: ",
+    Verdict.RESERVE: "GPUs are kept for it: ",
+}
 
 
 def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +49,13 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"of opportunistic jobs, with commas (default: {PARTITIONS_VARIABLE})",
     )
+    parser.add_argument(
+        "--quotas", metavar="FILE", type=Path, help=f"tenants' quotas of GPUs (default: {QUOTAS_VARIABLE}, or none)"
+    )
     add_address(parser, None)
 
 
-def named_partitions(files: Collection[Path] = (SITE_FILE, PACKING_FILE)) -> frozenset[str]:
+def named_partitions(files: Collection[Path] = _FILES) -> frozenset[str]:
     """The partitions of opportunistic jobs by the environment, else by the site's files; none where nobody says."""
     texts = [os.environ.get(PARTITIONS_VARIABLE), *(in_site_file(PARTITIONS_VARIABLE, path) for path in files)]
     return _names(next((text for text in texts if text is not None), ""))
@@ -58,6 +73,20 @@ def partitions_of(args: argparse.Namespace) -> frozenset[str]:
             f"whose jobs are opportunistic? Write --partition=NAME, or {PARTITIONS_VARIABLE}=NAME into {SITE_FILE}"
         )
     return found
+
+
+def quotas_path(args: argparse.Namespace | None = None) -> Path | None:
+    """The site's file of quotas; None where there is none."""
+    if args is not None and args.quotas is not None:
+        return Path(args.quotas)
+    texts = [os.environ.get(QUOTAS_VARIABLE), *(in_site_file(QUOTAS_VARIABLE, path) for path in _FILES)]
+    text = next((text for text in texts if text is not None), "")
+    return Path(text) if text else None
+
+
+def quota_file(path: Path, slurm: PackingSlurm, partitions: Collection[str]) -> QuotaFile:
+    """What reads it."""
+    return QuotaFile(path, partitions, slurm.accounts)
 
 
 def gpu_readings(settings: SiteSettings) -> Callable[[], ShowGpus]:
@@ -90,19 +119,36 @@ def check_partitions(names: Collection[str], snapshot: Snapshot) -> None:
 
 
 def seen_by(
-    snapshot: Snapshot, slurm: PackingSlurm, settings: SiteSettings, partitions: frozenset[str]
+    snapshot: Snapshot,
+    slurm: PackingSlurm,
+    settings: SiteSettings,
+    partitions: frozenset[str],
+    quotas: Path | None,
 ) -> tuple[PackingView, PackingPlan, str]:
-    """What anybody sees of what the packer sees, what it would decide, and why the nodes' readings are missing."""
-    missing = ""
+    """What anybody sees of what the packer sees, what it would decide, and what of that is missing.
+
+    Args:
+        snapshot: the cluster.
+        slurm: the same.
+        settings: where the site daemon is.
+        partitions: of opportunistic jobs.
+        quotas: the site's file; None: there is none.
+    """
+    missing = []
     read: ShowGpus | None = None
+    known: Quotas | None = None
     try:
         read = gpu_readings(settings)()
     except SiteError as error:
-        missing = str(error)
+        missing.append(str(error))
+    try:
+        known = quota_file(quotas, slurm, partitions).first(snapshot) if quotas else None
+    except QuotaError as error:
+        missing.append(str(error))
     now_s = time.time()
     jobs = served_jobs(snapshot, slurm.notes(partitions), partitions, now_s)
-    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches())
-    return seen, decide(seen.state, now_s), missing
+    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), quotas=known)
+    return seen, decide(seen.state, now_s), "; ".join(missing)
 
 
 def reasons(seen: PackingView, plan: PackingPlan, missing: str) -> dict[str, str]:
@@ -116,6 +162,16 @@ def reasons(seen: PackingView, plan: PackingPlan, missing: str) -> dict[str, str
     for placed in seen.state.placed:
         if seen.jobs[placed.job].job.is_pending:
             found[placed.job] = f"it is placed on {where(placed.place)}, and Slurm is to start it"
+    return found | quota_reasons(seen.quota)
+
+
+def quota_reasons(quota: QuotaView) -> dict[str, str]:
+    """Why jobs that wait for quota wait, by name, in words for their owners."""
+    found = dict(quota.reasons)
+    for decision in quota.decisions:
+        job = quota.guaranteed.get(decision.job.name)
+        if job is not None and decision.job.runs_as is None:
+            found[decision.job.name] = _TO_COME.get(decision.verdict, "") + decision.reason
     return found
 
 
@@ -129,12 +185,15 @@ def packing_reasons(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, str]:
     Raises:
         HetstreamError: Slurm does not tell.
     """
-    partitions = named_partitions()
-    if not any(partitions.issuperset(job.partitions) for job in jobs if job.is_pending):
+    partitions, quotas = named_partitions(), quotas_path()
+    pending = [job for job in jobs if job.is_pending]
+    waits_for_quota = quotas is not None and any(job.priority == 0 and job.count("gpu") for job in pending)
+    if not waits_for_quota and not any(partitions.issuperset(job.partitions) for job in pending):
         return {}
-    seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions)
+    seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions, quotas)
     found = reasons(seen, plan, missing)
-    return {seen.jobs[name].job.label: reason for name, reason in reversed(found.items())}
+    records = {name: job.job for name, job in seen.jobs.items()} | {**seen.quota.guaranteed}
+    return {records[name].label: reason for name, reason in reversed(found.items())}
 
 
 def _names(text: str) -> frozenset[str]:

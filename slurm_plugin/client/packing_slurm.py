@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client import parse_text
+from hetstream.slurm_plugin.client.accounting import has_accounting
+from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.held import parse_held
 from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import Gres
+from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.client.read import plain_environ
 from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import text_or_empty
 
+_NODE_GRES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)")
 _FIELDS = ("JobID", "admin_comment", "requeue")
 # Neither slurmctld nor a command may hold up the others for longer.
 _COMMAND_S = 30.0
@@ -64,6 +67,16 @@ class PackingSlurm(CommandSlurm):
         found = list(parse_held(said).values())
         return found[0] if len(found) == 1 else None
 
+    def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
+        """Node and number of each GPU of a running job; empty where that is in doubt."""
+        return parse_gpu_spots(self._ask("scontrol", "--all", "--details", "--oneliner", "show", "job", job_id))
+
+    def accounts(self, snapshot: Snapshot) -> tuple[str, ...] | None:
+        """Slurm's accounts; None where the cluster keeps no accounting, so that a job may name any."""
+        if not has_accounting(snapshot):
+            return None
+        return tuple(self._ask("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=account").split())
+
     def requeue_held(self, job_id: str) -> None:
         """End a running job, and keep it as a held one."""
         self._act(["scontrol", "requeuehold", job_id], job_id)
@@ -80,6 +93,24 @@ class PackingSlurm(CommandSlurm):
     def _ask(self, *argv: str) -> str:
         environ = plain_environ(self._environ)
         return run_slurm(argv, env=environ, timeout_s=_COMMAND_S, hint="Check: scontrol ping").stdout
+
+
+def parse_gpu_spots(text: str) -> tuple[tuple[str, int], ...]:
+    """Node and number of each GPU, from `scontrol --details --oneliner show job`; empty where there are two records."""
+    records = [line for line in text.splitlines() if line.startswith("JobId=")]
+    if len(records) != 1:
+        return ()
+    try:
+        return tuple(
+            (node, index)
+            for nodes, gres in _NODE_GRES.findall(records[0])
+            for node in expand(nodes)
+            for held in parse_gres(gres)
+            if held.name == "gpu"
+            for index in held.indices
+        )
+    except ValueError:
+        return ()
 
 
 def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:

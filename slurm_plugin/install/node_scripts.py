@@ -17,9 +17,11 @@ RUN_DIR = "/run/hetstream-jobs"
 DRIVER_DIR = "/proc/driver/nvidia/gpus"
 # A Comment that begins so was written by the packer (the guard refuses it to others): GPU numbers with commas follow.
 COMMENT_MARK = "hetstream:gpu="
+# Likewise: it keeps a GPU for another job, or makes another job guaranteed (`packing/upgrade.py`).
+HOLDS_MARK, UPGRADE_MARK = "hetstream:holds=", "hetstream:upgrade="
 SCRIPTS = {"Prolog": "prolog.sh", "Epilog": "epilog.sh", "TaskProlog": "task_prolog.sh"}
 # Grows with what the scripts and the coordinator must agree on; `hetstream doctor` compares it.
-SCRIPTS_VERSION = 1
+SCRIPTS_VERSION = 2
 
 _BODIES = Path(__file__).parents[1] / "prolog"
 _VERSION_LINE = re.compile(r"^hetstream_scripts=(\d+)$", re.M)
@@ -34,6 +36,12 @@ PACKING_ENVIRONMENT = """\
 # Partitions whose jobs share their GPU with opportunistic ones. Where these jobs train, an agent tells the coordinator
 # when they need the GPU. Jobs of other partitions are left as they are, and nobody launches on their GPUs.
 #HETSTREAM_SHARED_PARTITIONS="gpu"
+
+# The number of the packer's user. Its jobs can make opportunistic jobs of this node guaranteed ones (quotas).
+#HETSTREAM_PACKER_UID=999
+
+# The site's quotas, on the host of the packer and wherever users ask why their jobs wait.
+#HETSTREAM_QUOTAS=/etc/hetstream/quotas.json
 
 # The coordinator's socket, if it is not /run/hetstream/gpu.sock.
 #HETSTREAM_GPU_SOCKET=/run/hetstream/gpu.sock
@@ -69,6 +77,8 @@ def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup:
         f"settings={shlex.quote(str(settings))}\n"
         f"driver={DRIVER_DIR}\n"
         f"mark={COMMENT_MARK}\n"
+        f"holds={HOLDS_MARK}\n"
+        f"upgrades={UPGRADE_MARK}\n"
         f"startup={shlex.quote(startup)}\n"
         "\n" + (_BODIES / SCRIPTS[option]).read_text()
     )

@@ -11,8 +11,9 @@ local READ_FIELDS = {
 local MAX_FIELD_BYTES = 4096                              -- Slurm's own limits are lower, and come after this hook
 local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
 local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/node_scripts.py
+local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
 local PLACE_FIELDS = {
-  "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
+  "account", "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
   "tres_per_task"
 }
 
@@ -180,8 +181,43 @@ local function packers_own(policy, job)
   if asks_for(job, SHARED) then
     return refuse("opportunistic", "the site gives out GRES " .. SHARED .. ". Remove it from --gres")
   end
-  if (job.comment or ""):sub(1, #MARK) == MARK then
-    return refuse("opportunistic", "a comment that begins with " .. MARK .. " is the site's. Write another one")
+  for _, mark in ipairs(MARKS) do
+    if (job.comment or ""):sub(1, #mark) == mark then
+      return refuse("opportunistic", "a comment that begins with " .. mark .. " is the site's. Write another one")
+    end
+  end
+end
+
+-- Where GPUs have quotas, jobs that ask for them wait until the packer has counted.
+local function hold_for_quota(policy, job, names, uid)
+  local partition = listed(names, (policy.quota or {}).partitions)
+  if not partition or is_manager(policy.opportunistic or {}, uid) or not asks_for(job, "gpu") then return slurm.SUCCESS end
+  job.priority = 0
+  slurm.log_info("hetstream: held for quota in partition %s", partition)
+  return slurm.SUCCESS
+end
+
+-- What would get round the quotas: into such a partition later, with more GPUs, or started by its owner.
+local function keeps_quota(policy, change, record)
+  local rule = policy.quota or {}
+  local from, into = listed(record.partition, rule.partitions), listed(change.partition, rule.partitions)
+  if into and not from then
+    return refuse("quota", "GPUs of partition " .. into .. " have quotas. scancel the job and submit it there")
+  end
+  if not from then return end
+  if asks_for(change, "gpu") then
+    return refuse("quota", "GPUs of partition " .. from .. " have quotas. scancel the job and submit another one")
+  end
+  if not asks_for(record, "gpu") then return end
+  if given(change.priority) or given(change.nice) then
+    return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no release, hold, Priority "
+      .. "or Nice")
+  end
+  for _, field in ipairs({ "account", "min_nodes", "num_tasks" }) do
+    if given(change[field]) and change[field] ~= record[field] then
+      return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their " .. field .. ". scancel the job and "
+        .. "submit another one")
+    end
   end
 end
 
@@ -193,7 +229,10 @@ local function submit(policy, job, part_list, uid)
   local own = not is_manager(rule, uid) and packers_own(policy, job)
   if own then return own end
   local class, why = class_of(policy, names, job.qos)
-  if class == "guaranteed" then return right_size(policy, job, names) end
+  if class == "guaranteed" then
+    local rc = right_size(policy, job, names)
+    return rc == slurm.SUCCESS and hold_for_quota(policy, job, names, uid) or rc
+  end
   if asks_for(job, "gpu") then return no_gpus(why) end
   if listed(names, rule.partitions) and not all_opportunistic(rule, names) then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
@@ -213,7 +252,7 @@ end
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
   if is_manager(rule, uid) then return slurm.SUCCESS end
-  local refused = too_long(change) or packers_own(policy, change)
+  local refused = too_long(change) or packers_own(policy, change) or keeps_quota(policy, change, record)
   if refused then return refused end
   local class, why = class_of(policy, record.partition, record.qos)
   local becomes, because = class_of(policy, change.partition, change.qos)

@@ -14,4 +14,7 @@ return {
   -- Jobs of these partitions or QOS are opportunistic: they may not ask for GPUs nor change their partition. With `hold`
   -- they wait until root, or a user id in `managers` (that of `hetstream packer`), gives them a place and releases them.
   -- opportunistic = { partitions = { "opp" }, qos = {}, hold = true, managers = {} },
+  -- Jobs that ask for GPUs in these partitions wait until `hetstream packer --quotas` has found them within their quota.
+  -- Without a packer that runs, nobody starts there: see the admin guide.
+  -- quota = { partitions = { "gpu" } },
 }

@@ -19,8 +19,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import WaitingJob
 from hetstream.slurm_plugin.packing.words import (
@@ -37,9 +38,12 @@ _TYPE = re.compile(r"p(\d{1,3})")
 _HELD = re.compile(r"JobHeld(User|Admin)|job_requeued_in_held_state")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
 # An agent keeps to the orders for one GPU (`hetjob/gpu/config.py`).
-_MOST_GPUS_OF_A_NODE = 1
+MOST_GPUS_OF_A_NODE = 1
 # Of an array's pending tasks, so many are looked at.
 _MOST_TASKS = 16
+# Older releases (22.05 was tried) keep a GRES that a job asks for no more, with a count of 0: the job then starts only
+# where at least one of it is free.
+_FIRST_THAT_FORGETS = (24, 11)
 # A clock that is set back by less is waited for.
 _CLOCK_S = 60.0
 
@@ -104,7 +108,7 @@ def served_jobs(
         if partitions and set(job.partitions) <= set(partitions) and job.job_id in notes:
             of_job = notes[job.job_id]
             record = _with_known_times(read_record(of_job.admin_comment), now_s)
-            found += [OpportunisticJob(name, job, wish_of(job.comment), record, of_job) for name in _names(job)]
+            found += [OpportunisticJob(name, job, wish_of(job.comment), record, of_job) for name in task_names(job)]
     return found
 
 
@@ -125,7 +129,7 @@ def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Packing
         return job.record
     is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
     count = 1 if is_old or before is None else before.count + 1
-    return PackingRecord(None, EvictedRecord(count, now_s, placed.place), job.record.nodelist)
+    return replace(job.record, placed=None, evicted=EvictedRecord(count, now_s, placed.place), upgraded=None)
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:
@@ -155,7 +159,7 @@ def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: 
         -(-record.memory_mb // num_nodes),
         not_before_s=gone.at_s + rules.delay_s(gone.count) if gone else 0.0,
         only_nodes=_only_nodes(job, snapshot),
-        closed=_closed_job(job, now_s),
+        closed=_closed_job(job, now_s) or _why_nowhere(job, snapshot),
     )
 
 
@@ -168,7 +172,7 @@ def _closed_job(job: OpportunisticJob, now_s: float) -> str:
         return "nobody holds it, so Slurm starts it without a GPU: job_submit.lua is not in place, or without `hold`"
     if job.wish.problem:
         return job.wish.problem
-    if job.wish.gpus > _MOST_GPUS_OF_A_NODE:
+    if job.wish.gpus > MOST_GPUS_OF_A_NODE:
         return (
             f"it asks for {job.wish.gpus} GPUs of a node, and its agents keep to one: nothing would hold it back on "
             "the others. Ask for one GPU on each of several nodes"
@@ -193,7 +197,29 @@ def _only_nodes(job: OpportunisticJob, snapshot: Snapshot) -> frozenset[str]:
     if re.fullmatch(r"\w+", job.job.features):
         found &= {node.name for node in snapshot.nodes if job.job.features in node.features}
     found -= {*job.notes.excluded_nodes}
+    found = {node.name for node in snapshot.nodes if node.name in found and _has_spare(node, job, snapshot)}
     return frozenset(found) or frozenset({"no node"})
+
+
+def keeps_gres(snapshot: Snapshot) -> bool:
+    """Whether this Slurm keeps a GRES that a job asks for no more."""
+    return release_of(snapshot.version) < _FIRST_THAT_FORGETS
+
+
+def _has_spare(node: Node, job: OpportunisticJob, snapshot: Snapshot) -> bool:
+    """Whether one of each GRES that a job once asked for is free on a node, where Slurm insists on that."""
+    if not job.record.asked or not keeps_gres(snapshot):
+        return True
+    slots, used = slots_of(node.gres), slots_of(node.gres_used)
+    free = {f"p{index}" for index, count in slots.items() if count > used[index]}
+    return job.record.asked <= free | ({"gpu"} if node.gpus_free() else set())
+
+
+def _why_nowhere(job: OpportunisticJob, snapshot: Snapshot) -> str:
+    if any(_has_spare(node, job, snapshot) for node in snapshot.nodes):
+        return ""
+    names = ", ".join(sorted(job.record.asked))
+    return f"Slurm {snapshot.version} starts it only where what it asked for before is free as well: {names}"
 
 
 def wrong_place(job: OpportunisticJob, got: tuple[Gres, ...] | None) -> str:
@@ -231,7 +257,7 @@ def slots_of(gres: Iterable[Gres]) -> Counter[int]:
     return found
 
 
-def _names(job: Job) -> list[str]:
+def task_names(job: Job) -> list[str]:
     """How commands call a record, or the first tasks that it stands for."""
     if job.array_job_id is None or job.het:
         return [job.label]

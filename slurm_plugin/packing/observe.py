@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, settlement_of, waiting_job
 from hetstream.slurm_plugin.packing.nodes import SeenNodes
+from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import PackingState, PlacedJob
+from hetstream.slurm_plugin.packing.tenants import QuotaView, is_upgraded, quota_view
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,22 @@ class PackingView:
         jobs: all that are served, by name.
         settlements: what is amiss.
         running: jobs to be compared with what Slurm gave them.
+        quota: who has quota, and who waits for it.
+        snapshot, readings: what all this was made of.
     """
 
     state: PackingState
+    quota: QuotaView
+    snapshot: Snapshot
+    readings: ShowGpus | None = None
     jobs: Mapping[str, OpportunisticJob] = field(default_factory=dict)
     settlements: tuple[Settlement, ...] = ()
     running: tuple[OpportunisticJob, ...] = ()
+
+    @property
+    def names(self) -> Set[str]:
+        """Of all jobs that it is about."""
+        return self.jobs.keys() | self.quota.guaranteed.keys()
 
 
 def view(
@@ -38,6 +50,7 @@ def view(
     now_s: float,
     switches: Mapping[str, tuple[str, ...]] | None = None,
     rules: PackingRules | None = None,
+    quotas: Quotas | None = None,
 ) -> PackingView:
     """Put together what was read.
 
@@ -49,6 +62,7 @@ def view(
         now_s: the time, in seconds since the epoch.
         switches: above each node.
         rules: other than the usual ones.
+        quotas: of tenants; None: there are none.
     """
     rules = rules or PackingRules()
     jobs = list(jobs)
@@ -70,7 +84,9 @@ def view(
         tuple(_placed(job, sharing) for job in placed),
     )
     running = tuple(job for job in placed if job.job.is_running and job.job.state != "COMPLETING")
-    return PackingView(state, {job.name: job for job in jobs}, tuple(settlements), running)
+    quota = quota_view(snapshot, jobs, readings, quotas or Quotas(), now_s, rules)
+    by_name = {job.name: job for job in jobs}
+    return PackingView(state, quota, snapshot, readings, by_name, tuple(settlements), running)
 
 
 def _placed(job: OpportunisticJob, sharing: Mapping[tuple[str, str], tuple[float, str]]) -> PlacedJob:
@@ -79,7 +95,7 @@ def _placed(job: OpportunisticJob, sharing: Mapping[tuple[str, str], tuple[float
     readings = [sharing[node, number] for node in place.nodes if (node, number) in sharing]  # others know nothing of it
     paused_s = max((paused_s for paused_s, _ in readings), default=0.0)
     complaint = next((complaint for _, complaint in readings if complaint), "")
-    return PlacedJob(job.name, place, job.wish.gpu_bytes, paused_s=paused_s, complaint=complaint)
+    return PlacedJob(job.name, place, job.wish.gpu_bytes, is_upgraded(job), paused_s, complaint)
 
 
 def _sharing(readings: ShowGpus | None, rules: PackingRules) -> dict[tuple[str, str], tuple[float, str]]:

@@ -11,8 +11,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from hetstream.base.errors import HetstreamError
@@ -24,19 +24,25 @@ from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, evicted, served_jobs, wrong_place
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.jobs import (
+    OpportunisticJob,
+    Settlement,
+    evicted,
+    keeps_gres,
+    served_jobs,
+    wrong_place,
+)
 from hetstream.slurm_plugin.packing.observe import PackingView, view
+from hetstream.slurm_plugin.packing.quota import Quotas
+from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, waits, would
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.state import Place
 from hetstream.slurm_plugin.packing.words import PackingRecord, PlacedRecord, comment_with, gres_of, with_record
 
 _log = logging.getLogger(__name__)
 
-# A job that Slurm refused to place is not tried again before.
-_REFUSED_S = 300.0
 
-
-class PackerSlurm(Protocol):
+class PackerSlurm(QuotaSlurm, Protocol):
     """What the packer asks of Slurm; `PackingSlurm` does it."""
 
     def snapshot(self) -> Snapshot:
@@ -51,35 +57,11 @@ class PackerSlurm(Protocol):
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
         """What a running job was given; None if that is in doubt."""
 
-    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
-        """Change a job."""
-
     def hold(self, job_id: str) -> None:
         """Keep it from starting."""
 
-    def release(self, job_id: str) -> None:
-        """Let it start."""
-
     def requeue_held(self, job_id: str) -> None:
         """End it, and keep it as a held one."""
-
-
-@dataclass(frozen=True)
-class PackingEvent:
-    """Something that the packer did, saw, or would have done.
-
-    Attributes:
-        event: `placed`, `started`, `evicted`, `taken back`, `refused`, `waits`; `would place` and `would evict` where
-            it only observes.
-        job: which.
-        reason: why.
-        place: where; None if that does not matter.
-    """
-
-    event: str
-    job: str
-    reason: str
-    place: Place | None = None
 
 
 class Packer:
@@ -91,6 +73,7 @@ class Packer:
         partitions: whose jobs it places, and nobody else's.
         say: told of each event.
         acting: whether it changes anything.
+        quotas: of the tenants, for the cluster as it is; None: there are none.
         rules: other than the usual ones.
         clock: seconds since the epoch.
     """
@@ -103,6 +86,7 @@ class Packer:
         say: Callable[[PackingEvent], object],
         *,
         acting: bool,
+        quotas: Callable[[Snapshot], Quotas] | None = None,
         rules: PackingRules | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -113,6 +97,11 @@ class Packer:
         self._acting = acting
         self._rules = rules or PackingRules()
         self._clock = clock
+        self._quotas = quotas or (lambda _: Quotas())
+        self._quota_packer = QuotaPacker(
+            slurm, min(self._partitions, default=""), say, alone=self._alone, take_away=self._take_away,
+            rules=self._rules, clock=clock,
+        )  # fmt: skip
         self._right: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run where they should
         self._refused: dict[str, tuple[float, str]] = {}
         self._said: dict[str, object] = {}
@@ -140,7 +129,8 @@ class Packer:
         now_s = self._clock()
         jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
         switches = self._slurm.switches()
-        seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules)
+        quotas = self._quotas(snapshot)
+        seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, quotas)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
             for job in seen.state.waiting
@@ -158,13 +148,15 @@ class Packer:
         if self._acting:
             self._act(seen, plan)
         else:
+            self._say_once(would(seen.quota))
             self._say_once(
                 PackingEvent("would place", placed.job, placed.reason, placed.place) for placed in plan.placements
             )
             self._say_once(PackingEvent("would evict", gone.job, gone.reason) for gone in plan.evictions)
         self._say_once(PackingEvent("waits", job, reason) for job, reason in plan.reasons.items())
-        self._said = {job: said for job, said in self._said.items() if job in seen.jobs}
-        self._refused = {job: refused for job, refused in self._refused.items() if job in seen.jobs}
+        self._say_once(waits(seen.quota))
+        self._said = {job: said for job, said in self._said.items() if job in seen.names}
+        self._refused = {job: refused for job, refused in self._refused.items() if job in seen.names}
         return seen, plan
 
     def _read_gpus(self) -> ShowGpus | None:
@@ -182,32 +174,33 @@ class Packer:
         """What is amiss first, then evictions, so that nobody is placed beside somebody who has to go."""
         self._num_unanswered = 0
         for amiss in seen.settlements:
-            with self._alone(amiss.job):
+            with self._alone(amiss.job.name):
                 self._settle(amiss)
         for job in seen.running:
-            with self._alone(job):
+            with self._alone(job.name):
                 self._verify(job)
         self._right &= {(job.job.job_id, job.job.num_restarts) for job in seen.running}
         for eviction in plan.evictions:
             job = seen.jobs[eviction.job]
-            with self._alone(job):
+            with self._alone(job.name):
                 self._take_away(job, eviction.reason)
+        self._quota_packer.act(seen, lambda name: self._clock() < self._refused.get(name, (0.0,))[0])
         for placement in plan.placements:
             if self.stopping.is_set():
                 return
             job = seen.jobs[placement.job]
-            with self._alone(job):
-                self._place(job, placement)
+            with self._alone(job.name):
+                self._place(job, placement, forgets=not keeps_gres(seen.snapshot))
 
     @contextlib.contextmanager
-    def _alone(self, job: OpportunisticJob) -> Iterator[None]:
+    def _alone(self, name: str) -> Iterator[None]:
         """What Slurm refuses concerns this job alone. If it does not answer for a second job, this look has ended."""
         try:
             yield
         except SlurmCommandError as error:
             text = f"Slurm refused: {error}"
-            self._refused[job.name] = self._clock() + _REFUSED_S, text
-            self._say(PackingEvent("refused", job.name, text))
+            self._refused[name] = self._clock() + self._rules.refused_s, text
+            self._say(PackingEvent("refused", name, text))
             if failure_of(error) is not Failure.REFUSED:
                 self._num_unanswered += 1
             if self._num_unanswered > 1:  # each attempt takes long: all jobs would be tried in vain, and then wait
@@ -240,7 +233,7 @@ class Packer:
         self._note(job, evicted(job, self._clock(), self._rules))
         self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
 
-    def _place(self, job: OpportunisticJob, placement: Placement) -> None:
+    def _place(self, job: OpportunisticJob, placement: Placement, *, forgets: bool) -> None:
         """Give a held job its place, and release it."""
         if job.has_gres:  # 22.05 adds to what it asks for already
             self._slurm.update(job.name, {"TresPerNode": ""})
@@ -249,14 +242,14 @@ class Packer:
         first = record.placed is None and record.evicted is None
         nodelist = job.job.required_nodes if first else record.nodelist
         placed = PlacedRecord(place, self._clock(), job.job.num_restarts)
+        asked = record.asked | (frozenset() if forgets else {f"p{index}" for index in place.indices})
+        record = PackingRecord(placed, record.evicted, nodelist, asked=asked)
         fields = {
             "ReqNodeList": compress(place.nodes),
             "Gres": gres_of(place),
             "Comment": comment_with(job.job.comment, place),
-            "AdminComment": with_record(
-                job.notes.admin_comment, PackingRecord(placed, record.evicted, nodelist)
-            ),
-        }  # fmt: skip
+            "AdminComment": with_record(job.notes.admin_comment, record),
+        }
         self._slurm.update(job.name, fields)
         reach("packer.updated")
         self._slurm.release(job.name)

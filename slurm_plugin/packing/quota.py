@@ -1,6 +1,6 @@
 """Which jobs may be guaranteed: (tenants' quotas, their jobs, time) -> a decision with its reason for each. Pure.
 
-Nobody calls it yet: the packer places what a user has declared opportunistic.
+`tenants.py` makes the jobs of Slurm's records; `quota_packer.py` carries decisions out.
 
 A quota is a number of GPUs that a tenant's guaranteed jobs hold together at most; opportunistic jobs count against
 nobody's. Nothing here names a GPU: who becomes guaranteed stays where he is.
@@ -14,7 +14,7 @@ or the GPUs do not suffice keeps what is left of them, so that small jobs do not
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated
@@ -36,10 +36,12 @@ class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         tenants: GPUs by Slurm account. A tenant that is not named has none: its jobs can only be opportunistic.
+        partitions: whose jobs with GPUs are guaranteed, and wait for quota. The guard holds them there.
         patience_s: a job that waits so long for quota is offered to start as an opportunistic one.
     """
 
     tenants: dict[str, Annotated[int, msgspec.Meta(ge=0, le=_MOST_GPUS)]] = {}
+    partitions: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256)], ...] = ()
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = PATIENCE_S
 
     def of(self, tenant: str) -> int:
@@ -47,14 +49,30 @@ class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tenants.get(tenant, 0)
 
 
-def read_quotas(source: str, text: str | bytes, num_gpus: int, accounts: Iterable[str] | None = None) -> Quotas:
-    """Read the site's file, `{"tenants": {"vision": 16, "speech": 8}, "patience_s": 1800}`.
+@dataclass(frozen=True)
+class QuotaSite:
+    """What quotas are compared with.
+
+    Attributes:
+        num_gpus: of some of its partitions together.
+        partitions: all of them.
+        opportunistic: partitions of opportunistic jobs.
+        accounts: that Slurm knows; None where that is not known.
+    """
+
+    num_gpus: Callable[[Collection[str]], int]
+    partitions: Collection[str] = ()
+    opportunistic: Collection[str] = ()
+    accounts: Collection[str] | None = None
+
+
+def read_quotas(source: str, text: str | bytes, site: QuotaSite) -> Quotas:
+    """Read the site's file, `{"partitions": ["gpu"], "tenants": {"vision": 16, "speech": 8}, "patience_s": 1800}`.
 
     Args:
         source: for messages.
         text: of the file.
-        num_gpus: of the cluster.
-        accounts: that Slurm knows; None where that is not known.
+        site: the cluster.
 
     Raises:
         QuotaError: with all that is wrong.
@@ -64,20 +82,30 @@ def read_quotas(source: str, text: str | bytes, num_gpus: int, accounts: Iterabl
     except msgspec.MsgspecError as error:
         raise QuotaError(f"{source}: not a table of quotas: {error}") from error
     problems = []
-    promised = sum(quotas.tenants.values())
+    if not quotas.partitions:
+        problems.append('it names no partition whose jobs have them: write "partitions": ["gpu"]')
+    for name in quotas.partitions:
+        if name not in site.partitions:
+            problems.append(f"there is no partition {name!r}{_near(name, site.partitions)}. See: sinfo --all")
+        elif name in site.opportunistic:
+            problems.append(f"partition {name!r} is for opportunistic jobs, which take no quota")
+    promised, num_gpus = sum(quotas.tenants.values()), site.num_gpus(quotas.partitions)
     if promised > num_gpus:
         problems.append(
-            f"quotas of {promised:,} GPUs together, and the cluster has {num_gpus:,}: guaranteed is what is there"
+            f"quotas of {promised:,} GPUs together, and these partitions have {num_gpus:,}: guaranteed is what is there"
         )
-    known = None if accounts is None else sorted(set(accounts))
-    for tenant in quotas.tenants if known is not None else ():
-        if tenant not in known:  # type: ignore[operator]
-            near = get_close_matches(tenant, known or (), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            problems.append(f"{tenant!r} is no account of this cluster{hint}. See: sacctmgr show account")
+    for tenant in quotas.tenants if site.accounts is not None else ():
+        if tenant not in (site.accounts or ()):
+            near = _near(tenant, site.accounts or ())
+            problems.append(f"{tenant!r} is no account of this cluster{near}. See: sacctmgr show account")
     if problems:
         raise QuotaError(f"{source}: {'; '.join(problems)}")
     return quotas
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {printable(near[0])}?)" if near else ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ class PackingRules:
         first_delay_s, longest_delay_s: how long an evicted job waits: twice as long each time. The GPU that it was on
             waits for the first of them. Slurm itself starts no job within two minutes after it was requeued.
         start_s: a job that has not started so long after it was placed is taken back.
+        keep_s: a placeholder that has not started so long after it was submitted finds no room.
+        upgrade_s: nodes that do not call a job guaranteed so long after they were told to are told again.
+        most_upgrade_trials: then that job stays what it is for a while.
+        refused_s: so long, as one does that Slurm refused to place or to upgrade.
     """
 
     most_used: float = 0.8
@@ -30,6 +34,10 @@ class PackingRules:
     first_delay_s: float = 120.0
     longest_delay_s: float = 3600.0
     start_s: float = 90.0
+    keep_s: float = 20.0
+    upgrade_s: float = 30.0
+    most_upgrade_trials: int = 3
+    refused_s: float = 300.0
 
     def delay_s(self, num_evictions: int) -> float:
         """How long to wait after so many evictions."""

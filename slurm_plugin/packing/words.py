@@ -9,6 +9,12 @@ which owners cannot change. So the packer keeps nothing of its own:
 
     hetstream:gpu=0,1 hetstream:gpus=2 ...                                          Comment
     hetstream:placed=g[1-2]:0,1@1795000000@0 hetstream:evicted=2@1794990000@g3:0    AdminComment
+    hetstream:upgraded=1795000100@0                                                 AdminComment
+
+Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
+
+    hetstream:holds=8123@0                                 keeps a GPU for that start of job 8123
+    hetstream:upgrade=8123:0,1@1795000200                  its Prolog makes job 8123 guaranteed, until then
 """
 
 from __future__ import annotations
@@ -16,13 +22,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hetstream.hetjob.convert_class import AFTER_MARK, CLASS_MARK
+from hetstream.hetjob.spec import GUARANTEED
 from hetstream.slurm_plugin.client.hostlist import compress, expand
-from hetstream.slurm_plugin.packing.state import Place
 
 # The prolog (`slurm_plugin/prolog/`) reads a Comment that begins so; the guard lets nobody but the packer write it.
-COMMENT_MARK = "hetstream:gpu="
+from hetstream.slurm_plugin.install.node_scripts import COMMENT_MARK, HOLDS_MARK, UPGRADE_MARK
+from hetstream.slurm_plugin.packing.state import Place
+
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
+_UPGRADED, _ASKED = "hetstream:upgraded=", "hetstream:asked="
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -33,6 +43,10 @@ _MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE | re.ASCII)
 _GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
+_UPGRADED_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
+_ASKED_TEXT = re.compile(r"gpu|p\d{1,3}", re.ASCII)
+_HOLDS_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
+_AFTER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
 _EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
 # Slurm refuses a longer Comment, also of the packer.
 _MOST_COMMENT_BYTES = 1024
@@ -73,6 +87,14 @@ class EvictedRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class UpgradedRecord:
+    """When a job became guaranteed where it runs, and how often it had been requeued by then."""
+
+    at_s: float
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackingRecord:
     """What the packer has written into AdminComment.
 
@@ -80,11 +102,15 @@ class PackingRecord:
         placed: None if the job is not placed.
         evicted: None if it never was.
         nodelist: nodes that its owner asked for, before the packer named others.
+        upgraded: None if it is not guaranteed.
+        asked: types of GRES that it has asked for before, where Slurm does not forget them; see `jobs.py`.
     """
 
     placed: PlacedRecord | None = None
     evicted: EvictedRecord | None = None
     nodelist: tuple[str, ...] = ()
+    upgraded: UpgradedRecord | None = None
+    asked: frozenset[str] = frozenset()
 
 
 def wish_of(comment: str) -> GpuWish:
@@ -97,6 +123,39 @@ def wish_of(comment: str) -> GpuWish:
         return GpuWish(problem=f"its comment says {_MEMORY}{memory[:32]}: write a size such as 16G")
     gpu_bytes = int(found[1]) * _UNITS[found[2].upper()] if found else DEFAULT_GPU_BYTES
     return GpuWish(int(gpus or 1), gpu_bytes)
+
+
+def wants_guarantee(comment: str) -> bool:
+    """Whether the owner of an opportunistic job would rather have a guaranteed one."""
+    return _value(comment, CLASS_MARK) == GUARANTEED
+
+
+def opportunistic_after_s(comment: str) -> float | None:
+    """How long a job waits for quota before it starts as an opportunistic one; None: its owner lets it wait."""
+    after = _value(comment, AFTER_MARK)
+    return float(after) if _AFTER_TEXT.fullmatch(after) else None
+
+
+def holds_comment(job_id: int, num_restarts: int) -> str:
+    """The Comment of a job that keeps a GPU for this start of another one."""
+    return f"{HOLDS_MARK}{job_id}@{num_restarts}"
+
+
+def upgrade_comment(job_id: int, place: Place, until_s: float) -> str:
+    """The Comment of a job whose Prolog makes another one guaranteed; not after that time."""
+    return f"{UPGRADE_MARK}{job_id}:{','.join(map(str, place.indices))}@{until_s:.0f}"
+
+
+def held_for(comment: str) -> tuple[int, int] | None:
+    """For which job, and which of its starts, a job with this Comment keeps a GPU; None: for none."""
+    found = _HOLDS_TEXT.fullmatch(comment.removeprefix(HOLDS_MARK)) if comment.startswith(HOLDS_MARK) else None
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def upgrades(comment: str) -> int | None:
+    """Which job the Prolog of one with this Comment makes guaranteed; None: none."""
+    number = comment.removeprefix(UPGRADE_MARK).partition(":")[0] if comment.startswith(UPGRADE_MARK) else ""
+    return int(number) if number.isascii() and number.isdecimal() else None
 
 
 def comment_with(comment: str, place: Place | None) -> str:
@@ -124,11 +183,14 @@ def read_record(admin_comment: str) -> PackingRecord:
     """Read what `record_words` wrote; what has another form counts as not there."""
     placed = _PLACED_TEXT.fullmatch(_value(admin_comment, _PLACED))
     evicted = _EVICTED_TEXT.fullmatch(_value(admin_comment, _EVICTED))
+    upgraded = _UPGRADED_TEXT.fullmatch(_value(admin_comment, _UPGRADED))
     try:
         return PackingRecord(
             PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
             EvictedRecord(int(evicted[1]), float(evicted[2]), _place(evicted[3], evicted[4])) if evicted else None,
             expand(_value(admin_comment, _NODELIST)),
+            UpgradedRecord(float(upgraded[1]), int(upgraded[2])) if upgraded else None,
+            frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
         )
     except ValueError:  # a hostlist that is none
         return PackingRecord()
@@ -136,13 +198,17 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
     """An AdminComment with this record in the place of an earlier one; others' words stay."""
-    ours = (_PLACED, _EVICTED, _NODELIST)
+    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _ASKED)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
         placed = record.placed
         found.append(f"{_PLACED}{_spot(placed.place)}@{placed.at_s:.0f}@{placed.num_restarts}")
     if record.evicted:
         found.append(f"{_EVICTED}{record.evicted.count}@{record.evicted.at_s:.0f}@{_spot(record.evicted.place)}")
+    if record.upgraded:
+        found.append(f"{_UPGRADED}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
+    if record.asked:
+        found.append(f"{_ASKED}{','.join(sorted(record.asked))}")
     if record.nodelist:
         found.append(f"{_NODELIST}{compress(record.nodelist)}")
     return " ".join(found)

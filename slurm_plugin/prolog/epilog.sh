@@ -7,7 +7,8 @@ export PATH
 case ${SLURM_JOB_ID:-} in
   '' | *[!0-9]*) ;;
   *)
-    for file in "$run/grants/$SLURM_JOB_ID.json" "$run/environment/$SLURM_JOB_ID"; do rm -f "$file" "$file.new"; done
+    # In this order: by the first file a Prolog that writes the second one anew sees whether the job has ended.
+    for file in "$run/environment/$SLURM_JOB_ID" "$run/grants/$SLURM_JOB_ID.json"; do rm -f "$file" "$file.new"; done
     ;;
 esac
 exit 0

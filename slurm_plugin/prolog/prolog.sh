@@ -5,6 +5,9 @@
 # It always exits with 0, because Slurm drains a node whose Prolog fails. An opportunistic job for which anything is wrong
 # gets no grant, so its processes end when they ask for the GPU. A guaranteed job runs in any case; when its grant cannot be
 # written, RUN/grants is moved away, and then nobody shares a GPU of this node until an administrator has looked.
+#
+# Jobs of the packer's own user get no grant: one keeps a GPU for another job, one makes another job guaranteed
+# (slurm_plugin/packing/upgrade.py). Slurm says whose a job is; whoever else writes such a Comment has an ordinary job.
 
 set -fu
 umask 022
@@ -42,6 +45,50 @@ is_listed() {
   case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac
 }
 
+# The numbers $1 (with commas) as quoted names of GPUs, with commas and spaces.
+quoted_names() {
+  quoted=
+  for number in $(printf %s "$1" | tr , ' '); do
+    name=$(name_of "$number")
+    case $name in '' | *[!A-Za-z0-9_./:-]*)
+      say "GPU $number has no name here"
+      return 1
+      ;;
+    esac
+    quoted="${quoted:+$quoted, }\"$name\""
+  done
+  printf %s "$quoted"
+}
+
+# Make job J guaranteed on the GPUs that it has, from "J:NUMBERS@SECONDS": not later than that time, and on no others,
+# since it may be another start of the job by then. Its processes go on; the coordinator tells them.
+upgrade() (
+  other=${1%%:*} spot=${1#*:}
+  numbers=${spot%%@*} until_s=${spot#*@}
+  for number in "$other" "$until_s"; do
+    case $number in '' | *[!0-9]*) return 1 ;; esac
+  done
+  case $numbers in '' | *[!0-9,]*) return 1 ;; esac
+  if [ "$(date +%s)" -gt "$until_s" ]; then
+    say "job $other is not upgraded: that was to be done before $until_s"
+    return 1
+  fi
+  file=$run/grants/$other.json given=$run/environment/$other
+  quoted=$(quoted_names "$numbers") || return 1
+  grant=$(cat "$file" 2>/dev/null)
+  case $grant in
+    *'"job_class": "opportunistic", "gpus": ['"$quoted]}") ;;
+    *'"job_class": "guaranteed", "gpus": ['"$quoted]}") return 0 ;;
+    *)
+      say "job $other is not upgraded: it has no grant for GPU $numbers here"
+      return 1
+      ;;
+  esac
+  printf '%s\n' "$grant" | sed 's/"job_class": "opportunistic"/"job_class": "guaranteed"/' | put "$file"
+  # The Epilog removes first what is the TaskProlog's: without it, the job has ended meanwhile.
+  [ -e "$given" ] || rm -f "$file"
+)
+
 # Write down a job of class $1 with the GPUs $2 (numbers with commas). Its exit code says whether that was possible.
 write_grant() (
   case $2 in '' | *[!0-9,]*)
@@ -49,18 +96,12 @@ write_grant() (
     return 1
     ;;
   esac
-  names= quoted= uuids=
-  for number in $(printf %s "$2" | tr , ' '); do
-    name=$(name_of "$number")
-    case $name in '' | *[!A-Za-z0-9_./:-]*)
-      say "GPU $number has no name here"
-      return 1
-      ;;
-    esac
-    names=${names:+$names,}$name quoted="${quoted:+$quoted, }\"$name\""
+  quoted=$(quoted_names "$2") || return 1
+  if [ -z "$quoted" ]; then return 1; fi
+  names=$(printf %s "$quoted" | tr -d '" ') uuids=
+  for name in $(printf %s "$names" | tr , ' '); do
     case $name in GPU-* | MIG-*) uuids=${uuids:+$uuids,}$name ;; esac
   done
-  if [ -z "$names" ]; then return 1; fi
   mkdir -p "$run/grants" "$run/environment" || return 1
   environment "$1" "$names" "${uuids:-$2}" | put "$run/environment/$job" || return 1
   printf '{"uid": %s, "job_class": "%s", "gpus": [%s]}\n' "$uid" "$1" "$quoted" | put "$run/grants/$job.json" || return 1
@@ -84,9 +125,7 @@ allocate() (
   case $job in '' | *[!0-9]*) return 1 ;; esac
   case $uid in '' | *[!0-9]*) return 1 ;; esac
   gpus=${SLURM_JOB_GPUS:-} comment=${SLURM_JOB_COMMENT:-}
-  if [ -z "$gpus" ]; then
-    case $comment in "$mark"*) ;; *) return 0 ;; esac
-  fi
+  case $comment in "$mark"* | "$holds"* | "$upgrades"*) ;; *) if [ -z "$gpus" ]; then return 0; fi ;; esac
   if [ -e "$run/grants-incomplete" ]; then
     say "no grant: $run/grants-incomplete is there, see the log of earlier jobs. Remove it when no job runs here"
     return
@@ -96,12 +135,22 @@ allocate() (
     # An error in it would end this shell, so it is tried in one of its own.
     if (. "$settings"); then . "$settings"; else readable= && say "$settings cannot be read"; fi
   fi
+  if [ "$readable" ] && { [ "$uid" = 0 ] || [ "$uid" = "${HETSTREAM_PACKER_UID:-0}" ]; }; then
+    case $comment in
+      "$holds"*) return ;;
+      "$upgrades"*)
+        upgrade "${comment#"$upgrades"}"
+        return
+        ;;
+    esac
+  fi
   if [ -n "$gpus" ]; then
     [ "$readable" ] && write_grant guaranteed "$gpus" && return
     say "this job's GPUs cannot be written down: nobody shares a GPU of this node. See $run/grants-incomplete"
     mkdir -p "$run/grants" && mv "$run/grants" "$run/grants-incomplete"
     return
   fi
+  case $comment in "$mark"*) ;; *) return ;; esac
   comment=${comment#"$mark"}
   [ "$readable" ] && write_grant opportunistic "${comment%% *}" && return
   rm -f "$run/grants/$job.json" "$run/environment/$job"

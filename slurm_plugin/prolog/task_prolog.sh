@@ -1,7 +1,12 @@
 # Slurm runs it as the user, before the batch script and each task; what it prints changes their environment. It hands on what
 # the Prolog wrote for this job. A job of an opportunistic partition for which the Prolog wrote nothing sees no GPU.
+#
+# A job that asked for GPUs, and then started as an opportunistic one, has none in Slurm's books. Its steps would ask for
+# them again, by what sbatch left in its environment, and be refused.
 
 set -fu
+asked="SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_GPU_FREQ
+  SLURM_MEM_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_GRES"
 
 task() (
   case ${SLURM_JOB_ID:-} in '' | *[!0-9]*) return ;; esac
@@ -9,7 +14,12 @@ task() (
   if [ -r "$given" ]; then
     while read -r line; do
       echo "export $line"
-      case $line in HETSTREAM_GPU=*) shared=yes ;; esac
+      case $line in
+        HETSTREAM_GPU=*) shared=yes ;;
+        CUDA_VISIBLE_DEVICES=*)
+          for name in $asked; do if printenv "$name" >/dev/null; then echo "unset $name"; fi; done
+          ;;
+      esac
     done <"$given"
     case ":${PYTHONPATH:-}:" in
       *":$startup:"*) ;;

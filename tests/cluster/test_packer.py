@@ -20,7 +20,8 @@ from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from tests.conftest import WaitUntil
 

@@ -1,4 +1,4 @@
-"""The life of an opportunistic job on real Slurm, beside a guaranteed one: placed, evicted, placed again, finished.
+"""The life of an opportunistic job on real Slurm, beside a guaranteed one: placed, evicted, placed again, upgraded.
 
 Both train for real, on an emulated GPU. Whatever happens, the opportunistic job has the weights and the data of a run
 that nobody disturbed, and the guaranteed one computes at each step what it computes alone.
@@ -27,13 +27,15 @@ from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, SharingNow, ShowGpus
 from hetstream.slurm_plugin.cli.packing_arguments import gpu_readings
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.coordinator.look import look
-from hetstream.slurm_plugin.coordinator.table import ProcessRow
+from hetstream.slurm_plugin.coordinator.table import GpuRow, ProcessRow
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.processes import cluster_processes
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
+from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import COMMENT_MARK
 from tests.conftest import WaitUntil
@@ -41,6 +43,12 @@ from tests.conftest import WaitUntil
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release, pytest.mark.timeout(400)]
 STEPS = 80
 OPTIONS = "#SBATCH --partition=opp --comment=hetstream:gpu-memory=128M\n"
+# Root's jobs are not held by the guard; this one says itself that it waits.
+PATIENT = """\
+#SBATCH --partition=gpu --gpus=1 --hold --account=vision --comment=hetstream:gpu-memory=128M
+#HETSTREAM --job-class=guaranteed --opportunistic-after=00:00:01
+"""
+QUOTAS = Quotas({"vision": 1}, ("gpu",))
 # It waits for data between its mini-batches, as long as nobody makes it busy.
 GUARANTEED = Path(__file__).parents[1] / "slurm_plugin" / "coordinator" / "programs" / "train.py"
 GUARANTEED_WORDS = ("1000000", "128", "40")
@@ -50,7 +58,7 @@ RULES = PackingRules(settle_s=0.0, first_delay_s=1.0, longest_delay_s=1.0)
 
 @dataclass
 class Site:
-    """A cluster with one GPU, a guaranteed job on it, and a packer that acts when the test says so."""
+    """A cluster with two GPUs, a guaranteed job on one of them, and a packer that acts when the test says so."""
 
     record: ClusterRecord
     directory: Path
@@ -60,24 +68,33 @@ class Site:
     coordinator_died: bool = False
     complaint: str = ""
     daemon: SiteSettings | None = None
+    number: int = 0
 
     def __post_init__(self) -> None:
         self.environ = dict(self.record.environment(os.environ))
         self.sharing = Path(self.record.state_dir) / "sharing" / "gpu0"
         self.plan = json.loads((Path(self.record.state_dir) / "run" / "plan.json").read_text())
         slurm = PackingSlurm(self.environ)
-        self.packer = Packer(slurm, self.told, ["opp"], self.events.append, acting=True, rules=RULES)
+        self.packer = Packer(
+            slurm, self.told, ["opp"], self.events.append, acting=True, quotas=lambda _: QUOTAS, rules=RULES
+        )
+
+    def gpu(self) -> GpuRow:
+        """What the coordinator knows of the GPU that the guaranteed job has, or had."""
+        gpus = look(str(self.sharing / "gpu.sock")).gpus
+        self.number = next((int(gpu.gpu[-1]) for gpu in gpus if gpu.processes), self.number)
+        return next(gpu for gpu in gpus if int(gpu.gpu[-1]) == self.number)
 
     def told(self) -> ShowGpus:
-        """What the node tells of its GPU: by the site daemon, where there is one, else what the coordinator knows."""
+        """What the node tells of this GPU: by the site daemon, where there is one, else what the coordinator knows."""
         if self.daemon is not None:
             return gpu_readings(self.daemon)()
-        (gpu,) = look(str(self.sharing / "gpu.sock")).gpus
+        gpu = self.gpu()
         guaranteed = tuple(process.job for process in gpu.processes if process.job_class == "guaranteed")
         used = 1 - (gpu.idle_share or 0.0) if gpu.is_reserved else 0.0
         sharing = [process.job for process in gpu.processes if process.job not in guaranteed]
         now = GpuNow(
-            0, gpu.gpu, used, gpu.free_bytes, is_reserved=gpu.is_reserved, guaranteed=guaranteed,
+            int(gpu.gpu[-1]), gpu.gpu, used, gpu.free_bytes, is_reserved=gpu.is_reserved, guaranteed=guaranteed,
             sharing=tuple(SharingNow(one, 0.0, self.complaint) for one in dict.fromkeys(sharing)),
         )  # fmt: skip
         return ShowGpus((NodeGpus("gpu0", 0.0, (now,)),), {})
@@ -97,7 +114,7 @@ class Site:
     def start_guaranteed(self) -> None:
         """Submit it, and wait until it trains."""
         command = f"exec {sys.executable} {GUARANTEED} {' '.join(GUARANTEED_WORDS)} >losses 2>guaranteed.err"
-        words = ("--partition=gpu", "--gpus=1", "--mem=1G", "--time=20", "--output=guaranteed.out")
+        words = ("--partition=gpu", "--gpus=1", "--account=vision", "--mem=1G", "--time=20", "--output=guaranteed.out")
         self.guaranteed = self.run("sbatch", "--parsable", *words, f"--wrap={command}").strip()
         self.guaranteed_goes_on(5)
 
@@ -128,7 +145,8 @@ class Site:
         def packed() -> object:
             try:
                 self.packer.step()
-            except HetstreamError:  # slurmctld is busy, or being killed
+            except HetstreamError as error:  # slurmctld is busy, or being killed
+                print(error)
                 return False
             return condition()
 
@@ -165,14 +183,13 @@ class Site:
         return dict(found)
 
     def processes(self, job_class: str) -> list[ProcessRow]:
-        (gpu,) = look(str(self.sharing / "gpu.sock")).gpus
-        return [process for process in gpu.processes if process.job_class == job_class]
+        return [process for process in self.gpu().processes if process.job_class == job_class]
 
 
 @pytest.fixture(scope="module")
 def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
     name = f"pytest-{os.getpid()}-life-{release.replace('.', '')}"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 1, 0, 4), packing=True)
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 0, 4), packing=True)
     with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
         yield devcluster
 
@@ -185,8 +202,7 @@ def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) ->
     site = Site(running.record, directory, wait_until)
     site.start_guaranteed()
     yield site
-    jobs = site.run("squeue", "-h", "-o", "%A").split()
-    site.run("scancel", *jobs)
+    site.run("scancel", "--user=root")
     wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
     wait_until(lambda: not list(site.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")
     wait_until(lambda: not site.processes("guaranteed") + site.processes("opportunistic"), 10, "an idle GPU")
@@ -210,7 +226,8 @@ def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
     address = f"unix:{site.directory}/daemon.sock"
     site.daemon = SiteSettings(parse_address(address), None)
     environ = {**site.environ, ADDRESS_VARIABLE: address}
-    gpu = f"0=emulation:{site.sharing}/gpu0"
+    number = site.gpu().gpu[-1]  # the other one is told to nobody, and stays free
+    gpu = f"{number}=emulation:{site.sharing}/gpu{number}"
     calls = (
         ("daemon", "--state-dir", str(site.directory / "daemon"), "--interval", "5"),
         ("gpu", "report", "--node", "gpu0", "--gpus", gpu, "--socket", str(site.sharing / "gpu.sock")),
@@ -231,11 +248,36 @@ def chain(site: Site, wait_until: WaitUntil) -> Iterator[Callable[..., str]]:
         )
 
 
-def test_a_whole_life(site: Site, job: CheckpointJob, chain: Callable[..., str], tmp_path: Path) -> None:
-    """Agents tell the coordinator, that a reporter, that the site daemon, that the packer, and that Slurm."""
-    truth = undisturbed(tmp_path / "truth", STEPS)
+def test_a_whole_life(site: Site, chain: Callable[..., str], tmp_path: Path) -> None:
+    """A guaranteed job without quota shares a GPU after a while, gives way, and is guaranteed where it runs at last.
+
+    Agents tell the coordinator, that a reporter, that the site daemon, that the packer, and that Slurm.
+    """
+    job = CheckpointJob(site.directory / "opportunistic", site.environ, 100_000, step_s=0.02, options=PATIENT)
+    job.submit()
+    try:
+        live(site, job, chain)
+        truth = undisturbed(tmp_path / "truth", max(int(words[0]) for words in job.ledger() if words[0].isdigit()))
+        assert list(differences(job, truth)) == []
+        assert job.starts()[-1].step >= SAVE_EVERY, "its state was not kept"
+    finally:
+        job.cancel()
+    assert job.shared_memory() == []
+    site.pack_until(lambda: not site.run("squeue", "-h"), "the end of what kept its GPU")
+
+
+def live(site: Site, job: CheckpointJob, chain: Callable[..., str]) -> None:
+    """Its life, as far as the packer, Slurm and the coordinator have to do with it."""
+
+    def shown() -> str:
+        return site.run("scontrol", "show", "job", job.job_id)
+
+    assert "JobState=PENDING Reason=JobHeldUser" in shown()
+    site.pack_until(lambda: site.happened("moved"), "its time without quota")
+    assert "Partition=opp" in shown()
     site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
-    placed = chain("packer", "--once", "--json", "--partition=opp", f"--lock={tmp_path / 'packer' / 'lock'}")
+    lock = job.directory / "packer" / "lock"
+    placed = chain("packer", "--once", "--json", "--partition=opp", f"--lock={lock}")
     assert f'"placed", "job": "{job.job_id}"' in placed
     site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
     job.wait_for_steps(SAVE_EVERY + 1)
@@ -248,16 +290,26 @@ def test_a_whole_life(site: Site, job: CheckpointJob, chain: Callable[..., str],
     assert classes == {site.guaranteed: "guaranteed", job.job_id: "opportunistic"}
     # The owner of the node needs its CPUs.
     site.run("sbatch", "--partition=gpu", "--cpus-per-task=2", "--mem=100", "--output=/dev/null", "--wrap=true")
-    job.wait(lambda: "Restarts=1" in site.run("scontrol", "show", "job", job.job_id), "its requeueing")
+    job.wait(lambda: "Restarts=1" in shown(), "its requeueing")
     site.pack_until(lambda: site.happened("taken back"), "the packer's notice")
-    shown = site.run("scontrol", "show", "job", job.job_id)
-    assert "Priority=0" in shown
-    assert COMMENT_MARK not in shown, "a Prolog would give it a GPU"
+    assert "Priority=0" in shown()
+    assert COMMENT_MARK not in shown(), "a Prolog would give it a GPU"
     site.pack_until(lambda: site.happened("started") == 2, "a second start")
-    job.wait_for_end()
-    assert list(differences(job, truth)) == []
-    assert job.starts()[-1].step >= SAVE_EVERY, "its state was not kept"
+    job.wait(lambda: len(job.starts()) == 2, "its trainer's second start")
     site.check_guaranteed()
+    assert not site.happened("upgraded")
+    (process,) = site.processes("opportunistic")
+    site.run("scancel", site.guaranteed)
+    site.pack_until(lambda: site.happened("upgraded"), "its upgrade")
+    (upgraded,) = site.processes("guaranteed")
+    assert (upgraded.job, upgraded.pid) == (job.job_id, process.pid), job.story()
+    # Slurm's books say so, too: nobody else gets the GPU.
+    holders = site.run("squeue", "-h", "-t", "R", "-p", "gpu", "-o", "%k").split()
+    assert holders == [f"hetstream:holds={job.job_id}@1"]
+    assert "Restarts=1" in shown()
+    job.wait_for_steps(1)
+    job.end_soon(10)
+    job.wait_for_end()
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
 from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
-from hetstream.slurm_plugin.packing.packer import Packer, PackingEvent
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
 
 
 class Site:

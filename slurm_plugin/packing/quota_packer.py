@@ -1,0 +1,288 @@
+"""The packer's hands for quotas: releases, moves and upgrades jobs as `tenants.py` and `upgrade.py` decide.
+
+Like the packer it keeps nothing that matters: a job's class stands in its AdminComment, and the packer's own jobs say
+in their Comments what they are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, keeps_gres
+from hetstream.slurm_plugin.packing.observe import PackingView
+from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, is_upgraded
+from hetstream.slurm_plugin.packing.upgrade import (
+    PLACEHOLDER_MB,
+    Drop,
+    GiveUp,
+    GiveWay,
+    Keep,
+    Note,
+    Placeholder,
+    Step,
+    Upgrade,
+    upgrade_steps,
+)
+from hetstream.slurm_plugin.packing.words import (
+    PackingRecord,
+    UpgradedRecord,
+    held_for,
+    holds_comment,
+    upgrade_comment,
+    with_record,
+)
+
+_log = logging.getLogger(__name__)
+
+# After so long a node's Prolog refuses to upgrade a job: it may be another start of it by then.
+_UPGRADE_VALID_S = 120.0
+_PLACEHOLDER = "#!/bin/sh\nexec sleep infinity\n"
+_UPGRADE = "#!/bin/sh\nexit 0\n"
+_WAITS = {Verdict.OFFER: "offered", Verdict.RESERVE: "reserved", Verdict.WAIT: "waits"}
+_WOULD = {Verdict.GUARANTEED: "grant", Verdict.OPPORTUNISTIC: "move", Verdict.UPGRADE: "upgrade"}
+
+
+class QuotaSlurm(Protocol):
+    """What is asked of Slurm; `PackingSlurm` does it."""
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        """Change a job."""
+
+    def release(self, job_id: str) -> None:
+        """Let it start."""
+
+    def cancel(self, job_id: str) -> None:
+        """End it."""
+
+    def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
+        """Submit a job of the packer's own."""
+
+    def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
+        """Node and number of each GPU of a running job; empty where that is in doubt."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is the same for all jobs of one look: the GPUs, Slurm, partitions with quotas, decisions for an upgrade."""
+
+    gpus: SeenGpus
+    snapshot: Snapshot
+    partitions: tuple[str, ...]
+    wanted: Mapping[str, QuotaDecision]
+
+
+class QuotaPacker:
+    """Carries out what becomes of jobs that have or want quota.
+
+    Args:
+        slurm: the cluster.
+        partition: into which a job goes that starts as an opportunistic one.
+        say: told of each event.
+        alone: what Slurm refuses within it concerns that job alone.
+        take_away: takes a job from its place, with a reason.
+        rules: other than the usual ones.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        slurm: QuotaSlurm,
+        partition: str,
+        say: Callable[[PackingEvent], object],
+        *,
+        alone: Callable[[str], AbstractContextManager[None]],
+        take_away: Callable[[OpportunisticJob, str], object],
+        rules: PackingRules,
+        clock: Callable[[], float],
+    ) -> None:
+        self._slurm, self._partition, self._say = slurm, partition, say
+        self._alone, self._take_away = alone, take_away
+        self._rules, self._clock = rules, clock
+        self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
+        self._rests: dict[str, float] = {}
+        self._above: Mapping[str, int] = {}
+
+    def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
+        """Carry out what was decided: upgrades first, since a job that starts could take a GPU that one of them is on.
+
+        Args:
+            seen: what there is.
+            rests: whether Slurm has refused a job lately.
+        """
+        quota = seen.quota
+        self._say_above(quota)
+        self._upgrade_all(seen, rests)
+        for decision in quota.decisions:
+            name = decision.job.name
+            job = quota.guaranteed.get(name)
+            if job is None or rests(name):
+                continue
+            with self._alone(name):
+                if decision.verdict is Verdict.GUARANTEED:
+                    self._slurm.release(name)
+                    reach("packer.granted")
+                    self._say(PackingEvent("granted", name, decision.reason))
+                elif decision.verdict is Verdict.OPPORTUNISTIC:
+                    self._move(name, job, decision, seen.snapshot)
+
+    def _say_above(self, quota: QuotaView) -> None:
+        above = above_quota(quota.quotas, [decision.job for decision in quota.decisions])
+        for tenant, gpus in above.items():
+            if self._above.get(tenant) != gpus:
+                _log.warning("tenant=%s holds %d GPUs above its quota: nobody new becomes guaranteed", tenant, gpus)
+        self._above = above
+
+    def _move(self, name: str, job: Job, decision: QuotaDecision, snapshot: Snapshot) -> None:
+        """A guaranteed job that may start as an opportunistic one becomes one that waits for a place."""
+        wants = {"TresPerNode": job.gres_per_node, "TresPerJob": job.gres_per_job}
+        cleared = {field: "" for field, gres in wants.items() if any(asked.name == "gpu" for asked in gres)}
+        note = with_record("", PackingRecord(asked=frozenset({"gpu"}))) if keeps_gres(snapshot) else ""
+        noted = {"AdminComment": note} if note else {}
+        self._slurm.update(name, {"Partition": self._partition, "Requeue": "1", **cleared, **noted})
+        reach("packer.moved")
+        self._say(PackingEvent("moved", name, decision.reason))
+
+    def _upgrade_all(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
+        quota, now_s = seen.quota, self._clock()
+        look = _Look(
+            SeenGpus(seen.readings, now_s, self._rules), seen.snapshot, quota.quotas.partitions,
+            {decision.job.name: decision for decision in quota.decisions if decision.verdict is Verdict.UPGRADE},
+        )  # fmt: skip
+        own = [job for job in quota.placeholders if job.uid in (None, os.geteuid())]
+        running = {(job.job.job_id, job.job.num_restarts): job for job in seen.running}
+        for placeholder in own:
+            if held_for(placeholder.comment) not in running:
+                with self._alone(str(placeholder.job_id)):
+                    self._slurm.cancel(str(placeholder.job_id))
+        self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
+        self._rests = {name: until_s for name, until_s in self._rests.items() if now_s < until_s}
+        for key, job in running.items():
+            held = [other for other in own if held_for(other.comment) == key]
+            is_wanted = job.name in look.wanted and job.name not in self._rests and not rests(job.name)
+            if not (is_wanted or held or is_upgraded(job)):
+                continue
+            with self._alone(job.name):
+                steps = upgrade_steps(
+                    job, [self._placeholder(other) for other in held], look.gpus,
+                    {node.name: node for node in seen.snapshot.nodes}, is_wanted=is_wanted,
+                    is_upgrading=key[0] in quota.upgrading, rules=self._rules,
+                )  # fmt: skip
+                for step in steps:
+                    self._do(step, job, look)
+
+    def _placeholder(self, job: Job) -> Placeholder:
+        spots = self._slurm.gpu_spots(str(job.job_id)) if job.is_running else ()
+        spot = spots[0] if len(spots) == 1 else None
+        return Placeholder(job.job_id, spot, job.submit_s or 0.0, job.is_pending)
+
+    def _do(self, step: Step, job: OpportunisticJob, look: _Look) -> None:
+        match step:
+            case Keep(node, count):
+                for _ in range(count):
+                    self._keep(job, node, look)
+                    reach("packer.kept")
+            case Drop(job_ids):
+                for job_id in job_ids:
+                    self._slurm.cancel(str(job_id))
+                reach("packer.dropped")
+            case Upgrade():
+                self._upgrade(job, look)
+            case Note():
+                record = replace(job.record, upgraded=UpgradedRecord(self._clock(), job.job.num_restarts))
+                self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+                reach("packer.noted")
+                decision = look.wanted.get(job.name)
+                reason = decision.reason if decision else "its nodes call it guaranteed"
+                self._say(
+                    PackingEvent("upgraded", job.name, reason, job.record.placed.place if job.record.placed else None)
+                )
+            case GiveWay(reason):
+                self._take_away(job, reason)
+            case GiveUp(reason):
+                self._give_up(job, reason)
+
+    def _give_up(self, job: OpportunisticJob, reason: str) -> None:
+        self._trials.pop(job.name, None)
+        self._rests[job.name] = self._clock() + self._rules.refused_s
+        self._say(PackingEvent("not upgraded", job.name, reason))
+
+    def _keep(self, job: OpportunisticJob, node: str, look: _Look) -> None:
+        """Submit a placeholder on a node. It ends with the job, or is cancelled."""
+        end_s = job.job.end_s
+        minutes = [f"--time={max(1, math.ceil((end_s - self._clock()) / 60))}"] if end_s else []
+        options = [
+            f"--job-name=hetstream-keeps-gpu-for-{job.job.job_id}", f"--nodelist={node}", "--gres=gpu:1", *minutes,
+            f"--comment={holds_comment(job.job.job_id, job.job.num_restarts)}",
+        ]  # fmt: skip
+        self._submit(_PLACEHOLDER, options, job, [node], look)
+
+    def _upgrade(self, job: OpportunisticJob, look: _Look) -> None:
+        """Submit what has root's Prolog call the job guaranteed, on all of its nodes."""
+        count, at_s = self._trials.get(job.name, (0, 0.0))
+        now_s = self._clock()
+        if 0 <= now_s - at_s < self._rules.upgrade_s:
+            return
+        if count >= self._rules.most_upgrade_trials:
+            self._give_up(job, "its nodes do not call it guaranteed. Look there: journalctl -t hetstream-prolog")
+            return
+        self._trials[job.name] = count + 1, now_s
+        assert job.record.placed is not None
+        place = job.record.placed.place
+        options = [
+            f"--job-name=hetstream-upgrades-{job.job.job_id}", f"--nodes={len(place.nodes)}", "--time=1",
+            f"--nodelist={compress(place.nodes)}",
+            f"--comment={upgrade_comment(job.job.job_id, place, now_s + _UPGRADE_VALID_S)}",
+        ]  # fmt: skip
+        self._submit(_UPGRADE, options, job, place.nodes, look)
+        reach("packer.upgraded")
+
+    def _submit(
+        self, script: str, options: Sequence[str], job: OpportunisticJob, nodes: Collection[str], look: _Look
+    ) -> None:
+        """Submit a job of the packer's own, in the partition of guaranteed jobs and the tenant's account."""
+        partition = _partition_of(nodes, look)
+        if partition is None:
+            self._give_up(job, f"no partition with quotas has all of {compress(nodes)}")
+            return
+        account = [f"--account={job.job.account}"] if job.job.account else []
+        fixed = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={PLACEHOLDER_MB}", "--no-requeue", "--chdir=/"]
+        quiet = ["--output=/dev/null", "--error=/dev/null", f"--partition={partition}"]
+        self._slurm.submit(script, [*options, *fixed, *quiet, *account])
+
+
+def _partition_of(nodes: Collection[str], look: _Look) -> str | None:
+    """The highest partition with quotas that all of these nodes are in; None if there is none."""
+    found = [
+        partition
+        for partition in look.snapshot.partitions
+        if partition.is_up and partition.name in look.partitions and {*nodes} <= {*partition.nodes}
+    ]
+    return max(found, key=lambda partition: (partition.priority_tier, partition.name)).name if found else None
+
+
+def waits(quota: QuotaView) -> Iterator[PackingEvent]:
+    """Who waits for quota, and why."""
+    for decision in quota.decisions:
+        if decision.verdict in _WAITS:
+            yield PackingEvent(_WAITS[decision.verdict], decision.job.name, decision.reason)
+    for name, reason in quota.reasons.items():
+        yield PackingEvent("waits", name, reason)
+
+
+def would(quota: QuotaView) -> Iterator[PackingEvent]:
+    """What would be done, by a packer that only observes."""
+    for decision in quota.decisions:
+        if decision.verdict in _WOULD:
+            yield PackingEvent(f"would {_WOULD[decision.verdict]}", decision.job.name, decision.reason)

@@ -1,0 +1,241 @@
+"""The jobs that have or want quota, of Slurm's records, and what becomes of each: (snapshot, quotas) -> a view. Pure.
+
+Guaranteed are the jobs with GPUs in the partitions that the quotas name; the guard holds them there, and the packer
+releases who is within its tenant's quota. In the same line stand opportunistic jobs whose owners would rather have a
+guaranteed one (`hetstream:class=guaranteed` in the Comment). Slurm's books say which GPUs are taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.packing.jobs import MOST_GPUS_OF_A_NODE, OpportunisticJob, task_names
+from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.words import held_for, opportunistic_after_s, upgrades, wants_guarantee
+
+# Tenant of a job without an account: nobody gives it quota.
+NO_ACCOUNT = "(no account)"
+_GPU = "gpu"
+
+
+@dataclass(frozen=True)
+class QuotaView:
+    """Who has quota, who waits for it, and the packer's own jobs.
+
+    Attributes:
+        quotas: of the tenants.
+        decisions: in the order in which they are to be carried out.
+        reasons: why others wait that are in no line, by name.
+        guaranteed: jobs of the partitions with quotas, by name.
+        placeholders: the packer's jobs that keep a GPU for an opportunistic one.
+        upgrading: numbers of jobs that a job of the packer's is to make guaranteed just now.
+        free_gpus: that no guaranteed job has.
+    """
+
+    quotas: Quotas
+    decisions: tuple[QuotaDecision, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    guaranteed: Mapping[str, Job] = field(default_factory=dict)
+    placeholders: tuple[Job, ...] = ()
+    upgrading: frozenset[int] = frozenset()
+    free_gpus: int = 0
+
+
+def quota_view(
+    snapshot: Snapshot,
+    jobs: Iterable[OpportunisticJob],
+    readings: ShowGpus | None,
+    quotas: Quotas,
+    now_s: float,
+    rules: PackingRules | None = None,
+) -> QuotaView:
+    """Decide on all jobs that have or want quota.
+
+    Args:
+        snapshot: of Slurm.
+        jobs: opportunistic ones, see `served_jobs`.
+        readings: what nodes told of their GPUs; None: nobody knows.
+        quotas: of the tenants.
+        now_s: the time, in seconds since the epoch.
+        rules: other than the usual ones.
+    """
+    placeholders = tuple(job for job in snapshot.jobs if held_for(job.comment) is not None)
+    upgrading = frozenset(number for job in snapshot.jobs if (number := upgrades(job.comment)) is not None)
+    guaranteed = {
+        name: job
+        for name, job in _guaranteed(snapshot, quotas).items()
+        if held_for(job.comment) is None and upgrades(job.comment) is None
+    }
+    reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
+    for name, job in guaranteed.items():
+        if job.is_pending and (reason := _not_in_line(job, now_s)):
+            reasons[name] = reason
+            continue
+        problems[name] = why_not_opportunistic(job)
+        line.append(_guaranteed_job(name, job))
+    seen = SeenGpus(readings, now_s, rules or PackingRules())
+    wishing = [job for job in jobs if wants_guarantee(job.job.comment) and not job.job.het]
+    line += [_opportunistic_job(job, seen) for job in wishing]
+    upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
+    free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
+    free_gpus -= sum(job.gpus for job in line if job.runs_as is JobClass.GUARANTEED and _is_pending(guaranteed, job))
+    decisions = decide(quotas, line, free_gpus, now_s)
+    return QuotaView(
+        quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, placeholders,
+        upgrading, max(0, free_gpus),
+    )  # fmt: skip
+
+
+def why_not_opportunistic(job: Job) -> str:
+    """Why a guaranteed job could not start as an opportunistic one; empty if it could."""
+    num_nodes = max(1, job.num_nodes)
+    per_node = -(-job.count(_GPU) // num_nodes)
+    if job.het:
+        return "it is a heterogeneous job"
+    if per_node > MOST_GPUS_OF_A_NODE:
+        return f"it asks for {per_node} GPUs of a node, and opportunistic jobs get one on each"
+    if any(gres.name == _GPU for gres in job.gres_per_task):
+        return "it asks for GPUs by task (--gpus-per-task): write --gpus-per-node"
+    if job.cpus_per_gpu:
+        return "it asks for CPUs by GPU (--cpus-per-gpu): write --cpus-per-task"
+    return ""
+
+
+def is_upgraded(job: OpportunisticJob) -> bool:
+    """Whether it became guaranteed in this start, by the packer's note."""
+    upgraded = job.record.upgraded
+    return upgraded is not None and job.job.is_running and upgraded.num_restarts == job.job.num_restarts
+
+
+class SeenGpus:
+    """What nodes told lately of their GPUs.
+
+    Args:
+        readings: of all nodes; None: nobody knows.
+        now_s: the time.
+        rules: say what is too old.
+    """
+
+    def __init__(self, readings: ShowGpus | None, now_s: float, rules: PackingRules) -> None:
+        self.now_s = now_s
+        self._gpus = {
+            (node.node, gpu.index): gpu
+            for node in (readings.nodes if readings else ())
+            if node.age_s <= rules.oldest_s
+            for gpu in node.gpus
+        }
+
+    def of(self, job: OpportunisticJob) -> list[GpuNow] | None:
+        """Readings of all GPUs of a job with a place; None where one is missing."""
+        assert job.record.placed is not None
+        found = [self._gpus.get(spot) for spot in job.record.placed.place.gpus()]
+        return None if None in found else [gpu for gpu in found if gpu is not None]
+
+    def is_ready(self, job: OpportunisticJob) -> bool:
+        """Whether all processes of a job are there, each on a GPU that no guaranteed job has."""
+        number, gpus = str(job.job.job_id), self.of(job)
+        return gpus is not None and all(
+            number in gpu.guaranteed or (number in {other.job for other in gpu.sharing} and not gpu.is_reserved)
+            for gpu in gpus
+        )
+
+    def is_guaranteed(self, job: OpportunisticJob) -> bool:
+        """Whether a job is guaranteed on all of its GPUs, by the nodes' words."""
+        number, gpus = str(job.job.job_id), self.of(job)
+        return gpus is not None and all(number in gpu.guaranteed for gpu in gpus)
+
+    def has_begun(self, job: OpportunisticJob) -> bool:
+        """Whether a job is guaranteed on one of its GPUs."""
+        number, gpus = str(job.job.job_id), self.of(job)
+        return gpus is not None and any(number in gpu.guaranteed for gpu in gpus)
+
+    def others(self, job: OpportunisticJob) -> list[str]:
+        """Guaranteed jobs on the GPUs of a job, but for itself."""
+        found = [other for gpu in self.of(job) or () for other in gpu.guaranteed]
+        return [other for other in dict.fromkeys(found) if other != str(job.job.job_id)]
+
+
+def _guaranteed(snapshot: Snapshot, quotas: Quotas) -> dict[str, Job]:
+    """Jobs with GPUs in the partitions with quotas, by name. A heterogeneous one is one job, with all of its GPUs."""
+    found: dict[str, Job] = {}
+    for job in snapshot.jobs:
+        if set(quotas.partitions).isdisjoint(job.partitions) or not job.count(_GPU) or job.state == "COMPLETING":
+            continue
+        if job.het:
+            name = str(job.het.het_job_id)
+            gpus = job.count(_GPU) + (found[name].count(_GPU) if name in found else 0)
+            first = found.get(name, job)
+            found[name] = replace(first, gres_held=(Gres(_GPU, "", gpus),))
+        else:
+            found |= dict.fromkeys(task_names(job) if job.is_pending else [job.label], job)
+    return found
+
+
+def _not_in_line(job: Job, now_s: float) -> str:
+    """Why a pending job stands in no line; empty if it does."""
+    if re.match("JobHeldAdmin", job.reason.replace(" ", "_")):
+        return "an operator holds it: scontrol release"
+    if job.priority != 0:
+        return ""
+    if job.dependency:
+        return f"it waits for {job.dependency}"
+    if job.eligible_s is not None and job.eligible_s > now_s:
+        return f"it may begin in {job.eligible_s - now_s:.0f} s"
+    return ""
+
+
+def _guaranteed_job(name: str, job: Job) -> QuotaJob:
+    is_held = job.is_pending and job.priority == 0
+    return QuotaJob(
+        name,
+        job.account or NO_ACCOUNT,
+        job.count(_GPU),
+        job.submit_s or 0.0,
+        runs_as=None if is_held else JobClass.GUARANTEED,
+        opportunistic_after_s=opportunistic_after_s(job.comment),
+    )
+
+
+def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus) -> QuotaJob:
+    """One that waits has the class of one that runs: it starts on a GPU of another, whatever the quota is."""
+    placed = job.record.placed if job.job.is_running else None
+    place = placed.place if placed else None
+    return QuotaJob(
+        job.name,
+        job.job.account or NO_ACCOUNT,
+        job.wish.gpus * max(1, job.job.num_nodes),
+        job.job.submit_s or 0.0,
+        runs_as=JobClass.GUARANTEED if is_upgraded(job) else JobClass.OPPORTUNISTIC,
+        runs_on=frozenset(f"{node}:{index}" for node, index in place.gpus()) if place else frozenset(),
+        is_ready=place is not None and job.job.state == "RUNNING" and seen.is_ready(job),
+    )
+
+
+def _is_pending(guaranteed: Mapping[str, Job], job: QuotaJob) -> bool:
+    return job.name in guaranteed and guaranteed[job.name].is_pending
+
+
+def _free_gpus(snapshot: Snapshot, quotas: Quotas, placeholders: Iterable[Job], upgraded: set[int]) -> int:
+    """GPUs that no guaranteed job has: those that are kept for a job which is not guaranteed yet are free for it."""
+    nodes = [node for node in snapshot.nodes if _is_of(node, quotas) and node.is_usable and not node.is_reserved]
+    kept = [job for job in placeholders if job.is_running and (held_for(job.comment) or (0,))[0] not in upgraded]
+    return sum(node.gpus_free() for node in nodes) + sum(job.count(_GPU) for job in kept)
+
+
+def _is_of(node: Node, quotas: Quotas) -> bool:
+    return not set(quotas.partitions).isdisjoint(node.partitions)
+
+
+def _possible(decision: QuotaDecision, problems: Mapping[str, str]) -> QuotaDecision:
+    """A decision that can be carried out: what could not run as an opportunistic job waits."""
+    problem = problems.get(decision.job.name, "")
+    if not problem or decision.verdict not in (Verdict.OPPORTUNISTIC, Verdict.OFFER):
+        return decision
+    reason = decision.reason.partition(". As an opportunistic job")[0]
+    return replace(decision, verdict=Verdict.WAIT, reason=f"{reason}. As an opportunistic job it cannot run: {problem}")

@@ -1,0 +1,164 @@
+"""How an opportunistic job becomes guaranteed where it runs: (job, its placeholders, readings, time) -> steps. Pure.
+
+Slurm starts guaranteed jobs by itself, so its own books must say that the job's GPUs are taken: small jobs of the
+packer's, *placeholders*, take each a GPU of the node, until each GPU of the job is held by one of them. When the whole
+gang is held, another small job on all of its nodes has their Prolog, which is root's, write the job's grants anew.
+Each look begins with what is there, so whoever dies in between, the next packer goes on:
+
+| it died                      | what it finds                            | what follows                            |
+|------------------------------|------------------------------------------|-----------------------------------------|
+| while it submits placeholders| some of them                             | the missing ones, or all are cancelled  |
+| before the upgrade           | all GPUs held                            | the upgrade                             |
+| between upgrade and note     | nodes that call the job guaranteed       | the note                                |
+| after the note               | placeholders of a guaranteed job         | they stay as long as the job runs       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetstream.slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob
+from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.tenants import SeenGpus, is_upgraded
+from hetstream.slurm_plugin.packing.words import where
+
+# Of a placeholder: it runs nothing but `sleep`.
+PLACEHOLDER_MB = 32
+_NO_ROOM = "no CPU or GPU of {node} is free for the job that is to keep its GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A job of the packer's that keeps a GPU, or waits for one.
+
+    Attributes:
+        job_id: its number.
+        spot: node and number of its GPU; None as long as it waits, or where Slurm does not tell.
+        submit_s: when it was submitted.
+        is_pending: it waits.
+    """
+
+    job_id: int
+    spot: tuple[str, int] | None
+    submit_s: float
+    is_pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Submit so many placeholders on a node."""
+
+    node: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Cancel placeholders."""
+
+    job_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """Have the nodes call the job guaranteed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Write down that it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """Take the job away: its GPU is another guaranteed job's by now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Try no more for a while."""
+
+    reason: str
+
+
+Step = Keep | Drop | Upgrade | Note | GiveWay | GiveUp
+
+
+def upgrade_steps(
+    job: OpportunisticJob,
+    held: Sequence[Placeholder],
+    seen: SeenGpus,
+    nodes: Mapping[str, Node],
+    *,
+    is_wanted: bool,
+    is_upgrading: bool,
+    rules: PackingRules,
+) -> list[Step]:
+    """What is to be done now for one job.
+
+    Args:
+        job: runs as it was placed.
+        held: its placeholders.
+        seen: what its nodes say.
+        nodes: of Slurm, by name.
+        is_wanted: it has quota, and is ready.
+        is_upgrading: a job that has the nodes call it guaranteed is there.
+        rules: other than the usual ones.
+    """
+    assert job.record.placed is not None
+    place = job.record.placed.place
+    by_spot = {placeholder.spot: placeholder for placeholder in held if placeholder.spot}
+    missing = [spot for spot in place.gpus() if spot not in by_spot]
+    pending = [placeholder for placeholder in held if placeholder.is_pending]
+    upgraded = is_upgraded(job)
+    if seen.of(job) is None:
+        return []  # its nodes say nothing; and nothing is given up, because it may be guaranteed there
+    if not (is_wanted or upgraded or seen.has_begun(job)):
+        return _drop(held)
+    if not missing:
+        extra = [placeholder for placeholder in held if placeholder.spot not in place.gpus()]
+        if upgraded:
+            return _drop(extra)
+        if seen.is_guaranteed(job):
+            return [*_drop(extra), Note()]
+        return [*_drop(extra), *([] if is_upgrading else [Upgrade()])]
+    others = seen.others(job)
+    if others and (upgraded or seen.has_begun(job)):
+        return [GiveWay(f"Slurm gave {where(place)} to guaranteed job {others[0]}")]
+    if any(seen.now_s - placeholder.submit_s > rules.keep_s for placeholder in pending):
+        return [*_drop(pending if upgraded else held), GiveUp(_NO_ROOM.format(node=missing[0][0]))]
+    if pending or any(placeholder.spot is None for placeholder in held):
+        return []  # until it is known which GPU each has
+    return _keep(held, missing, nodes, upgraded=upgraded)
+
+
+def _keep(
+    held: Sequence[Placeholder], missing: Sequence[tuple[str, int]], nodes: Mapping[str, Node], *, upgraded: bool
+) -> list[Step]:
+    """Submit placeholders: as many on a node as it has GPUs free, since Slurm chooses which of them each gets.
+
+    Args:
+        held: those that run.
+        missing: GPUs that none of them has.
+        nodes: by name.
+        upgraded: the job is guaranteed, so what is held stays.
+    """
+    steps: list[Step] = []
+    for name in dict.fromkeys(node for node, _ in missing):
+        node = nodes.get(name)
+        room = 0
+        if node is not None and node.is_usable:
+            room = min(node.gpus_free(), node.cpus_free, node.memory_free_mb // PLACEHOLDER_MB)
+        if room < 1:
+            return [*([] if upgraded else _drop(held)), GiveUp(_NO_ROOM.format(node=name))]
+        steps.append(Keep(name, room))
+    return steps
+
+
+def _drop(placeholders: Iterable[Placeholder]) -> list[Step]:
+    found = tuple(placeholder.job_id for placeholder in placeholders)
+    return [Drop(found)] if found else []

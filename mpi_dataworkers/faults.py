@@ -35,6 +35,12 @@ POINTS = {
     "packer.released": "a job is released, nothing has looked whether it starts",
     "packer.held": "a job that did not start is held again, nothing is noted",
     "packer.requeued": "a job is taken off its GPU, nothing is noted",
+    "packer.granted": "a job with quota is released",
+    "packer.moved": "a guaranteed job has become one that waits for a place",
+    "packer.kept": "a job that keeps a GPU for another one is submitted, others may not be",
+    "packer.dropped": "jobs that keep GPUs in vain are cancelled",
+    "packer.upgraded": "nodes are told to call a job guaranteed, nothing is noted",
+    "packer.noted": "a job is guaranteed, and noted as that",
 }
 FAULTS = InjectionPoints("HETSTREAM_FAULT", POINTS, faults_from_environment())
 reach = FAULTS.reach

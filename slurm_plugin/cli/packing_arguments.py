@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.packing.jobs import served_jobs
 from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile
-from hetstream.slurm_plugin.packing.tenants import QuotaView
+from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants
 from hetstream.slurm_plugin.packing.words import where
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
@@ -147,7 +147,7 @@ def seen_by(
         missing.append(str(error))
     now_s = time.time()
     jobs = served_jobs(snapshot, slurm.notes(partitions), partitions, now_s)
-    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), quotas=known)
+    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), tenants=Tenants(known or Quotas()))
     return seen, decide(seen.state, now_s), "; ".join(missing)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hetstream.hetjob.errors import SlurmCommandError
@@ -76,6 +76,10 @@ class PackingSlurm(CommandSlurm):
         if not has_accounting(snapshot):
             return None
         return tuple(self._ask("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=account").split())
+
+    def submit_own(self, script: str, options: Sequence[str]) -> str:
+        """Submit a job of this user; its number."""
+        return self.submit(script, options)
 
     def requeue_held(self, job_id: str) -> None:
         """End a running job, and keep it as a held one."""

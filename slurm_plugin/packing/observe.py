@@ -9,10 +9,9 @@ from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, Settlement, settlement_of, waiting_job
 from hetstream.slurm_plugin.packing.nodes import SeenNodes
-from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import PackingState, PlacedJob
-from hetstream.slurm_plugin.packing.tenants import QuotaView, is_upgraded, quota_view
+from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants, is_upgraded, quota_view
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def view(
     now_s: float,
     switches: Mapping[str, tuple[str, ...]] | None = None,
     rules: PackingRules | None = None,
-    quotas: Quotas | None = None,
+    tenants: Tenants | None = None,
 ) -> PackingView:
     """Put together what was read.
 
@@ -62,7 +61,7 @@ def view(
         now_s: the time, in seconds since the epoch.
         switches: above each node.
         rules: other than the usual ones.
-        quotas: of tenants; None: there are none.
+        tenants: with quotas; None: there are none.
     """
     rules = rules or PackingRules()
     jobs = list(jobs)
@@ -84,7 +83,7 @@ def view(
         tuple(_placed(job, sharing) for job in placed),
     )
     running = tuple(job for job in placed if job.job.is_running and job.job.state != "COMPLETING")
-    quota = quota_view(snapshot, jobs, readings, quotas or Quotas(), now_s, rules)
+    quota = quota_view(snapshot, jobs, readings, tenants or Tenants(), now_s, rules)
     by_name = {job.name: job for job in jobs}
     return PackingView(state, quota, snapshot, readings, by_name, tuple(settlements), running)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import threading
 import time
@@ -37,6 +38,7 @@ from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, waits, would
 from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.tenants import Tenants
 from hetstream.slurm_plugin.packing.words import PackingRecord, PlacedRecord, comment_with, gres_of, with_record
 
 _log = logging.getLogger(__name__)
@@ -129,8 +131,8 @@ class Packer:
         now_s = self._clock()
         jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
         switches = self._slurm.switches()
-        quotas = self._quotas(snapshot)
-        seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, quotas)
+        tenants = Tenants(self._quotas(snapshot), os.geteuid())
+        seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
             for job in seen.state.waiting

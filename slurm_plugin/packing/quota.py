@@ -36,13 +36,13 @@ class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         tenants: GPUs by Slurm account. A tenant that is not named has none: its jobs can only be opportunistic.
-        partitions: whose jobs with GPUs are guaranteed, and wait for quota. The guard holds them there.
         patience_s: a job that waits so long for quota is offered to start as an opportunistic one.
+        partitions: whose jobs with GPUs are guaranteed, and wait for quota. The guard holds them there.
     """
 
     tenants: dict[str, Annotated[int, msgspec.Meta(ge=0, le=_MOST_GPUS)]] = {}
-    partitions: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256)], ...] = ()
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = PATIENCE_S
+    partitions: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256)], ...] = ()
 
     def of(self, tenant: str) -> int:
         """GPUs of a tenant."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -66,8 +65,8 @@ class QuotaSlurm(Protocol):
     def cancel(self, job_id: str) -> None:
         """End it."""
 
-    def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
-        """Submit a job of the packer's own."""
+    def submit_own(self, script: str, options: Sequence[str]) -> str:
+        """Submit a job of the packer's own; its number."""
 
     def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
         """Node and number of each GPU of a running job; empty where that is in doubt."""
@@ -123,14 +122,14 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
-        self._upgrade_all(seen, rests)
+        takes_gpus = self._upgrade_all(seen, rests)
         for decision in quota.decisions:
             name = decision.job.name
             job = quota.guaranteed.get(name)
             if job is None or rests(name):
                 continue
             with self._alone(name):
-                if decision.verdict is Verdict.GUARANTEED:
+                if decision.verdict is Verdict.GUARANTEED and not takes_gpus:
                     self._slurm.release(name)
                     reach("packer.granted")
                     self._say(PackingEvent("granted", name, decision.reason))
@@ -154,13 +153,14 @@ class QuotaPacker:
         reach("packer.moved")
         self._say(PackingEvent("moved", name, decision.reason))
 
-    def _upgrade_all(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
+    def _upgrade_all(self, seen: PackingView, rests: Callable[[str], bool]) -> bool:
+        """Take the next steps of all upgrades; whether GPUs are being kept, so that nobody may start just now."""
         quota, now_s = seen.quota, self._clock()
         look = _Look(
             SeenGpus(seen.readings, now_s, self._rules), seen.snapshot, quota.quotas.partitions,
             {decision.job.name: decision for decision in quota.decisions if decision.verdict is Verdict.UPGRADE},
         )  # fmt: skip
-        own = [job for job in quota.placeholders if job.uid in (None, os.geteuid())]
+        own = quota.placeholders
         running = {(job.job.job_id, job.job.num_restarts): job for job in seen.running}
         for placeholder in own:
             if held_for(placeholder.comment) not in running:
@@ -168,6 +168,7 @@ class QuotaPacker:
                     self._slurm.cancel(str(placeholder.job_id))
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
         self._rests = {name: until_s for name, until_s in self._rests.items() if now_s < until_s}
+        takes_gpus = False
         for key, job in running.items():
             held = [other for other in own if held_for(other.comment) == key]
             is_wanted = job.name in look.wanted and job.name not in self._rests and not rests(job.name)
@@ -181,6 +182,8 @@ class QuotaPacker:
                 )  # fmt: skip
                 for step in steps:
                     self._do(step, job, look)
+                takes_gpus |= any(isinstance(step, Keep) for step in steps) or any(other.is_pending for other in held)
+        return takes_gpus
 
     def _placeholder(self, job: Job) -> Placeholder:
         spots = self._slurm.gpu_spots(str(job.job_id)) if job.is_running else ()
@@ -259,7 +262,7 @@ class QuotaPacker:
         account = [f"--account={job.job.account}"] if job.job.account else []
         fixed = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={PLACEHOLDER_MB}", "--no-requeue", "--chdir=/"]
         quiet = ["--output=/dev/null", "--error=/dev/null", f"--partition={partition}"]
-        self._slurm.submit(script, [*options, *fixed, *quiet, *account])
+        self._slurm.submit_own(script, [*options, *fixed, *quiet, *account])
 
 
 def _partition_of(nodes: Collection[str], look: _Look) -> str | None:

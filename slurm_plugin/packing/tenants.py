@@ -17,7 +17,13 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.packing.jobs import MOST_GPUS_OF_A_NODE, OpportunisticJob, task_names
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.words import held_for, opportunistic_after_s, upgrades, wants_guarantee
+from hetstream.slurm_plugin.packing.words import (
+    OWN_MARKS,
+    held_for,
+    opportunistic_after_s,
+    upgrades,
+    wants_guarantee,
+)
 
 # Tenant of a job without an account: nobody gives it quota.
 NO_ACCOUNT = "(no account)"
@@ -47,11 +53,28 @@ class QuotaView:
     free_gpus: int = 0
 
 
+@dataclass(frozen=True)
+class Tenants:
+    """Whose quotas hold, and whose jobs may keep GPUs for others.
+
+    Attributes:
+        quotas: of the tenants.
+        packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
+    """
+
+    quotas: Quotas = Quotas()  # noqa: RUF009
+    packer_uid: int | None = None
+
+    def is_own(self, job: Job) -> bool:
+        """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
+        return None in (self.packer_uid, job.uid) or job.uid == self.packer_uid
+
+
 def quota_view(
     snapshot: Snapshot,
     jobs: Iterable[OpportunisticJob],
     readings: ShowGpus | None,
-    quotas: Quotas,
+    tenants: Tenants,
     now_s: float,
     rules: PackingRules | None = None,
 ) -> QuotaView:
@@ -61,17 +84,16 @@ def quota_view(
         snapshot: of Slurm.
         jobs: opportunistic ones, see `served_jobs`.
         readings: what nodes told of their GPUs; None: nobody knows.
-        quotas: of the tenants.
+        tenants: with quotas.
         now_s: the time, in seconds since the epoch.
         rules: other than the usual ones.
     """
-    placeholders = tuple(job for job in snapshot.jobs if held_for(job.comment) is not None)
-    upgrading = frozenset(number for job in snapshot.jobs if (number := upgrades(job.comment)) is not None)
-    guaranteed = {
-        name: job
-        for name, job in _guaranteed(snapshot, quotas).items()
-        if held_for(job.comment) is None and upgrades(job.comment) is None
-    }
+    quotas = tenants.quotas
+    own = [job for job in snapshot.jobs if job.comment.startswith(OWN_MARKS) and tenants.is_own(job)]
+    placeholders = tuple(job for job in own if held_for(job.comment) is not None)
+    upgrading = frozenset(number for job in own if (number := upgrades(job.comment)) is not None)
+    numbers = {job.job_id for job in own}
+    guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
         if job.is_pending and (reason := _not_in_line(job, now_s)):

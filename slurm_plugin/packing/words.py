@@ -30,6 +30,7 @@ from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.install.node_scripts import COMMENT_MARK, HOLDS_MARK, UPGRADE_MARK
 from hetstream.slurm_plugin.packing.state import Place
 
+OWN_MARKS = (HOLDS_MARK, UPGRADE_MARK)
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _ASKED = "hetstream:upgraded=", "hetstream:asked="

@@ -48,7 +48,7 @@ PATIENT = """\
 #SBATCH --partition=gpu --gpus=1 --hold --account=vision --comment=hetstream:gpu-memory=128M
 #HETSTREAM --job-class=guaranteed --opportunistic-after=00:00:01
 """
-QUOTAS = Quotas({"vision": 1}, ("gpu",))
+QUOTAS = Quotas({"vision": 1}, partitions=("gpu",))
 # It waits for data between its mini-batches, as long as nobody makes it busy.
 GUARANTEED = Path(__file__).parents[1] / "slurm_plugin" / "coordinator" / "programs" / "train.py"
 GUARANTEED_WORDS = ("1000000", "128", "40")

@@ -211,6 +211,51 @@ def test_a_job_that_has_a_place_keeps_it(lua: object, change: str, record: str, 
     assert lines[:-1] == ["0"] if said is None else said in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "uid", "priority"),
+    [
+        ('partition = "gpu", tres_per_job = "gres/gpu:1"', 1000, "0"),
+        ('partition = "cpu,gpu", tres_per_node = "gres:gpu:1"', 1000, "0"),
+        ('partition = "gpu"', 1000, "nil"),
+        ('partition = "cpu", tres_per_job = "gres/gpu:1"', 1000, "nil"),
+        ('partition = "gpu", tres_per_job = "gres/gpu:1", comment = "hetstream:holds=7@0"', 7, "nil"),
+    ],
+)
+def test_jobs_with_gpus_wait_where_these_have_quotas(lua: object, fields: str, uid: int, priority: str) -> None:
+    text = guard(QUOTA) + f"local j = job{{{fields}}}\nprint(slurm_job_submit(j, {{}}, {uid}), j.priority)"
+    assert lua(text)[-1].split() == ["0", priority]  # type: ignore[operator]
+
+
+QUOTA = '{opportunistic = {partitions = {"opp"}, hold = true, managers = {7}}, quota = {partitions = {"gpu"}}}'
+
+
+@pytest.mark.parametrize(
+    ("change", "record", "said"),
+    [
+        ("priority = 5", "", "are started by the site"),
+        ("nice = 0", "", "are started by the site"),
+        ('tres_per_node = "gres:gpu:8"', "", "have quotas"),
+        ('tres_per_node = "gres:gpu:8"', 'tres_per_job = ""', "have quotas"),
+        ('partition = "gpu"', 'partition = "cpu"', "GPUs of partition gpu have quotas"),
+        ('account = "b"', 'account = "a"', "keep their account"),
+        ("min_nodes = 4", "min_nodes = 1", "keep their min_nodes"),
+        ("num_tasks = 4", "num_tasks = 1", "keep their num_tasks"),
+        ('comment = "hetstream:upgrade=7:0@9"', "", "is the site's"),
+        ('partition = "opp"', "", "does not become an opportunistic one"),
+        ("time_limit = 5", "", None),
+        ("priority = 5", 'tres_per_job = ""', None),
+        ("priority = 5", 'partition = "cpu"', None),
+        ('comment = "mine"', "", None),
+    ],
+)
+def test_nobody_gets_round_the_quotas(lua: object, change: str, record: str, said: str | None) -> None:
+    fields = f'partition = "gpu", tres_per_job = "gres/gpu:1", {record}'
+    text = guard(QUOTA) + f"print(slurm_job_modify(job{{{change}}}, {{{fields}}}, {{}}, 1000))"
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[-1] == ("0" if said is None else "-1")
+    assert said is None or said in lines[0]
+
+
 def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> None:
     site = """
     function slurm_job_submit(j, parts, uid)

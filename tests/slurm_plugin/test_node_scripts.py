@@ -119,6 +119,79 @@ def test_names_of_gpus_are_the_drivers(node: Node) -> None:
     assert node.grant() == {"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-1f", "GPU-0f"]}
 
 
+GUARANTEED_GRANT = {"uid": 1000, "job_class": "guaranteed", "gpus": ["GPU-1b"]}
+OPPORTUNISTIC_GRANT = {**GUARANTEED_GRANT, "job_class": "opportunistic"}
+UPGRADE = {"SLURM_JOB_COMMENT": "hetstream:upgrade=7:1@9999999999", "SLURM_JOB_PARTITION": "gpu"}
+
+
+def test_the_packers_job_makes_another_one_guaranteed_where_it_is(node: Node) -> None:
+    node.settings.write_text(SETTINGS + "HETSTREAM_PACKER_UID=999\n")
+    node.call("Prolog", OPPORTUNISTIC)
+    before = node.left()
+    for uid in ("1000", "0x0", ""):  # whoever else writes such a comment
+        node.call("Prolog", UPGRADE, "8", uid)
+        assert node.grant() == OPPORTUNISTIC_GRANT
+    node.call("Prolog", UPGRADE, "8", "999")
+    assert node.grant() == GUARANTEED_GRANT
+    assert node.left() == before
+    node.call("Epilog", {}, "8")
+    assert node.left() == before
+    node.call("Prolog", UPGRADE, "9", "999")  # twice
+    assert node.grant() == GUARANTEED_GRANT
+    node.call("Epilog", {})
+    assert node.left() == []
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "hetstream:upgrade=7:0@9999999999", "hetstream:upgrade=7:1,0@9999999999", "hetstream:upgrade=7:1@1795000000",
+        "hetstream:upgrade=8:1@9999999999", "hetstream:upgrade=", "hetstream:upgrade=7", "hetstream:upgrade=7:1",
+        "hetstream:upgrade=../7:1@9999999999", "hetstream:upgrade=7:$(touch pwned)@9999999999",
+        "hetstream:upgrade=7:1@", "hetstream:upgrade=7:*@9999999999",
+    ],
+)  # fmt: skip
+def test_what_is_late_for_another_gpu_or_no_upgrade_makes_nobody_guaranteed(
+    node: Node, comment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(node.directory)
+    node.call("Prolog", OPPORTUNISTIC)
+    before = node.left()
+    node.call("Prolog", {**UPGRADE, "SLURM_JOB_COMMENT": comment}, "9", "0")
+    assert node.grant() == OPPORTUNISTIC_GRANT
+    assert node.left() == before
+    assert not (node.directory / "pwned").exists()
+
+
+def test_a_job_that_has_ended_is_not_upgraded(node: Node) -> None:
+    node.call("Prolog", OPPORTUNISTIC)
+    node.call("Epilog", {})
+    node.call("Prolog", UPGRADE, "9", "0")
+    assert node.left() == []
+    # It ends while its grant is written: the Epilog has taken the first of the two files.
+    node.call("Prolog", OPPORTUNISTIC)
+    (node.run_dir / "environment" / "7").unlink()
+    node.call("Prolog", UPGRADE, "9", "0")
+    assert node.left() == []
+
+
+def test_a_job_that_keeps_a_gpu_for_another_one_has_no_grant_of_its_own(node: Node) -> None:
+    environ = {**GUARANTEED, "SLURM_JOB_COMMENT": "hetstream:holds=7@0"}
+    node.call("Prolog", environ, "8", "0")
+    assert node.left() == []
+    node.call("Prolog", environ, "8")  # somebody else's is a guaranteed job like others
+    assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
+
+
+def test_steps_of_a_job_that_shares_do_not_ask_for_the_gpus_that_it_once_asked_for(node: Node) -> None:
+    asked = {"SLURM_GPUS": "1", "SLURM_GPUS_PER_NODE": "1", "SLURM_JOB_PARTITION": "opp"}
+    node.call("Prolog", OPPORTUNISTIC)
+    lines = node.call("TaskProlog", {**asked, "PATH": os.environ["PATH"]})
+    assert {"unset SLURM_GPUS", "unset SLURM_GPUS_PER_NODE"} == {line for line in lines if line.startswith("unset")}
+    node.call("Prolog", GUARANTEED)
+    assert not [line for line in node.call("TaskProlog", asked) if line.startswith("unset")]
+
+
 HOSTILE = [
     "hetstream:gpu=$(touch pwned)", "hetstream:gpu=0;touch pwned", "hetstream:gpu=`touch pwned`", "hetstream:gpu=",
     "hetstream:gpu=,", 'hetstream:gpu=0"', "hetstream:gpu=0\n1", "hetstream:gpu=*", "hetstream:gpu=../0",

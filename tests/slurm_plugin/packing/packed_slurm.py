@@ -7,7 +7,7 @@ may have no effect.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.errors import SlurmCommandError
@@ -166,6 +166,16 @@ class PackedSlurm:
         self.calls.append(call)
         if call[0] in self.refuse:
             raise SlurmCommandError(["scontrol", *call], 1, "", self.refuse[call[0]])
+
+    def submit_own(self, script: str, options: Sequence[str]) -> str:
+        raise AssertionError(f"nobody upgrades here: {script} {options}")
+
+    def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
+        raise AssertionError(f"nobody upgrades here: {job_id}")
+
+    def cancel(self, job_id: str) -> None:
+        self._called("cancel", job_id)
+        del self.jobs[int(job_id)]
 
     # What nodes tell.
 

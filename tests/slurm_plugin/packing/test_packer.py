@@ -59,7 +59,7 @@ def test_a_job_is_placed_started_taken_away_and_placed_elsewhere(site: Site) -> 
     assert slurm.calls == [
         (
             "update", "7", "ReqNodeList=g1", "Gres=opp:p0:1", "Comment=hetstream:gpu=0 mine hetstream:gpu-memory=8G",
-            f"AdminComment=hetstream:placed=g1:0@{NOW_S + 10:.0f}@0",
+            f"AdminComment=hetstream:placed=g1:0@{NOW_S + 10:.0f}@0 hetstream:asked=p0",
         ),
         ("release", "7"),
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_job_is_placed_started_taken_away_and_placed_elsewhere(site: Site) -> 
         ("requeuehold", "7"),
         (
             "update", "7", "Comment=mine hetstream:gpu-memory=8G",
-            f"AdminComment=hetstream:evicted=1@{slurm.now_s:.0f}@g1:0",
+            f"AdminComment=hetstream:evicted=1@{slurm.now_s:.0f}@g1:0 hetstream:asked=p0",
         ),
     ]  # fmt: skip
     slurm.sharing = {}

@@ -16,6 +16,7 @@ from hetstream.slurm_plugin.packing.quota import (
     QuotaDecision,
     QuotaJob,
     Quotas,
+    QuotaSite,
     Verdict,
     above_quota,
     decide,
@@ -24,6 +25,7 @@ from hetstream.slurm_plugin.packing.quota import (
 
 GUARANTEED, OPPORTUNISTIC = JobClass.GUARANTEED, JobClass.OPPORTUNISTIC
 QUOTAS = Quotas({"a": 4, "b": 2}, 600.0)
+SITE = QuotaSite(lambda _: 24, ["gpu", "opp"], ["opp"], ["vision", "a", "b"])
 
 
 def verdicts(jobs: list[QuotaJob], free_gpus: int = 6, now_s: float = 0.0) -> dict[str, str]:
@@ -38,33 +40,39 @@ class TestReading:
     """The site's file."""
 
     def test_a_table(self) -> None:
-        found = read_quotas("q.json", '{"tenants": {"vision": 16, "speech": 8}}', 24, ["vision", "speech"])
+        text = '{"tenants": {"vision": 16, "speech": 8}, "partitions": ["gpu"]}'
+        found = read_quotas("q.json", text, replace(SITE, accounts=["vision", "speech"]))
         assert (found.of("vision"), found.of("nobody"), found.patience_s) == (16, 0, PATIENCE_S)
 
     @pytest.mark.parametrize(
         ("table", "text"),
         [
-            ({"tenants": {"a": 16, "b": 9}}, "quotas of 25 GPUs together, and the cluster has 24"),
+            ({"tenants": {"a": 16, "b": 9}}, "quotas of 25 GPUs together, and these partitions have 24"),
             ({"tenants": {"visoin": 1}}, r"'visoin' is no account of this cluster \(did you mean vision\?\)"),
             ({"tenants": {"a\nb": 1}}, r"'a\\nb' is no account"),
             ({"tenants": {"a": -1}}, "not a table of quotas"),
             ({"tenant": {}}, "not a table of quotas"),
+            ({"tenants": {}, "partitions": []}, 'it names no partition whose jobs have them: write "partitions"'),
+            ({"partitions": ["gpus"]}, r"no partition 'gpus' \(did you mean gpu\?\)"),
+            ({"partitions": ["opp"]}, "'opp' is for opportunistic jobs"),
             ([], "not a table of quotas"),
         ],
     )
     def test_what_cannot_be_kept_is_refused(self, table: object, text: str) -> None:
+        whole = {"partitions": ["gpu"], **table} if isinstance(table, dict) else table
         with pytest.raises(QuotaError, match=text):
-            read_quotas("q.json", json.dumps(table), 24, ["vision", "a", "b"])
+            read_quotas("q.json", json.dumps(whole), SITE)
 
     def test_all_problems_are_one_line(self) -> None:
         with pytest.raises(
             QuotaError, match=r"^q.json: quotas of 99.*; 'x' is no account.*; 'y' is no account"
         ) as caught:
-            read_quotas("q.json", '{"tenants": {"x": 98, "y": 1}}', 24, ["a"])
+            read_quotas("q.json", '{"tenants": {"x": 98, "y": 1}, "partitions": ["gpu"]}', SITE)
         assert "\n" not in str(caught.value)
 
     def test_where_accounts_are_not_known_they_are_not_compared(self) -> None:
-        assert read_quotas("q.json", '{"tenants": {"x": 24}}', 24).of("x") == 24
+        text = '{"tenants": {"x": 24}, "partitions": ["gpu"]}'
+        assert read_quotas("q.json", text, replace(SITE, accounts=None)).of("x") == 24
 
 
 class TestCases:

@@ -1,0 +1,371 @@
+"""Quotas on a Slurm in memory: who is released, moved, and upgraded; death at each point; and what users may try."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tenant_slurm import NOW_S, TenantSlurm, names
+
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.site.gpus import ShowGpus
+from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.errors import QuotaError
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
+from hetstream.slurm_plugin.packing.quota import Quotas
+from hetstream.slurm_plugin.packing.quota_file import QuotaFile
+from hetstream.slurm_plugin.packing.rules import PackingRules
+
+WISH = "hetstream:class=guaranteed hetstream:opportunistic-after=60"
+RULES = PackingRules(settle_s=0.0)
+
+
+class Site:
+    """A Slurm with tenants, and a packer that can be replaced by another one at any time."""
+
+    def __init__(self, slurm: TenantSlurm, **tenants: int) -> None:
+        self.slurm = slurm
+        self.quotas = Quotas(tenants, 600.0, ("gpu",))
+        self.events: list[PackingEvent] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.packer = Packer(
+            self.slurm, self.readings, {"opp"}, self.events.append, acting=True, quotas=lambda _: self.quotas,
+            rules=RULES, clock=self.slurm.clock,
+        )  # fmt: skip
+
+    def readings(self) -> ShowGpus:
+        return ShowGpus((), {}) if self.slurm.silent else self.slurm.readings()
+
+    def look(self, after_s: float = 10.0) -> list[str]:
+        """One look, some seconds later, and then Slurm starts what it was let start; what the packer says."""
+        self.slurm.now_s += after_s
+        self.events.clear()
+        self.packer.step()
+        self.slurm.start_all()
+        self.slurm.run_prologs()
+        return [f"{event.event} {event.job}" for event in self.events]
+
+    def looks_until(self, event: str, most: int = 12) -> None:
+        for _ in range(most):
+            if event in self.look():
+                return
+        pytest.fail(f"{event} did not come: {self.events} {self.slurm.calls}")
+
+    def is_guaranteed(self, number: int) -> bool:
+        """By Slurm's books, the node's word and the packer's note, which agree."""
+        noted = "hetstream:upgraded=" in self.slurm.admin_comments[number]
+        assert not noted or number in self.slurm.upgraded
+        assert not noted or self.slurm.holders(number)
+        return noted
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    yield Site(TenantSlurm(), a=1, b=1)
+    FAULTS.clear()
+
+
+@pytest.fixture
+def sharing(site: Site) -> Site:
+    """Job 2 shares GPU 0 with job 1 of the same tenant, and would rather be guaranteed."""
+    site.slurm.ask(1)
+    site.look()
+    site.slurm.ask(2, comment=WISH, submit_s=site.slurm.now_s)
+    site.looks_until("moved 2")
+    site.looks_until("started 2")
+    return site
+
+
+def test_the_line_is_released_by_quota(site: Site) -> None:
+    for number, account in ((1, "a"), (2, "a"), (3, "b"), (4, "nobody"), (5, "")):
+        site.slurm.ask(number, account)
+    assert site.look() == ["granted 1", "granted 3", "offered 2", "offered 4", "offered 5"]
+    assert [call for call in site.slurm.calls if call[0] == "release"] == [("release", "1"), ("release", "3")]
+    reasons = {event.job: event.reason for event in site.events}
+    assert "tenant a has 0 of its 1 GPUs left" in reasons["2"]
+    assert "tenant nobody has a quota of 0: it can never be guaranteed" in reasons["4"]
+    assert "(no account)" in reasons["5"]
+    site.slurm.end(1)
+    assert site.look() == ["granted 2"]
+
+
+def test_a_job_that_waits_long_is_told_that_it_could_share(site: Site) -> None:
+    site.slurm.ask(1)
+    site.slurm.ask(2, submit_s=NOW_S)
+    site.look()
+    assert site.look(601) == ["offered 2"]
+    assert "--opportunistic-after=TIME" in site.events[0].reason
+
+
+def test_a_partial_gang_keeps_gpus_and_opportunistic_jobs_use_them(site: Site) -> None:
+    site.quotas = Quotas({"a": 2, "b": 1}, 600.0, ("gpu",))
+    site.slurm.ask(1, "b")
+    site.look()
+    site.slurm.ask(2, "a", gres_per_node=(replace(site.slurm.jobs[1].gres_per_node[0], count=2),))
+    site.slurm.ask(3, "b", submit_s=NOW_S)
+    site.slurm.submit(4)
+    assert {"reserved 2", "waits 3", "placed 4"} <= {*site.look()}
+    site.slurm.end(1)
+    assert "granted 2" in site.look()
+
+
+def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
+    site.slurm.ask(1)
+    two = replace(site.slurm.jobs[1].gres_per_node[0], count=2)
+    site.slurm.ask(2, comment=WISH, gres_per_node=(two,))
+    site.slurm.ask(3, comment=WISH, cpus_per_gpu=4)
+    site.slurm.ask(4, comment=WISH, reason="JobHeldAdmin")
+    site.slurm.ask(5, comment=WISH, dependency="afterok:1")
+    assert site.look(700) == ["granted 1", "waits 2", "waits 3", "waits 4", "waits 5"]
+    reasons = [event.reason for event in site.events]
+    for text, reason in zip(("2 GPUs of a node", "--cpus-per-gpu", "operator", "afterok"), reasons[1:], strict=True):
+        assert text in reason
+    assert not any(call[0] == "update" for call in site.slurm.calls)
+
+
+def test_a_job_is_upgraded_where_it_runs_when_quota_is_free(sharing: Site) -> None:
+    slurm = sharing.slurm
+    calls = [call for call in slurm.calls if call[1] == "2"]
+    assert calls[0] == ("update", "2", "Partition=opp", "Requeue=1", "TresPerNode=")
+    assert slurm.jobs[2].gres_per_node[0].name == "opp"
+    assert slurm.given[2] == slurm.jobs[2].gres_per_node
+    spot = slurm.jobs[2].gres_per_node[0].type
+    slurm.ask(3, submit_s=slurm.now_s)  # another of the tenant's, which comes after it
+    sharing.look()
+    slurm.end(1)
+    slurm.num_gpus = 2
+    sharing.looks_until("upgraded 2")
+    assert sharing.is_guaranteed(2)
+    assert names(slurm.holders(2)) == [f"g1:{spot[1:]}"], "GPUs of others are kept, too"
+    assert slurm.jobs[2].num_restarts == 0
+    assert sharing.look() == []
+    assert slurm.jobs[3].priority == 0, "a quota of one GPU is for one job"
+    # It ends, and with it what kept its GPU.
+    slurm.end(2)
+    assert sharing.look() == ["granted 3"]
+    assert not [job for job in slurm.jobs.values() if "holds" in job.comment]
+
+
+@pytest.mark.parametrize(
+    "point", ["packer.kept", "packer.dropped", "packer.upgraded", "packer.noted", "packer.moved", "packer.granted"]
+)
+def test_a_packer_that_dies_is_followed_by_one_that_goes_on(site: Site, tmp_path: Path, point: str) -> None:
+    slurm = site.slurm
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+
+    def go_on(after_s: float = 10.0) -> None:
+        try:
+            site.look(after_s)
+        except OSError:
+            slurm.start_all()
+            slurm.run_prologs()
+            site.restart()
+
+    slurm.ask(1)
+    go_on()
+    slurm.ask(2, comment=WISH, submit_s=slurm.now_s)
+    for _ in range(12):
+        go_on()
+    assert "opp" in slurm.jobs[2].partitions
+    slurm.end(1)
+    for _ in range(12):
+        go_on(31)
+    assert (tmp_path / "marker").exists(), "nobody died"
+    assert site.is_guaranteed(2)
+    assert len(slurm.holders(2)) == 1
+    assert slurm.jobs[2].num_restarts == 0
+
+
+def test_a_gang_is_held_as_a_whole_before_any_of_its_nodes_hears_of_it() -> None:
+    site = Site(TenantSlurm(num_nodes=2, num_gpus=2), a=2)
+    slurm = site.slurm
+    slurm.submit(7, WISH, num_nodes=2, num_cpus=8, account="a")
+    site.quotas = Quotas({}, 600.0, ("gpu",))
+    site.looks_until("started 7")
+    # Somebody has all GPUs of the second node but the one it shares, and takes that one, too.
+    index = int(slurm.jobs[7].gres_per_node[0].type[1:])
+    slurm.gpus_of[1] = (("g2", index),)
+    slurm.jobs[1] = replace(slurm.jobs[7], job_id=1, partitions=("gpu",), comment="", nodes=("g2",), num_nodes=1)
+    site.quotas = Quotas({"a": 4}, 600.0, ("gpu",))
+    for _ in range(5):
+        site.look()
+    assert slurm.upgraded == set()
+    slurm.end(1)
+    site.looks_until("upgraded 7", 60)
+    assert names(slurm.holders(7)) == [f"g1:{index}", f"g2:{index}"]
+
+
+def test_nodes_that_do_not_hear_are_told_again_and_then_left_alone(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    slurm.deaf = {"g1"}
+    for _ in range(20):
+        sharing.look()
+        if any(event.event == "not upgraded" for event in sharing.events):
+            break
+    else:
+        pytest.fail("it goes on for ever")
+    assert "hetstream-prolog" in sharing.events[-1].reason
+    sharing.look()
+    assert slurm.holders(2) == [], "it keeps a GPU that it does not get"
+    slurm.deaf = set()
+    sharing.looks_until("upgraded 2", 60)
+
+
+def test_where_nothing_is_read_nothing_is_given_up(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    slurm.silent = True
+    for _ in range(5):
+        sharing.look()
+    assert len(slurm.holders(2)) == 1
+    assert sharing.is_guaranteed(2)
+
+
+def test_what_kept_its_gpu_is_cancelled_by_hand_and_comes_again(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    number = next(number for number, job in slurm.jobs.items() if "holds" in job.comment)
+    slurm.end(number)
+    for _ in range(4):
+        sharing.look()
+    assert len(slurm.holders(2)) == 1
+    # Next time another guaranteed job is faster: never two of them on a GPU.
+    number = next(number for number, job in slurm.jobs.items() if "holds" in job.comment)
+    (spot,) = slurm.gpus_of[number]
+    slurm.end(number)
+    slurm.gpus_of[9] = (spot,)
+    slurm.jobs[9] = replace(slurm.jobs[2], job_id=9, partitions=("gpu",), comment="", account="b")
+    assert "evicted 2" in sharing.look()
+    assert "guaranteed job 9" in sharing.events[0].reason
+
+
+def test_a_lowered_quota_takes_nothing_from_who_has_it(sharing: Site, caplog: pytest.LogCaptureFixture) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    sharing.quotas = Quotas({"a": 0}, 600.0, ("gpu",))
+    for _ in range(3):
+        sharing.look()
+    assert sharing.is_guaranteed(2)
+    assert [record.message for record in caplog.records if "above its quota" in record.message] == [
+        "tenant=a holds 1 GPUs above its quota: nobody new becomes guaranteed"
+    ]
+
+
+def test_an_upgraded_job_that_is_requeued_shares_again_and_is_upgraded_again(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    slurm.preempt(2)
+    assert "taken back 2" in sharing.look()
+    assert "upgraded" not in slurm.admin_comments[2]
+    assert slurm.holders(2) == []
+    sharing.look(130)
+    sharing.looks_until("upgraded 2")
+
+
+@pytest.mark.parametrize("comment", ["hetstream:holds=2@0", "hetstream:upgrade=2:0@9999999999"])
+def test_a_comment_by_which_a_job_calls_itself_the_packers_is_nobodys(sharing: Site, comment: str) -> None:
+    """Where the guard is not in place. Nobody is guaranteed by it, and nobody's job is cancelled."""
+    slurm = sharing.slurm
+    slurm.submit(30, comment, partitions=("gpu",), uid=1000, priority=5, account="a")
+    sharing.look()
+    sharing.look()
+    assert not sharing.is_guaranteed(2)
+    assert 30 in slurm.jobs
+
+
+def test_an_owner_who_gives_up_his_wish_or_account_is_not_upgraded(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.jobs[2] = replace(slurm.jobs[2], account="nobody")
+    slurm.end(1)
+    for _ in range(4):
+        sharing.look()
+    assert not sharing.is_guaranteed(2)
+    slurm.jobs[2] = replace(slurm.jobs[2], account="a", comment="hetstream:gpu=0")
+    for _ in range(4):
+        sharing.look()
+    assert not sharing.is_guaranteed(2)
+
+
+def test_a_clock_that_jumps_upgrades_nobody_twice_and_starts_nobody_early(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.look(-100_000)
+    sharing.look(200_000)
+    sharing.looks_until("upgraded 2", 60)
+    assert len(slurm.holders(2)) == 1
+
+
+def test_slurm_that_refuses_an_upgrade_is_left_alone_for_a_while(sharing: Site) -> None:
+    """The packer's user has no association with the tenant's account."""
+    slurm = sharing.slurm
+    slurm.end(1)
+    slurm.refuse["submit"] = "Invalid account or account/partition combination specified"
+    assert sharing.look() == ["refused 2"]
+    assert sharing.look() == []
+    del slurm.refuse["submit"]
+    sharing.look(300)
+    sharing.looks_until("upgraded 2")
+
+
+class TestFile:
+    """The site's file, written anew while the packer runs."""
+
+    def test_garbage_leaves_the_last_good_one_in_place_and_is_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        path, snapshot = tmp_path / "quotas.json", TenantSlurm().snapshot()
+        good = {"partitions": ["gpu"], "tenants": {"a": 1}}
+        path.write_text(json.dumps(good))
+        file = QuotaFile(path, ["opp"], lambda _: ("a", "b"))
+        assert file.first(snapshot).of("a") == 1
+        for garbage in ('{"tenants"', '{"partitions": ["gpu"], "tenants": {"c": 1}}', "\0", "[" * 100_000):
+            caplog.clear()
+            path.write_text(garbage)
+            assert [file.now(snapshot).of("a") for _ in range(3)] == [1, 1, 1]
+            assert [record.levelname for record in caplog.records] == ["WARNING"], garbage
+        path.unlink()
+        assert file.now(snapshot).of("a") == 1
+        caplog.clear()
+        path.write_text(json.dumps({**good, "tenants": {"a": 2}}))
+        assert file.now(snapshot).of("a") == 2
+        assert "hold from now on" in caplog.text
+
+    def test_at_the_start_it_must_be_good(self, tmp_path: Path) -> None:
+        snapshot = TenantSlurm().snapshot()
+        path = tmp_path / "quotas.json"
+        with pytest.raises(QuotaError, match="cannot be read: No such file"):
+            QuotaFile(path, ["opp"], lambda _: None).first(snapshot)
+        path.write_text(json.dumps({"partitions": ["gpu", "opp", "x"], "tenants": {"a": 3, "c": 1}}))
+        with pytest.raises(QuotaError) as caught:
+            QuotaFile(path, ["opp"], lambda _: ("a",)).first(snapshot)
+        for text in ("'opp' is for opportunistic", "no partition 'x'", "4 GPUs together", "'c' is no account"):
+            assert text in str(caught.value)
+
+
+def test_slurm_that_does_not_answer_changes_nothing(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    slurm.refuse["submit"] = "Unable to contact slurm controller (connect failure)"
+    slurm.refuse["release"] = slurm.refuse["submit"]
+    slurm.ask(40, "b")
+    before = dict(slurm.admin_comments)
+    with pytest.raises(SlurmCommandError):
+        sharing.look()
+    assert slurm.admin_comments == before
+    slurm.refuse.clear()
+    sharing.look(300)
+    sharing.looks_until("upgraded 2")
+    assert slurm.jobs[40].state == "RUNNING"

@@ -163,6 +163,36 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
     )
 
 
+def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
+    cluster: Cluster, wait_until: WaitUntil, release: str
+) -> None:
+    state_dir = Path(cluster.record.state_dir)
+    policy, hook = state_dir / "policy.lua", state_dir / "job_submit.lua"
+    before = policy.read_text()
+    policy.write_text(before.replace("return {", 'return { quota = { partitions = { "gpu" } },'))
+    hook.touch()
+    try:
+        job = cluster.submit("-pgpu", "--gpus=1", "--account=a")
+        assert re.search(r"Priority=0 .*JobState=PENDING Reason=JobHeldUser", cluster.show(job), re.DOTALL)
+        for change in ("Priority=5", "Nice=0", "TresPerJob=gres:gpu:2", "Account=b"):
+            assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
+        done = cluster.run(*OWNER, "scontrol", "release", job)
+        assert done.returncode == 1
+        if release != "host":  # 22.05 shows no text of job_modify
+            assert "(site rule: quota)" in done.stderr
+        done = cluster.run(*OWNER, "sbatch", "-pgpu", "--comment=hetstream:upgrade=1:0@9999999999", "job.sh")
+        assert (done.returncode, "(site rule: opportunistic)" in done.stderr) == (1, True)
+        assert re.search("Priority=0 ", cluster.show(job))
+        assert (
+            cluster.run(*OWNER, "sbatch", "--parsable", "-pgpu", "--mem=100", "job.sh").returncode == 0
+        )  # without a GPU
+        assert cluster.run("scontrol", "release", job).returncode == 0
+        wait_until(lambda: cluster.runs(job), 30, "its start")
+    finally:
+        policy.write_text(before)
+        hook.touch()
+
+
 def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, wait_until: WaitUntil) -> None:
     guaranteed = cluster.submit("-pgpu", "--gpus=1")
     wait_until(lambda: cluster.runs(guaranteed), 30, "the guaranteed job")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import time
+from collections.abc import Mapping
 
+from hetstream.base.errors import HetstreamError
+from hetstream.base.text import printable
 from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
-from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone, checked_quotas
+from hetstream.slurm_plugin.cli.packer import DEFAULT_LOCK, alone, checked_quotas, why_elsewhere
 from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
     check_partitions,
@@ -27,6 +31,7 @@ from hetstream.slurm_plugin.packing.jobs import OpportunisticJob
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingState
+from hetstream.slurm_plugin.packing.tenants import is_upgraded
 from hetstream.slurm_plugin.packing.words import where
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, percent
 
@@ -75,6 +80,9 @@ def explain(args: argparse.Namespace) -> int:
     """Print what each GPU says to one of them."""
     snapshot, seen, plan, missing = _see(args)
     job = next((job for name, job in seen.jobs.items() if args.job in (name, str(job.job.job_id))), None)
+    if job is None and args.job in seen.quota.guaranteed:
+        emit(args, quota_report(snapshot, seen, args.job, reasons(seen, plan, missing), missing))
+        return 0
     if job is None:
         names = ", ".join(sorted(partitions_of(args)))
         raise UnknownJob(f"no job {args.job} is pending or running in {names}. Check: hetstream opp ls")
@@ -93,6 +101,8 @@ def place_once(args: argparse.Namespace) -> int:
         packer.step()
     else:
         with alone(DEFAULT_LOCK):
+            if reason := why_elsewhere(slurm.controller(), socket.gethostname()):
+                raise HetstreamError(reason)
             packer.step()
     rows = [
         {
@@ -126,14 +136,48 @@ def ls_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], miss
     columns = (
         Column("job", "JOB", left=True), Column("user", "USER", left=True), Column("state", "STATE", left=True),
         Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}"),
-        Column("place", "WHERE", left=True), Column("num_evictions", "EVICTED"),
+        Column("place", "WHERE", left=True), Column("class", "CLASS", left=True),
+        Column("num_evictions", "EVICTED"),
         Column("reason", "WAITS BECAUSE", left=True),
     )  # fmt: skip
     section = Section("jobs", columns, rows, empty="no opportunistic job is pending or running")
     notes = [missing] if missing else []
-    return Report(
-        meta_of("opp ls", snapshot), {"num_jobs": len(rows), "num_waiting": num_waiting}, lines, (section,), notes
-    )
+    facts = {"num_jobs": len(rows), "num_waiting": num_waiting}
+    return Report(meta_of("opp ls", snapshot), facts, lines, (section, *_line(seen, waits)), notes)
+
+
+def _line(seen: PackingView, waits: Mapping[str, str]) -> tuple[Section, ...]:
+    """The jobs that have or want quota, where there are quotas."""
+    if not seen.quota.quotas.partitions:
+        return ()
+    rows = [
+        {
+            "job": decision.job.name, "tenant": printable(decision.job.tenant), "gpus": decision.job.gpus,
+            "class": decision.job.runs_as.value if decision.job.runs_as else "", "verdict": decision.verdict.value,
+            "reason": waits.get(decision.job.name, decision.reason),
+        }
+        for decision in seen.quota.decisions
+    ]  # fmt: skip
+    columns = (
+        Column("job", "JOB", left=True), Column("tenant", "TENANT", left=True), Column("gpus", "GPUS"),
+        Column("class", "RUNS AS", left=True), Column("verdict", "VERDICT", left=True),
+        Column("reason", "BECAUSE", left=True),
+    )  # fmt: skip
+    return (Section("line", columns, rows, empty="no job has or wants quota"),)
+
+
+def quota_report(snapshot: Snapshot, seen: PackingView, name: str, waits: Mapping[str, str], missing: str) -> Report:
+    """A guaranteed job, and why it waits for quota."""
+    decision = next((found for found in seen.quota.decisions if found.job.name == name), None)
+    job = seen.quota.guaranteed[name]
+    reason = waits.get(name, decision.reason if decision else "")
+    row: Row = {
+        "job": name, "user": job.user, "state": job.state, "gpus": job.count("gpu"), "tenant": job.account,
+        "verdict": decision.verdict.value if decision else "", "reason": reason,
+    }  # fmt: skip
+    lines = [f"job {name} of {job.user}: {job.state}, {job.count('gpu')} GPU(s), account {printable(job.account)}"]
+    lines += [f"waits     {reason}"] if job.is_pending and reason else []
+    return Report(meta_of("opp why", snapshot), row, lines, (), [missing] if missing else [])
 
 
 def why_report(
@@ -170,7 +214,7 @@ def _row(job: OpportunisticJob, reason: str) -> Row:
     return {
         "job": job.name, "user": job.job.user, "state": job.job.state,
         "gpus": job.wish.gpus * max(1, job.job.num_nodes), "gpu_memory_gib": job.wish.gpu_bytes / _GIB,
-        "place": where(placed.place) if placed else "",
+        "place": where(placed.place) if placed else "", "class": "guaranteed" if is_upgraded(job) else "opportunistic",
         "num_evictions": job.record.evicted.count if job.record.evicted else 0, "reason": reason,
     }  # fmt: skip
 

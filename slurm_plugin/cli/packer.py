@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LOCK,
         help="held by the one that acts (default %(default)s)",
     )
+    parser.add_argument(
+        "--shared-lock",
+        metavar="FILE",
+        type=Path,
+        help="on a file system of all hosts: packers on any of them wait for it, and slurmctld may be elsewhere",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object for each event, on stdout")
     parser.set_defaults(run=run)
 
@@ -96,13 +103,60 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: packer.stopping.set())
-    with alone(args.lock) if acting else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        actor = SoleActor(slurm, args.shared_lock, held)
+        if acting:
+            held.enter_context(alone(args.lock))
         if args.once or args.dry_run:
+            if acting and (reason := actor.why_wait()):
+                raise HetstreamError(reason)
             packer.step()
         else:
             _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
-            packer.run(args.interval)
+            packer.run(args.interval, actor.why_wait if acting else str)
     return 0
+
+
+class SoleActor:
+    """Whether this packer is the one that acts, of those on several hosts.
+
+    Args:
+        slurm: the cluster.
+        shared_lock: of a file that all hosts see; None: the one beside slurmctld acts, of which there is one.
+        held: has the lock, as soon as it is got, until the end.
+    """
+
+    def __init__(self, slurm: PackingSlurm, shared_lock: Path | None, held: contextlib.ExitStack) -> None:
+        self._slurm, self._lock, self._held = slurm, shared_lock, held
+        self._has_lock = False
+
+    def why_wait(self) -> str:
+        """Why another one acts; empty if this one does."""
+        if self._lock is None:
+            return why_elsewhere(self._slurm.controller(), socket.gethostname())
+        if not self._has_lock:
+            try:
+                self._held.enter_context(alone(self._lock))
+            except HetstreamError as error:
+                return str(error)
+            self._has_lock = True
+        return ""
+
+
+def why_elsewhere(controller: str, host: str) -> str:
+    """Why a packer on a host does not act; empty if it does.
+
+    Args:
+        controller: the host whose slurmctld answers, by Slurm's name.
+        host: this one.
+    """
+    if controller and controller.partition(".")[0].lower() == host.partition(".")[0].lower():
+        return ""
+    where_it_is = f"slurmctld runs on {controller}" if controller else "no slurmctld answers"
+    return (
+        f"{where_it_is}, and the packer beside it acts; this one on {host} waits. To run it elsewhere: "
+        "--shared-lock=FILE, on a file system of all its hosts"
+    )
 
 
 def checked_quotas(

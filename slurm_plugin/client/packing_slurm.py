@@ -77,6 +77,10 @@ class PackingSlurm(CommandSlurm):
             return None
         return tuple(self._ask("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=account").split())
 
+    def controller(self) -> str:
+        """The host whose slurmctld answers: the first that is up, in the order in which they take over."""
+        return parse_controller(self._ask("scontrol", "ping"))
+
     def submit_own(self, script: str, options: Sequence[str]) -> str:
         """Submit a job of this user; its number."""
         return self.submit(script, options)
@@ -97,6 +101,12 @@ class PackingSlurm(CommandSlurm):
     def _ask(self, *argv: str) -> str:
         environ = plain_environ(self._environ)
         return run_slurm(argv, env=environ, timeout_s=_COMMAND_S, hint="Check: scontrol ping").stdout
+
+
+def parse_controller(text: str) -> str:
+    """The first host that is up, from lines such as `Slurmctld(primary) at ctl1 is UP`; empty if none is."""
+    found = re.search(r"^Slurmctld\(\S+\) at (\S+) is UP", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def parse_gpu_spots(text: str) -> tuple[tuple[str, int], ...]:

@@ -111,11 +111,22 @@ class Packer:
         self._num_unanswered = 0  # commands of this look
         self.stopping = threading.Event()
 
-    def run(self, interval_s: float) -> None:
-        """Go on until `stopping` is set. What fails is said, and tried again the next time."""
+    def run(self, interval_s: float, why_wait: Callable[[], str] = str) -> None:
+        """Go on until `stopping` is set. What fails is said, and tried again the next time.
+
+        Args:
+            interval_s: between two looks.
+            why_wait: asked before each look; a text has it left out, and is said once.
+        """
+        said = ""
         while not self.stopping.is_set():
             try:
-                self.step()
+                reason = why_wait()
+                if reason != said:
+                    _log.warning("%s", reason or "it waits no longer")
+                said = reason
+                if not reason:
+                    self.step()
             except HetstreamError as error:
                 _log.warning("nothing is placed this time: %s", error)
             self.stopping.wait(interval_s)

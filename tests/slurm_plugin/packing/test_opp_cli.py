@@ -5,6 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,8 +22,10 @@ from hetstream.hetjob.site.gpus import GpuNow, ReportGpus
 from hetstream.slurm_plugin.cli.packing_arguments import named_partitions
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm, parse_topology
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, RECORD_END
+from tests.base.users import needs_root
 
 GIB = 1 << 30
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 OPP = {"HETSTREAM_OPPORTUNISTIC_PARTITIONS": "opp"}
 COMMENT = "hetstream:gpu-memory=8G"
 
@@ -33,7 +42,9 @@ def slurm(tmp_path: Path) -> Recorded:
     words = f'case "$*" in *admin_comment*) f=notes;; *) f=queue;; esac; cat {directory}/$f | {AS_ASKED}'
     slurm.tool("squeue", words)
     shown = (directory / "scontrol").read_text().removeprefix("#!/bin/sh\n")
-    slurm.tool("scontrol", f'case $1 in update|release) echo "$@" >> {directory}/calls; exit;; esac\n{shown}')
+    doors = f'update|release) echo "$@" >> {directory}/calls; exit;; ping) exec cat {directory}/ping;;'
+    slurm.tool("scontrol", f"case $1 in {doors} esac\n{shown}")
+    slurm.write("ping", f"Slurmctld(primary) at {socket.gethostname()}.site is UP\n")
     return slurm
 
 
@@ -95,6 +106,113 @@ def test_a_second_packer_is_refused(slurm: Recorded, tmp_path: Path) -> None:
         assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0  # it changes nothing
     finally:
         os.close(lock)
+
+
+@dataclass
+class TwoHosts:
+    """Two packers in processes of their own, each on a host of its own name and with a /run of its own."""
+
+    slurm: Recorded
+    directory: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, host: str, *options: str) -> None:
+        command = [HETSTREAM, "packer", "--interval=1", f"--lock={self.directory}/{host}/lock", *options]
+        environ = {
+            "PATH": f"{self.slurm.directory}:/usr/sbin:/usr/bin:/sbin:/bin",
+            **OPP,
+            "HETSTREAM_DAEMON": "unix:/no",
+        }
+        script = f"hostname {host}; exec {shlex.join(command)}"
+        with open(self.directory / f"{host}.log", "ab") as log:
+            self.running[host] = subprocess.Popen(["unshare", "--uts", "sh", "-c", script], env=environ, stderr=log)
+
+    def log(self, host: str) -> str:
+        return (self.directory / f"{host}.log").read_text()
+
+    def ping(self, *lines: str) -> None:
+        self.slurm.write("new", "".join(f"Slurmctld({line}\n" for line in lines))
+        (self.slurm.directory / "new").rename(self.slurm.directory / "ping")
+
+
+@pytest.fixture
+def hosts(slurm: Recorded, tmp_path: Path) -> Iterator[TwoHosts]:
+    # Each look says who looks.
+    shown = (slurm.directory / "squeue").read_text().removeprefix("#!/bin/sh\n")
+    slurm.tool("squeue", f"hostname >> {tmp_path}/looks\n{shown}")
+    found = TwoHosts(slurm, tmp_path)
+    yield found
+    for process in found.running.values():
+        process.kill()
+        process.wait()
+
+
+@needs_root
+def test_of_two_packers_on_two_hosts_the_one_beside_slurmctld_acts(hosts: TwoHosts, wait_until: WaitUntil) -> None:
+    hosts.ping("primary) at ctl1 is UP", "backup) at ctl2 is UP")
+    looks = hosts.directory / "looks"
+    for host in ("ctl1", "ctl2"):
+        hosts.start(host)
+    wait_until(lambda: "slurmctld runs on ctl1, and the packer beside it acts" in hosts.log("ctl2"), 30, "a wait")
+    wait_until(lambda: "ctl1" in looks.read_text().split(), 30, "a look")
+    before = looks.read_text().split().count("ctl2")  # each looks once before it begins, at its command line
+    # slurmctld moves: so does the packer, and the other one waits from then on.
+    hosts.ping("primary) at ctl1 is DOWN", "backup) at ctl2 is UP")
+    wait_until(lambda: "slurmctld runs on ctl2" in hosts.log("ctl1"), 30, "a wait of the first")
+    wait_until(lambda: looks.read_text().split().count("ctl2") > before, 30, "a look of the second")
+    assert hosts.log("ctl2").count("acts; this one") == 1, "it says so again and again"
+    # Nobody acts as long as no slurmctld answers.
+    hosts.ping("primary) at ctl1 is DOWN", "backup) at ctl2 is DOWN")
+    wait_until(lambda: "no slurmctld answers" in hosts.log("ctl2"), 30, "a wait of both")
+
+
+@needs_root
+def test_of_two_packers_with_a_shared_lock_one_acts_and_the_other_takes_over(
+    hosts: TwoHosts, wait_until: WaitUntil
+) -> None:
+    hosts.ping("primary) at ctl1 is UP")
+    looks, shared = hosts.directory / "looks", f"--shared-lock={hosts.directory}/shared/lock"
+    hosts.start("login1", shared)
+    wait_until(lambda: "nothing is known of any GPU" in hosts.log("login1"), 30, "a look")
+    hosts.start("login2", shared)
+    wait_until(lambda: "another packer holds" in hosts.log("login2"), 30, "a wait")
+    before = looks.read_text().split().count("login2")
+    os.kill(hosts.running["login1"].pid, signal.SIGKILL)
+    wait_until(lambda: looks.read_text().split().count("login2") > before, 30, "a look of the second")
+
+
+def test_a_packer_that_is_called_once_on_another_host_is_refused(slurm: Recorded, tmp_path: Path) -> None:
+    slurm.write("ping", "Slurmctld(primary) at elsewhere is UP\n")
+    for line in (
+        f"packer --once --lock {tmp_path}/lock",
+        f"packer --once --lock {tmp_path}/l --shared-lock {tmp_path}/x",
+    ):
+        done = slurm.run(line, **OPP)
+        assert done.returncode == int("shared" not in line), done.stderr
+    assert "slurmctld runs on elsewhere" in slurm.run(f"packer --once --lock {tmp_path}/lock", **OPP).stderr
+    assert slurm.run(f"packer --dry-run --lock {tmp_path}/lock", **OPP).returncode == 0
+
+
+def test_quotas_are_checked_before_anything_is_done(slurm: Recorded, tmp_path: Path) -> None:
+    path = tmp_path / "quotas.json"
+    path.write_text('{"partitions": ["gpus", "opp"], "tenants": {"vision": 1000}}')
+    done = slurm.run(f"packer --once --observe --quotas {path}", **OPP)
+    assert done.returncode == 1
+    for text in ("no partition 'gpus' (did you mean gpu?)", "'opp' is for opportunistic jobs", "quotas of 1,000 GPUs"):
+        assert text in done.stderr
+
+
+def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Path) -> None:
+    (tmp_path / "quotas.json").write_text('{"partitions": ["gpu"], "tenants": {"vision": 1}}')
+    gpu = {"tres-per-node": "gres:gpu:1", "Reason": "JobHeldUser", "PriorityLong": "0", "Account": "vision"}
+    running = job("42", "RUNNING", NodeList="g1", **{"tres-per-node": "gres:gpu:1", "Account": "vision"})
+    slurm.write("queue", running + job("43", "PENDING", **gpu))
+    environ = {**OPP, "HETSTREAM_QUOTAS": str(tmp_path / "quotas.json")}
+    text = "tenant vision has 0 of its 1 GPUs left, and it asks for 1"
+    assert text in slurm.run("why 43 --fresh", **environ).stdout
+    assert text in slurm.run("opp why 43", **environ).stdout
+    assert "As an opportunistic job it could start now: --opportunistic-after" in slurm.run("opp ls", **environ).stdout
+    assert "release" not in slurm.run("why 43 --fresh", **environ).stdout
 
 
 def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

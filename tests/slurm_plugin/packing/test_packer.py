@@ -394,3 +394,17 @@ def test_tasks_of_an_array_are_placed_one_by_one(site: Site) -> None:
     slurm.submit(33, array_job_id=33, array_tasks="3-5%2")
     seen = site.packer.see()
     assert [job.job for job in seen.state.waiting] == ["33_3", "33_4", "33_5"]
+
+
+def test_slurm_that_forgets_no_gres_is_asked_for_what_it_can_start(site: Site) -> None:
+    """22.05 keeps a GRES with a count of 0, and starts the job only where one of it is free (seen on 22.05.8)."""
+    slurm = site.slurm
+    slurm.submit(7)
+    slurm.admin_comments[7] = "hetstream:asked=gpu,p0"
+    slurm.guaranteed = {("g1", 0), ("g1", 1)}
+    assert site.look() == ["waits"]
+    assert "starts it only where what it asked for before is free as well: gpu, p0" in site.events[0].reason
+    slurm.guaranteed = {("g1", 0)}
+    slurm.used_share = {("g1", 0): 0.9}
+    assert site.look() == ["placed"]
+    assert slurm.admin_comments[7].endswith("hetstream:asked=gpu,p0,p1")

@@ -111,6 +111,7 @@ class QuotaPacker:
         self._rules, self._clock = rules, clock
         self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
         self._rests: dict[str, float] = {}
+        self._said: dict[str, str] = {}
         self._above: Mapping[str, int] = {}
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
@@ -167,6 +168,7 @@ class QuotaPacker:
                 with self._alone(str(placeholder.job_id)):
                     self._slurm.cancel(str(placeholder.job_id))
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
+        self._said = {name: said for name, said in self._said.items() if name in seen.jobs}
         self._rests = {name: until_s for name, until_s in self._rests.items() if now_s < until_s}
         takes_gpus = False
         for key, job in running.items():
@@ -213,13 +215,16 @@ class QuotaPacker:
                 )
             case GiveWay(reason):
                 self._take_away(job, reason)
-            case GiveUp(reason):
-                self._give_up(job, reason)
+            case GiveUp(reason, rests):
+                self._give_up(job, reason, rests=rests)
 
-    def _give_up(self, job: OpportunisticJob, reason: str) -> None:
+    def _give_up(self, job: OpportunisticJob, reason: str, *, rests: bool = True) -> None:
         self._trials.pop(job.name, None)
-        self._rests[job.name] = self._clock() + self._rules.refused_s
-        self._say(PackingEvent("not upgraded", job.name, reason))
+        if rests:
+            self._rests[job.name] = self._clock() + self._rules.refused_s
+        if self._said.get(job.name) != reason:
+            self._said[job.name] = reason
+            self._say(PackingEvent("not upgraded", job.name, reason))
 
     def _keep(self, job: OpportunisticJob, node: str, look: _Look) -> None:
         """Submit a placeholder on a node. It ends with the job, or is cancelled."""

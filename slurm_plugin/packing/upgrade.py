@@ -26,7 +26,9 @@ from hetstream.slurm_plugin.packing.words import where
 
 # Of a placeholder: it runs nothing but `sleep`.
 PLACEHOLDER_MB = 32
-_NO_ROOM = "no CPU or GPU of {node} is free for the job that is to keep its GPU"
+# Of a node: one for a placeholder, and one for the job that upgrades. Both are of a partition that could preempt the
+# very job that they are for.
+_LEAST_CPUS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,10 @@ class GiveWay:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Try no more for a while."""
+    """Try no more: for a while, or if nothing was tried yet, in this look."""
 
     reason: str
+    rests: bool
 
 
 Step = Keep | Drop | Upgrade | Note | GiveWay | GiveUp
@@ -121,16 +124,19 @@ def upgrade_steps(
         return _drop(held)
     if not missing:
         extra = [placeholder for placeholder in held if placeholder.spot not in place.gpus()]
-        if upgraded:
-            return _drop(extra)
+        if extra or upgraded:
+            return _drop(extra)  # their CPUs are free in the next look
         if seen.is_guaranteed(job):
-            return [*_drop(extra), Note()]
-        return [*_drop(extra), *([] if is_upgrading else [Upgrade()])]
+            return [Note()]
+        full = next((name for name in place.nodes if name not in nodes or nodes[name].cpus_free < 1), "")
+        if full and not seen.has_begun(job):
+            return [*_drop(held), _no_room(full, rests=True)]
+        return [] if is_upgrading or full else [Upgrade()]
     others = seen.others(job)
     if others and (upgraded or seen.has_begun(job)):
         return [GiveWay(f"Slurm gave {where(place)} to guaranteed job {others[0]}")]
     if any(seen.now_s - placeholder.submit_s > rules.keep_s for placeholder in pending):
-        return [*_drop(pending if upgraded else held), GiveUp(_NO_ROOM.format(node=missing[0][0]))]
+        return [*_drop(pending if upgraded else held), _no_room(missing[0][0], rests=True)]
     if pending or any(placeholder.spot is None for placeholder in held):
         return []  # until it is known which GPU each has
     return _keep(held, missing, nodes, upgraded=upgraded)
@@ -151,12 +157,16 @@ def _keep(
     for name in dict.fromkeys(node for node, _ in missing):
         node = nodes.get(name)
         room = 0
-        if node is not None and node.is_usable:
+        if node is not None and node.is_usable and (upgraded or node.cpus_free >= _LEAST_CPUS):
             room = min(node.gpus_free(), node.cpus_free, node.memory_free_mb // PLACEHOLDER_MB)
         if room < 1:
-            return [*([] if upgraded else _drop(held)), GiveUp(_NO_ROOM.format(node=name))]
+            return [*([] if upgraded else _drop(held)), _no_room(name, rests=bool(held))]
         steps.append(Keep(name, room))
     return steps
+
+
+def _no_room(node: str, *, rests: bool) -> GiveUp:
+    return GiveUp(f"{node} lacks a GPU or {_LEAST_CPUS} CPUs for the jobs that keep its GPU and upgrade it", rests)
 
 
 def _drop(placeholders: Iterable[Placeholder]) -> list[Step]:

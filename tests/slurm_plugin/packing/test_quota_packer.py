@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as changed
 from tenant_slurm import NOW_S, TenantSlurm, names
 
 from hetstream.hetjob.errors import SlurmCommandError
@@ -369,3 +370,39 @@ def test_slurm_that_does_not_answer_changes_nothing(sharing: Site) -> None:
     sharing.look(300)
     sharing.looks_until("upgraded 2")
     assert slurm.jobs[40].state == "RUNNING"
+
+
+def test_what_keeps_a_gpu_takes_no_cpu_of_the_job_that_it_is_for(sharing: Site) -> None:
+    """It is of the partition above: without a free CPU, Slurm would preempt that job (seen on 22.05.8)."""
+    slurm = sharing.slurm
+    slurm.end(1)
+    slurm.jobs[2] = replace(slurm.jobs[2], num_cpus=15)  # of 16
+    assert sharing.look() == ["not upgraded 2"]
+    assert "lacks a GPU or 2 CPUs" in sharing.events[0].reason
+    assert sharing.look() == []
+    assert slurm.holders(2) == []
+    slurm.jobs[2] = replace(slurm.jobs[2], num_cpus=14)
+    sharing.looks_until("upgraded 2")
+
+
+def test_a_gpu_that_somebody_else_gets_first_is_given_up(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    spot = ("g1", int(slurm.jobs[2].gres_per_node[0].type[1:]))
+    slurm.gpus_of[9] = (spot,)
+    slurm.jobs[9] = replace(slurm.jobs[2], job_id=9, partitions=("cpu",), comment="", account="b")
+    slurm.deaf = {"g1"}
+    sharing.readings = lambda: replace_reserved(slurm.readings())  # type: ignore[method-assign]
+    for _ in range(4):
+        sharing.look()
+    assert slurm.holders(2) == [], "it keeps others' GPUs"
+    assert slurm.upgraded == set()
+
+
+def replace_reserved(readings: ShowGpus) -> ShowGpus:
+    """What nodes say before the Prolog of a job that has just started."""
+    nodes = [
+        changed(node, gpus=tuple(changed(gpu, is_reserved=False, guaranteed=()) for gpu in node.gpus))
+        for node in readings.nodes
+    ]
+    return ShowGpus(tuple(nodes), {})

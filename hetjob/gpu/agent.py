@@ -43,6 +43,12 @@ class Channel(Protocol):
     def report(self, statistics: Statistics, *, news: bool) -> None:
         """Say how the process is."""
 
+    def busy_since_ns(self) -> int:
+        """When the guaranteed job began to use the GPU last, as it says itself; 0: it does not."""
+
+    def say_busy(self, now_ns: int) -> None:
+        """Of a guaranteed process: it uses the GPU from now on."""
+
     def look(self) -> bool:
         """Whether anybody is at the other end."""
 
@@ -117,7 +123,7 @@ class Agent:
         work_ns = self._device.launched()
         if work_ns:
             self._usual_work_ns += (work_ns - self._usual_work_ns) // 8
-            self._throttle.worked(self._order(), self._clock(), work_ns)
+            self._throttle.worked(self._order(), self._clock(), work_ns, self._busy_since_ns())
 
     def at_boundary(self) -> None:
         """A mini-batch has ended: take over the memory limit, and report.
@@ -165,16 +171,25 @@ class Agent:
     def _begin_mini_batch(self) -> None:
         """The first launch after a boundary. What was launched before it must have ended, else there was no gap."""
         self._is_idle = False
-        self._gap_ns = self._clock() - self._boundary_ns if self._device.is_idle() else 0
+        now_ns = self._clock()
+        if self._channel is not None and self._job_class is JobClass.GUARANTEED:
+            self._channel.say_busy(now_ns)
+        self._gap_ns = now_ns - self._boundary_ns if self._device.is_idle() else 0
         self._report(news=True)
 
     def _order(self) -> Order | None:
         return self._channel.order() if self._channel is not None else None
 
+    def _busy_since_ns(self) -> int:
+        return self._channel.busy_since_ns() if self._channel is not None else 0
+
     def _wait_ns(self) -> int:
-        in_mini_batch = self._boundaries > 0 and not self._is_idle
         return self._throttle.wait_ns(
-            self._order(), self._clock(), work_ns=self._usual_work_ns, in_mini_batch=in_mini_batch
+            self._order(),
+            self._clock(),
+            work_ns=self._usual_work_ns,
+            in_mini_batch=self._boundaries > 0 and not self._is_idle,
+            busy_since_ns=self._busy_since_ns(),
         )
 
     def _pause(self, wait_ns: int) -> None:

@@ -98,6 +98,13 @@ class FileChannel:
         """These files know of no upgrade."""
         return JobClass.OPPORTUNISTIC
 
+    def busy_since_ns(self) -> int:
+        """Nobody says it in a file."""
+        return 0
+
+    def say_busy(self, now_ns: int) -> None:
+        """Nobody reads it in a file."""
+
     def look(self) -> bool:
         """A file is there as much as it ever was."""
         return True

@@ -21,7 +21,7 @@ from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.faults import reach
-from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
+from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Work
 from hetstream.hetjob.gpu.pages import VERSION, Page
 
 MOST_BYTES = 4096
@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         version: of the pages.
-        refusal: why the process may not take part; empty: it may, and two descriptors come along.
+        refusal: why the process may not take part; empty: it may, and three descriptors come along.
         job_class: what the process is.
     """
 
@@ -107,12 +107,16 @@ class Connection:
     def __init__(self, path: str, introduction: Introduction, coordinator_uid: int | None = None) -> None:
         with contextlib.ExitStack() as undo:
             introduction = msgspec.structs.replace(introduction, now_ns=time.monotonic_ns())
-            connection, answer, descriptors = ask(path, encode(introduction), coordinator_uid, num_descriptors=2)
+            connection, answer, descriptors = ask(path, encode(introduction), coordinator_uid, num_descriptors=3)
             undo.callback(connection.close)
             try:
                 self._orders = Page(descriptors[0], Order, writable=False)
                 self._statistics = Page(descriptors[1], Statistics, writable=True)
-            except ValueError as error:  # a file that is shorter than a page
+                self._writes_work = answer.job_class is JobClass.GUARANTEED
+                self._work = Page(descriptors[2], Work, writable=self._writes_work)
+                if self._writes_work:
+                    self._work.clear()
+            except (ValueError, PermissionError) as error:  # a file that is shorter than a page, or of another mode
                 raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
             finally:
                 for descriptor in descriptors:
@@ -135,6 +139,16 @@ class Connection:
         if news:
             with contextlib.suppress(OSError):  # it is stopped, or gone: `look` says which
                 self._connection.send(NEWS)
+
+    def busy_since_ns(self) -> int:
+        """When the guaranteed job began to use the GPU last, as far as it says; 0: it has not."""
+        work = self._work.read()
+        return work.since_ns if work else 0
+
+    def say_busy(self, now_ns: int) -> None:
+        """Of a guaranteed process: it uses the GPU from now on. An upgraded one leaves that to the coordinator."""
+        if self._writes_work:
+            self._work.write(Work(now_ns))
 
     def look(self) -> bool:
         """Take what the coordinator has sent; whether it is there. But for an upgrade, what it says is in the page."""
@@ -160,8 +174,8 @@ class Connection:
     def close(self) -> None:
         """Leave; a second time does nothing."""
         self._connection.close()
-        self._orders.close()
-        self._statistics.close()
+        for page in (self._orders, self._statistics, self._work):
+            page.close()
 
 
 def ask(

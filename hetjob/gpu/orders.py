@@ -38,6 +38,7 @@ class Order:
         limit_bytes: most memory of the GPU that the job may hold; `NO_LIMIT`: all that there is.
         share: of the time in which it may launch while the GPU is in use by others, in thousandths.
         open_until_ns: others leave the GPU idle, which may be used without regard to the share until then.
+        idle_since_ns: since when they leave it idle; what the guaranteed job has begun since then closes it.
     """
 
     valid_until_ns: int = 0
@@ -45,6 +46,21 @@ class Order:
     limit_bytes: int = NO_LIMIT
     share: int = 0
     open_until_ns: int = 0
+    idle_since_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """That the guaranteed job has work for the GPU; its agent writes it, and the agents of the others read it.
+
+    The coordinator says the same, a moment later: it has to wake up for it. What stands here can only end what an order
+    allows, so whoever writes nonsense keeps others from a GPU that is his own.
+
+    Attributes:
+        since_ns: when it launched first after its last boundary.
+    """
+
+    since_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,18 @@ import zlib
 from dataclasses import astuple, fields
 from typing import Generic, TypeVar
 
-from hetstream.hetjob.gpu.orders import Order, Statistics
+from hetstream.hetjob.gpu.orders import Order, Statistics, Work
 
-T = TypeVar("T", Order, Statistics)
+T = TypeVar("T", Order, Statistics, Work)
 
 # Grows with each change of a record's fields, or of the introduction's; a job and a coordinator of two versions refuse
 # each other.
-VERSION = 2
+VERSION = 3
 SIZE_BYTES = 4096
 _PLACE_BYTES = SIZE_BYTES // 2
 _HEAD = struct.Struct("<4sIQ")  # magic, version, number of the record
 _CHECKSUM = struct.Struct("<I")
-_MAGIC = {Order: b"HGOR", Statistics: b"HGST"}
+_MAGIC = {Order: b"HGOR", Statistics: b"HGST", Work: b"HGWK"}
 # linux/fcntl.h, since 5.1; Python has no name for it before 3.13.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -69,6 +69,10 @@ class Page(Generic[T]):
             self._seen = seen
         return self._newest
 
+    def clear(self) -> None:
+        """Forget what another writer has left: his records may have higher numbers."""
+        self._memory[:] = bytes(SIZE_BYTES)
+
     def close(self) -> None:
         """Unmap it."""
         self._memory.close()
@@ -104,11 +108,31 @@ def make_orders() -> tuple[Page[Order], int]:
 
 def make_statistics() -> tuple[Page[Statistics], int]:
     """A page that this process reads, and a descriptor for the job, which writes it. Nobody can change its size."""
-    descriptor = os.memfd_create("hetstream-gpu-statistics", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = _written_by_jobs("hetstream-gpu-statistics")
+    try:
+        return Page(descriptor, Statistics, writable=False), descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def make_work() -> tuple[int, int]:
+    """Two descriptors of a page: one for guaranteed jobs, which write it, and one for the others, which read it."""
+    descriptor = _written_by_jobs("hetstream-gpu-work")
+    try:
+        os.fchmod(descriptor, 0o400)
+        return descriptor, os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _written_by_jobs(name: str) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, SIZE_BYTES)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_SEAL)
-        return Page(descriptor, Statistics, writable=False), descriptor
+        return descriptor
     except OSError:
         os.close(descriptor)
         raise

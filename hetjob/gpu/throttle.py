@@ -22,6 +22,11 @@ def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:
     return opens or after.share > before.share
 
 
+def open_until(order: Order, busy_since_ns: int) -> int:
+    """Until when others leave the GPU idle; 0 if the guaranteed job has begun since the order was made."""
+    return order.open_until_ns if busy_since_ns <= order.idle_since_ns else 0
+
+
 class Throttle:
     """Says how long a job has to wait before it launches, and learns how long its launches keep the GPU busy.
 
@@ -36,7 +41,9 @@ class Throttle:
         self._is_bound = job_class is JobClass.OPPORTUNISTIC
         self._rested_ns = 0  # when the debt of earlier launches is paid
 
-    def wait_ns(self, order: Order | None, now_ns: int, *, work_ns: int = 0, in_mini_batch: bool = True) -> int:
+    def wait_ns(
+        self, order: Order | None, now_ns: int, *, work_ns: int = 0, in_mini_batch: bool = True, busy_since_ns: int = 0
+    ) -> int:
         """How long to wait, and ask again; 0: launch now.
 
         Args:
@@ -44,6 +51,7 @@ class Throttle:
             now_ns: the time.
             work_ns: how long the launch will keep the GPU busy, as far as known: it is to end while the GPU is idle.
             in_mini_batch: whether the job is on the way to a boundary.
+            busy_since_ns: when the guaranteed job began to use the GPU last, as it says itself.
         """
         if not self._is_bound:
             return 0
@@ -51,14 +59,15 @@ class Throttle:
             return LOOK_AGAIN_NS
         if order.verdict == Verdict.FINISH:
             return 0 if in_mini_batch else LOOK_AGAIN_NS
-        if order.share >= FULL_SHARE or now_ns + work_ns <= order.open_until_ns:
+        open_until_ns = open_until(order, busy_since_ns)
+        if order.share >= FULL_SHARE or now_ns + work_ns <= open_until_ns:
             return 0
-        most_ns = _LONGER_NS if now_ns < order.open_until_ns else LOOK_AGAIN_NS
+        most_ns = _LONGER_NS if now_ns < open_until_ns else LOOK_AGAIN_NS
         return most_ns if order.share <= 0 else min(most_ns, max(0, self._rested_ns - now_ns))
 
-    def worked(self, order: Order | None, now_ns: int, work_ns: int) -> None:
+    def worked(self, order: Order | None, now_ns: int, work_ns: int, busy_since_ns: int = 0) -> None:
         """Note work that has just ended."""
-        if order is None or now_ns <= order.open_until_ns or not 0 < order.share < FULL_SHARE:
+        if order is None or now_ns <= open_until(order, busy_since_ns) or not 0 < order.share < FULL_SHARE:
             return
         debt_ns = work_ns * (FULL_SHARE - order.share) // order.share
         self._rested_ns = min(max(self._rested_ns, now_ns) + debt_ns, now_ns + _MOST_DEBT_NS)

@@ -178,12 +178,13 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     open_until_ns = pacing.open_until_ns(state.pacing, record, now_ns)
     if state.pacing.phase is Phase.MEASURING:
         verdict = Verdict.RUN if open_until_ns else Verdict.PAUSE
-        return Order(
-            verdict=verdict, open_until_ns=open_until_ns
-        ), f"{state.pacing.reason}: paused while it is measured"
+        order = Order(verdict=verdict, open_until_ns=open_until_ns, idle_since_ns=record.boundary_ns)
+        return order, f"{state.pacing.reason}: paused while it is measured"
     if pacing.is_silent(state.pacing, record, now_ns):
         return Order(), "the guaranteed job has been at one mini-batch for long: paused"
-    order = Order(verdict=Verdict.RUN, share=state.pacing.share, open_until_ns=open_until_ns)
+    order = Order(
+        verdict=Verdict.RUN, share=state.pacing.share, open_until_ns=open_until_ns, idle_since_ns=record.boundary_ns
+    )
     return (
         order,
         f"{state.pacing.reason}; gaps {state.pacing.gap_use / 10:.0f}%, busy time {state.pacing.share / 10:.0f}%",

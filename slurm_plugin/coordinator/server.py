@@ -33,7 +33,7 @@ from hetstream.hetjob.gpu.introduction import (
     read_introduction,
 )
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
-from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics
+from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics, make_work
 from hetstream.hetjob.gpu.throttle import is_good_news
 from hetstream.slurm_plugin.coordinator.admission import Admission, Peer
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, decide
@@ -84,6 +84,17 @@ class _SharedGpu:
     state: GpuState = field(default_factory=GpuState)
     decisions: dict[str, Decision] = field(default_factory=dict)
     is_reserved: bool = False
+    work: tuple[int, int] = field(default_factory=make_work)
+
+    def work_of(self, job_class: JobClass) -> int:
+        """The descriptor of the page in which guaranteed jobs say that they are busy."""
+        written, read = self.work
+        return written if job_class is JobClass.GUARANTEED else read
+
+    def close(self) -> None:
+        self.gpu.close()
+        for descriptor in self.work:
+            os.close(descriptor)
 
 
 class Coordinator:
@@ -101,13 +112,13 @@ class Coordinator:
 
     def __init__(self, path: Path, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._admission = admission
-        self._gpus = {gpu.name: _SharedGpu(gpu, Measurements(gpu.capacity_bytes)) for gpu in gpus}
         self._tables: dict[int | None, bytes] = {}  # of this renewal, by who may see them; None: who may see all
         self._members: list[_Member] = []
         self._places: Places[_Member] = Places(_MOST_PROCESSES, _MOST_OF_USER)
         self._num_admitted = 0
         self._grants_read_s = -_GRANTS_S
         self._listener = _listen(path)
+        self._gpus = {gpu.name: _SharedGpu(gpu, Measurements(gpu.capacity_bytes)) for gpu in gpus}
         self._path = path
         self._socket_inode = path.lstat().st_ino
         self._resting: list[_Member] = []
@@ -233,7 +244,9 @@ class Coordinator:
                 reach("coordinator.pages_made")
                 answer = encode(Answer(VERSION, job_class=member.job_class))
                 with contextlib.suppress(OSError):  # it has gone already: seen at its connection
-                    socket.send_fds(member.connection, [answer], [order_descriptor, statistics_descriptor])
+                    work_descriptor = self._gpus[member.gpu].work_of(member.job_class)
+                    descriptors = [order_descriptor, statistics_descriptor, work_descriptor]
+                    socket.send_fds(member.connection, [answer], descriptors)
             finally:
                 os.close(statistics_descriptor)
         finally:
@@ -371,7 +384,7 @@ class Coordinator:
         self._wake.close()
         self._waker.close()
         for shared in self._gpus.values():
-            shared.gpu.close()
+            shared.close()
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_ino == self._socket_inode:  # else another coordinator listens there by now
                 self._path.unlink()

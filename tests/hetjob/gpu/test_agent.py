@@ -44,6 +44,7 @@ class FakeCoordinator:
         self.limit_bytes = NO_LIMIT
         self.job_class = JobClass.OPPORTUNISTIC
         self.heard: list[Statistics] = []
+        self.busy_ns = 0
         self.time_goes_by: Callable[[], None] = lambda: pytest.fail("it waits")
 
     def order(self) -> Order:
@@ -51,6 +52,12 @@ class FakeCoordinator:
 
     def report(self, statistics: Statistics, *, news: bool) -> None:
         self.heard.append(statistics)
+
+    def busy_since_ns(self) -> int:
+        return self.busy_ns
+
+    def say_busy(self, now_ns: int) -> None:
+        self.busy_ns = now_ns
 
     def look(self) -> bool:
         return True

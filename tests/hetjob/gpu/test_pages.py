@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 
 from hetstream.hetjob.gpu import pages
-from hetstream.hetjob.gpu.orders import Order, Statistics, Verdict
-from hetstream.hetjob.gpu.pages import SIZE_BYTES, Page, make_orders, make_statistics
+from hetstream.hetjob.gpu.orders import Order, Statistics, Verdict, Work
+from hetstream.hetjob.gpu.pages import SIZE_BYTES, Page, make_orders, make_statistics, make_work
 
 
 @pytest.fixture
@@ -66,6 +66,24 @@ def test_a_job_can_only_read_its_orders(orders: tuple[Page[Order], int]) -> None
     finally:
         os.close(again)
     assert page.read() == Order(7)
+
+
+def test_that_the_guaranteed_job_is_busy_is_written_by_it_alone_and_one_after_another() -> None:
+    written, read = make_work()
+    try:
+        with pytest.raises(PermissionError):
+            Page(read, Work, writable=True)
+        with closing(Page(read, Work, writable=False)) as reader:
+            for first_ns in (1000, 2000):  # the second job's records begin with number 1 again
+                with closing(Page(written, Work, writable=True)) as writer:
+                    writer.clear()
+                    assert reader.read() is None
+                    for since_ns in range(first_ns, first_ns + 5):
+                        writer.write(Work(since_ns))
+                        assert reader.read() == Work(since_ns)
+    finally:
+        os.close(written)
+        os.close(read)
 
 
 def test_nobody_can_make_a_page_shorter_below_its_reader() -> None:

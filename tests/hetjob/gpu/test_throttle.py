@@ -46,6 +46,14 @@ def test_a_launch_has_to_end_while_the_gpu_is_idle(throttle: Throttle) -> None:
     assert 0 < throttle.wait_ns(order, NOW, work_ns=3 * MS) < LOOK_AGAIN_NS  # the gap may be longer by then
 
 
+def test_a_gap_ends_when_the_guaranteed_job_says_that_it_is_busy(throttle: Throttle) -> None:
+    order = Order(VALID, Verdict.RUN, open_until_ns=NOW + 9 * MS, idle_since_ns=NOW - MS)
+    assert throttle.wait_ns(order, NOW, busy_since_ns=NOW - 2 * MS) == 0  # it was, before this gap
+    assert throttle.wait_ns(order, NOW, busy_since_ns=NOW) == LOOK_AGAIN_NS
+    full = Order(VALID, Verdict.RUN, share=FULL_SHARE)
+    assert throttle.wait_ns(full, NOW, busy_since_ns=2**62) == 0, "what it says ends gaps and nothing else"
+
+
 @pytest.mark.parametrize("share", [10, 250, 900])
 def test_a_share_is_a_share_of_the_time(throttle: Throttle, share: int) -> None:
     order = Order(10**18, Verdict.RUN, share=share)

@@ -110,6 +110,17 @@ def test_when_the_guaranteed_job_leaves_the_others_have_the_gpu(
     wait_until(lambda: (order := opportunistic.order()) is not None and order.limit_bytes == 32 * GIB)
 
 
+def test_the_others_hear_that_the_guaranteed_job_is_busy_from_itself(
+    guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil
+) -> None:
+    wait_until(lambda: (order := opportunistic.order()) is not None and order.open_until_ns > 0)
+    assert opportunistic.busy_since_ns() == 0
+    guaranteed.say_busy(7)
+    assert opportunistic.busy_since_ns() == 7
+    opportunistic.say_busy(8)  # it may only read that
+    assert guaranteed.busy_since_ns() == opportunistic.busy_since_ns() == 7
+
+
 @pytest.mark.parametrize("how", ["corrupted", "forged"])
 def test_a_guaranteed_job_whose_page_cannot_be_believed_lets_nobody_on(
     guaranteed: Connection, opportunistic: Connection, wait_until: WaitUntil, how: str

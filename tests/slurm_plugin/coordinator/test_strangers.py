@@ -163,7 +163,7 @@ def test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator(wait_until:
         introduction = Introduction(VERSION, "7", JobClass.GUARANTEED, GPU)
         with pytest.raises(GpuCoordinatorError, match=f"user {STRANGER} listens at .*: it is not asked"):
             Connection(path, introduction, VICTIM)
-        with pytest.raises(GpuCoordinatorError, match="sent 0 descriptors instead of 2"):
+        with pytest.raises(GpuCoordinatorError, match="sent 0 descriptors instead of 3"):
             Connection(path, introduction, STRANGER)
         impostor.join()
         os.close(heard)
@@ -181,7 +181,7 @@ def test_what_is_no_page_is_no_coordinators(path: Path) -> None:
             with connection:
                 connection.recv(4096)
                 empty = os.memfd_create("empty")
-                socket.send_fds(connection, [encode(Answer(VERSION))], [empty, empty])
+                socket.send_fds(connection, [encode(Answer(VERSION))], [empty] * 3)
                 os.close(empty)
 
         thread = threading.Thread(target=answer)

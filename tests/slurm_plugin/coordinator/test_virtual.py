@@ -26,6 +26,7 @@ class Node:
     """A GPU and its coordinator, which decides when somebody has news, and every 20 ms."""
 
     def __init__(self, capacity_bytes: int = 32 * GIB) -> None:
+        self.busy_since_ns = 0
         self.clock = VirtualClock()
         self.chip = FakeGpuChip(self.clock, capacity_bytes)
         self.state = GpuState()
@@ -60,6 +61,12 @@ class Channel:
         self.node.jobs[self.name] = SharingJob(self.name, self.job_class, 0, statistics)
         if news:
             self.node.decide()
+
+    def busy_since_ns(self) -> int:
+        return self.node.busy_since_ns
+
+    def say_busy(self, now_ns: int) -> None:
+        self.node.busy_since_ns = now_ns
 
     def look(self) -> bool:
         return True

@@ -1,48 +1,50 @@
 """`make bench-gpu_sharing`: a guaranteed and an opportunistic job on one GPU; AntMan's table 2 and figures 10 to 12.
 
-With `--cpu` on an emulated GPU: real processes that share one core and count their memory. What that shows is whether
-decisions, orders and limits do what they should; it is no measure of a GPU. docs/benchmarks.md explains the rows.
+On the first real GPU, or, with `--cpu`, on an emulated one: real processes that share one core and count their memory.
+What the latter shows is whether decisions, orders and limits do what they should; it is no measure of a GPU.
+docs/benchmarks.md explains the rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, machine
+from benchmarks.gpu_machines import (
+    CLIENTS,
+    CudaMachine,
+    EmulatedMachine,
+    Machine,
+    OutOfTime,
+    Training,
+    end_by,
+    until,
+    wait_for_steps,
+    why_no_gpu,
+)
 from benchmarks.harness import Row, System, row_of, say
-from benchmarks.running import ROOT
-from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.gpu.devices.allocator_trace import read_trace, replay
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass, Statistics
 from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.coordinator.look import look
 
-MIB = 2**20
-CAPACITY_BYTES = 64 * MIB
-# Of the GPU's memory the one needs about 90 %, most of it activations, and the other 13 %: both do not fit.
-LARGE = {"width": 512, "rows": 2700, "layers": 5}
-SMALL = {"width": 384, "rows": 256, "layers": 4}
-# Parts of a kernel's length are what a guaranteed job can lose at the end of a gap.
-BESIDE = {"width": 256, "rows": 64, "layers": 4}
-WAITS_MS = (70, 30, 13)
-GUARANTEED = {"width": 512, "rows": 128, "layers": 6}
 # Pace and limits are found in this time, which is not measured.
 SETTLE_S, MEASURE_S = 8.0, 6.0
 QUICK_S = 1.5
-NO_GPU = "the GPU variant is not there yet; --cpu runs on an emulated one"
 NOTES = [
     "EMULATION: no GPU. Kernels are operators of real processes on one core, memory is counted, and the host's is "
     "slowed down to 512 MiB/s. Ratios within a run mean something, seconds do not.",
@@ -50,128 +52,75 @@ NOTES = [
 ]
 # The whole run; what has not been measured then is reported as a failure.
 _LIMIT_S = 290.0
-_end_s = math.inf
+_CUDA_LIMIT_S = 540.0
+_CLIENT_S = 120.0
 
 
-class OutOfTime(Exception):
-    """The run has taken as long as it may."""
+@dataclass(frozen=True)
+class Run:
+    """How to measure.
 
+    Attributes:
+        quick: shortly, to see that it runs.
+        out: folder for what an experiment records.
+    """
 
-@dataclass
-class Training:
-    """A training program that runs, or has run."""
-
-    process: subprocess.Popen[bytes]
+    quick: bool
     out: Path
-    err: Path
-
-    def steps(self) -> list[tuple[int, int]]:
-        """When each step ended, and how long it computed."""
-        whole_lines = self.out.read_text().split("\n")[:-1]
-        return [(int(ended_ns), int(busy_ns)) for ended_ns, busy_ns in map(str.split, whole_lines)]
-
-    def finish(self) -> float | None:
-        """Wait for its end. How long it took from its first step on; None if it failed."""
-        _until(lambda: self.process.poll() is not None)
-        steps = self.steps()
-        return (steps[-1][0] - steps[0][0] + steps[0][1]) / 1e9 if self.process.returncode == 0 and steps else None
-
-
-class Machine:
-    """One emulated GPU on the last core; all else runs on the others."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.gpu = folder / "gpu0"
-        self.socket = folder / "gpu.sock"
-        self._count = 0
-        cores = sorted(os.sched_getaffinity(0))
-        self.core = cores[-1]
-        os.sched_setaffinity(0, cores[:-1] or cores)
-        self.emulate(CAPACITY_BYTES)
-
-    def emulate(self, capacity_bytes: int) -> None:
-        EmulatedGpuFile.create(
-            self.gpu, capacity_bytes=capacity_bytes, core=self.core, segment_bytes=MIB, bus_bytes_per_s=512 * MIB
-        )
-
-    @contextlib.contextmanager
-    def coordinator(self) -> Iterator[None]:
-        argv = [sys.executable, "-m", "hetstream", "gpu", "coordinator", "--own-jobs"]
-        argv += ["--gpu", f"emulation:{self.gpu}", "--socket", str(self.socket)]
-        with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
-            assert process.stderr is not None
-            process.stderr.readline()
-            try:
-                yield
-            finally:
-                process.terminate()
-
-    @contextlib.contextmanager
-    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int = 1024) -> Iterator[Training]:
-        """A training program, as long as the context."""
-        self._count += 1
-        out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
-        settings = {
-            "HETSTREAM_GPU": f"emulation:{self.gpu}",
-            "HETSTREAM_JOB_CLASS": job_class.value,
-            "HETSTREAM_GPU_SOCKET": str(self.socket),
-            "HETSTREAM_GPU_HOST_BYTES": str(host_mib * MIB),
-        }
-        argv = [sys.executable, str(ROOT / "benchmarks/clients/gpu_training.py"), json.dumps(request)]
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **environment(settings)})
-        try:
-            yield Training(process, out, err)
-        finally:
-            process.kill()
-            process.wait()
 
 
 def main() -> int:
     """Run the benchmark."""
     own = harness.parser("Several jobs on one GPU.", repeats=1)
-    own.add_argument("--cpu", action="store_true", help="on an emulated GPU, the only one that there is")
+    own.add_argument("--cpu", action="store_true", help="on an emulated GPU")
     args = own.parse_args()
-    names = [system.name for system in harness.chosen([System(name) for name in EXPERIMENTS], args.systems)]
+    experiments = {**EXPERIMENTS, **({} if args.cpu else ON_CUDA_ALONE)}
+    names = [system.name for system in harness.chosen([System(name) for name in experiments], args.systems)]
     context = {"machine": machine.describe(), "versions": machine.versions("torch"), "notes": NOTES if args.cpu else []}
-    if not args.cpu:
-        rows = [Row(name, "hetstream", None, "x", note=NO_GPU) for name in names]
+    missing = "" if args.cpu else why_no_gpu()
+    if missing:
+        rows = [Row(name, "hetstream", None, "x", note=missing) for name in names]
         return harness.finish("gpu_sharing", args.out, rows, {}, context)
     rows = []
     failures: dict[str, str] = {}
-    _end_by(_LIMIT_S)
+    limit_s = _LIMIT_S if args.cpu else _CUDA_LIMIT_S
+    end_by(limit_s)
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        node = Machine(Path(folder))
-        context["machine"]["pinned_cores"] = {"gpu": [node.core]}
+        node: Machine = EmulatedMachine(Path(folder)) if args.cpu else CudaMachine(Path(folder))
+        if isinstance(node, EmulatedMachine):
+            context["machine"]["pinned_cores"] = {"gpu": [node.core]}
         for name in names:
-            say(f"{name}: {(EXPERIMENTS[name].__doc__ or '').strip()}")
+            say(f"{name}: {(experiments[name].__doc__ or '').strip()}")
             try:
-                rows += EXPERIMENTS[name](node, args.quick)
+                rows += experiments[name](node, Run(args.quick, args.out))
             except OutOfTime:
-                failures[name] = f"not done when the whole run had taken {_LIMIT_S:.0f} s: the machine is too busy"
+                failures[name] = f"not done when the whole run had taken {limit_s:.0f} s: the machine is too busy"
+            except (HetstreamError, subprocess.SubprocessError) as error:
+                failures[name] = str(error)
     return harness.finish("gpu_sharing", args.out, rows, failures, context)
 
 
-def table_2(node: Machine, quick: bool) -> list[Row]:
+def table_2(node: Machine, run: Run) -> list[Row]:
     """A small opportunistic job A runs; a guaranteed B, which needs nearly the whole GPU, comes after a part of it."""
-    small = {**SMALL, "wait_ms": 0, "steps": 100 if quick else 300}
-    large = {**LARGE, "wait_ms": 40, "steps": 4 if quick else 12}
+    sizes = node.sizes
+    small = {**sizes.small, "wait_ms": 0, "steps": 100 if run.quick else 300}
+    large = {**sizes.large, "wait_ms": 40, "steps": 4 if run.quick else 12}
     rows = []
     alone: dict[str, float] = {}
     for name, request in (("A", small), ("B", large)):
         with node.train(JobClass.GUARANTEED, request) as training:
             alone[name] = training.finish() or 0.0
     say(f"  table 2, alone: {alone}")
-    for mode in ("UMem", "hetstream") if quick else ("pack", "UMem", "hetstream"):
+    for mode in ("UMem", "hetstream") if run.quick else ("pack", "UMem", "hetstream"):
         shared = mode == "hetstream"
-        host_mib = 0 if mode == "pack" else 1024
+        host_mib = 0 if mode == "pack" else sizes.host_mib
         class_of_a = JobClass.OPPORTUNISTIC if shared else JobClass.GUARANTEED
         with contextlib.ExitStack() as stack:
             if shared:
                 stack.enter_context(node.coordinator())
             first = stack.enter_context(node.train(class_of_a, small, host_mib))
-            _wait_for_steps(first, 30)
+            wait_for_steps(first, 30)
             second = stack.enter_context(node.train(JobClass.GUARANTEED, large, host_mib))
             times = {"B": second.finish(), "A": first.finish()}
         say(f"  table 2, {mode}: {times}")
@@ -181,22 +130,23 @@ def table_2(node: Machine, quick: bool) -> list[Row]:
             ratio = taken / alone[name] if taken else None
             if ratio is None:
                 rows.append(Row(case, f"{mode} / alone", None, "x time", note="out of memory"))
-            elif shared and name == "B":
-                rows.append(row_of(case, f"{mode} / alone", [ratio], "x time", at_most=1.03))
             else:
-                rows.append(row_of(case, f"{mode} / alone", [ratio], "x time"))
+                goal = sizes.guaranteed_at_most if name == "B" else sizes.opportunistic_at_most
+                goal = goal if shared and not (run.quick and sizes.opportunistic_at_most) else None
+                rows.append(row_of(case, f"{mode} / alone", [ratio], "x time", at_most=goal))
     return rows
 
 
-def figure_10(node: Machine, quick: bool) -> list[Row]:
+def figure_10(node: Machine, run: Run) -> list[Row]:
     """How much slower jobs become with less memory: each has its own answer, which trials of the coordinator find."""
     rows = []
-    parts = (50,) if quick else (50, 10)
-    for name, request in (("large activations", LARGE),) if quick else (("large activations", LARGE), ("small", SMALL)):
+    parts = (50,) if run.quick else (50, 10)
+    sizes = node.sizes
+    both = (("large activations", sizes.large, sizes.capacity_bytes), ("small", sizes.small, sizes.small_bytes))
+    for name, request, need in both[:1] if run.quick else both:
         speeds: dict[int, float] = {}
         for percent in (100, *parts):
-            need = CAPACITY_BYTES if request is LARGE else 12 * MIB
-            node.emulate(need * percent // 100)
+            node.resize(need * percent // 100)
             with node.train(JobClass.GUARANTEED, {**request, "wait_ms": 0, "steps": 4}) as training:
                 training.finish()
                 speeds[percent] = 1e9 / statistics.median(busy for _, busy in training.steps())
@@ -204,32 +154,29 @@ def figure_10(node: Machine, quick: bool) -> list[Row]:
             row_of(f"figure 10: {name}", f"{percent} % of its memory / all", [speeds[percent] / speeds[100]], "x speed")
             for percent in parts
         ]
-    node.emulate(CAPACITY_BYTES)
+    node.resize(sizes.capacity_bytes)
     return rows
 
 
-def figure_11(node: Machine, quick: bool) -> list[Row]:
+def figure_11(node: Machine, run: Run) -> list[Row]:
     """How soon memory is free when a guaranteed job comes, and in use again when it has gone."""
     shrinks, grows, batches = [], [], []
-    gpu = f"emulation:{node.gpu}"
-    with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, {**LARGE, "wait_ms": 0}) as training:
-        _wait_for_steps(training, 3)
-        seen = EmulatedGpuFile(node.gpu)
+    with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, {**node.sizes.large, "wait_ms": 0}) as training:
+        wait_for_steps(training, 3)
         pid = training.process.pid
-        for _ in range(2 if quick else 5):
-            full = seen.held_by(pid)
+        for _ in range(2 if run.quick else 5):
+            full = node.held_bytes(pid)
             began_ns = time.monotonic_ns()
-            guaranteed = Connection(str(node.socket), Introduction(VERSION, "bench", JobClass.GUARANTEED, gpu))
+            guaranteed = Connection(str(node.socket), Introduction(VERSION, "bench", JobClass.GUARANTEED, node.gpu))
             guaranteed.report(Statistics(updated_ns=time.monotonic_ns()), news=True)
-            _until(lambda least=full // 3: seen.held_by(pid) < least)
+            until(lambda least=full // 3: node.held_bytes(pid) < least)
             shrinks.append((time.monotonic_ns() - began_ns) / 1e6)
             guaranteed.close()
             began_ns = time.monotonic_ns()
-            _until(lambda least=full * 9 // 10: seen.held_by(pid) >= least)
+            until(lambda least=full * 9 // 10: node.held_bytes(pid) >= least)
             grows.append((time.monotonic_ns() - began_ns) / 1e6)
-            _wait_for_steps(training, len(training.steps()) + 2)
+            wait_for_steps(training, len(training.steps()) + 2)
         batches = [busy / 1e6 for _, busy in training.steps()]
-        seen.close()
     case = "figure 11: from order to memory"
     note = f"a mini-batch takes {statistics.median(batches):.0f} ms"
     return [
@@ -238,17 +185,36 @@ def figure_11(node: Machine, quick: bool) -> list[Row]:
     ]
 
 
-def figure_12(node: Machine, quick: bool) -> list[Row]:
+def release(node: Machine, run: Run) -> list[Row]:
+    """How long one process needs to give memory back at a boundary, and by how much the next mini-batch is longer."""
+    sizes = node.sizes
+    request = {**sizes.large, "gpu": node.gpu.removeprefix(PREFIX) if node.gpu.startswith(PREFIX) else ""}
+    found = json.loads(_client("gpu_release.py", {**request, "repeats": 2 if run.quick else 10}))
+    case = "figure 11: at a boundary"
+    note = f"a mini-batch takes {statistics.median(found['step_ms']):.0f} ms"
+    rows = []
+    for name, goal_ms in (("shrink", sizes.shrink_ms), ("grow", sizes.grow_ms)):
+        values = found[f"{name}_ms"]
+        if not values:
+            rows.append(Row(case, name, None, "ms", note="nothing was given back"))
+            continue
+        median = statistics.median(values)
+        target, met = (f"<= {goal_ms:g}", median <= goal_ms) if goal_ms is not None and not run.quick else (None, None)
+        rows.append(Row(case, name, median, "ms", (min(values), max(values)), target, met, note, samples=tuple(values)))
+    return rows
+
+
+def figure_12(node: Machine, run: Run) -> list[Row]:
     """A guaranteed job that waits for data, and an opportunistic one beside it, packed and coordinated."""
-    settle_s, measure_s = (QUICK_S, QUICK_S) if quick else (SETTLE_S, MEASURE_S)
-    beside = {**BESIDE, "wait_ms": 0}
+    settle_s, measure_s = (QUICK_S, QUICK_S) if run.quick else (SETTLE_S, MEASURE_S)
+    beside = {**node.sizes.beside, "wait_ms": 0}
     with node.train(JobClass.GUARANTEED, beside) as training:
         bare_per_s = _per_s(training, measure_s / 2)
     with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, beside) as training:
         solo_per_s = _per_s(training, measure_s / 2)
     rows = [row_of("figure 12: alone", "opportunistic, hetstream / no agent", [solo_per_s / bare_per_s], "x speed")]
-    for wait_ms in WAITS_MS[:1] if quick else WAITS_MS:
-        with node.train(JobClass.GUARANTEED, {**GUARANTEED, "wait_ms": wait_ms}) as guaranteed:
+    for wait_ms in node.sizes.waits_ms[:1] if run.quick else node.sizes.waits_ms:
+        with node.train(JobClass.GUARANTEED, {**node.sizes.guaranteed, "wait_ms": wait_ms}) as guaranteed:
             # One process all the time: alone before and after, so that a machine that changes its speed shows.
             alone = [_window(guaranteed, 1.0, measure_s / 2)]
             with node.train(JobClass.GUARANTEED, beside) as other:
@@ -270,7 +236,7 @@ def figure_12(node: Machine, quick: bool) -> list[Row]:
         case = f"figure 12: waits {wait_ms} ms"
         modes = (("packed", packed, bare_per_s), ("SCHED_IDLE", idle, bare_per_s), ("hetstream", shared, solo_per_s))
         for mode, (step_ns, per_s), alone_per_s in modes:
-            goals = mode == "hetstream" and not quick  # in so short a time nothing has settled
+            goals = mode == "hetstream" and not run.quick  # in so short a time nothing has settled
             slowdown, part = step_ns / alone_ns, per_s / alone_per_s / left
             say(f"  {case}, {mode}: {slowdown:.3f} of alone, {part:.2f} of what is left ({note})")
             rows += [
@@ -290,45 +256,67 @@ def _per_s(training: Training, measure_s: float) -> float:
 
 def _beside(guaranteed: Training, other: Training, settle_s: float, measure_s: float) -> tuple[float, float]:
     """How long a step of the guaranteed job takes, and how many steps a second the other one makes in that time."""
-    _wait_for_steps(other, 1)
+    wait_for_steps(other, 1)
     seen = _window(guaranteed, settle_s, measure_s)
     began_ns, ended_ns = seen[0][0], seen[-1][0]
     made = sum(began_ns < end_ns <= ended_ns for end_ns, _ in other.steps())
     return _step_ns(seen), made / ((ended_ns - began_ns) / 1e9)
 
 
-EXPERIMENTS = {"table 2": table_2, "figure 10": figure_10, "figure 11": figure_11, "figure 12": figure_12}
+def probe(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
+    """What the GPU, its driver and PyTorch can do of what sharing needs."""
+    facts = json.loads(_client("gpu_probe.py", {}))
+    return [
+        Row("probe", name, None, "", note=fact) if isinstance(fact, str) else Row("probe", name, fact[0], fact[1])
+        for name, fact in facts.items()
+    ]
 
 
-def _wait_for_steps(training: Training, steps: int) -> None:
-    _until(lambda: len(training.steps()) >= steps or training.process.poll() is not None)
-    if len(training.steps()) < steps:
-        raise SystemExit(f"a training program ended early: {training.err.read_text()}")
+def allocator(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
+    """What PyTorch's allocator does in some steps of training, recorded as JSON, and the model beside it."""
+    path = run.out / "allocator_recorded.json"
+    _client("gpu_allocator.py", {"path": str(path), "steps": 3 if run.quick else 10})
+    found = replay(read_trace(path.read_bytes()))
+    say(f"  {path}: put it into tests/hetjob/gpu/fixtures, as allocator_NAME.json, and make test replays it")
+    alike = found.num_alike / found.num_requests
+    peaks = found.model_most_bytes / found.most_bytes
+    note = f"{found.num_requests:,} requests, {found.most_bytes:,} bytes held at most"
+    return [
+        replace(row_of("allocator", "requests that the model serves alike", [alike], "share", at_least=1.0), note=note),
+        row_of("allocator", "most memory held, model / PyTorch", [peaks], "x", at_most=1.0),
+    ]
+
+
+Experiment = Callable[[Machine, Run], list[Row]]
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "table 2": table_2,
+    "figure 10": figure_10,
+    "figure 11": figure_11,
+    "release": release,
+    "figure 12": figure_12,
+}
+ON_CUDA_ALONE: Mapping[str, Experiment] = {"probe": probe, "allocator": allocator}
+
+
+def _client(name: str, request: Mapping[str, Any]) -> str:
+    argv = [sys.executable, str(CLIENTS / name), json.dumps(dict(request))]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_CLIENT_S, check=False)
+    if done.returncode:
+        raise HetstreamError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
 
 
 def _window(training: Training, settle_s: float, measure_s: float) -> list[tuple[int, int]]:
     """The steps of some time that begins a while from now, or from its first step."""
-    _wait_for_steps(training, 2)
+    wait_for_steps(training, 2)
     began_ns = time.monotonic_ns() + int(settle_s * 1e9)
     ended_ns = began_ns + int(measure_s * 1e9)
-    _until(lambda: time.monotonic_ns() >= ended_ns)
+    until(lambda: time.monotonic_ns() >= ended_ns)
     return [step for step in training.steps() if began_ns <= step[0] < ended_ns]
 
 
 def _step_ns(steps: list[tuple[int, int]]) -> float:
     return (steps[-1][0] - steps[0][0]) / (len(steps) - 1)
-
-
-def _until(condition: Callable[[], object]) -> None:
-    while not condition():
-        if time.monotonic() > _end_s:
-            raise OutOfTime
-        time.sleep(0.001)
-
-
-def _end_by(limit_s: float) -> None:
-    global _end_s
-    _end_s = time.monotonic() + limit_s
 
 
 if __name__ == "__main__":

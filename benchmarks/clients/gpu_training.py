@@ -1,8 +1,8 @@
-"""A training program on an emulated GPU, for benchmarks.gpu_sharing; it knows nothing of sharing.
+"""A training program, for benchmarks.gpu_sharing; it knows nothing of sharing.
 
 Takes one JSON object: `steps` or `seconds`, `wait_ms` of waiting for data before each step, `width` and `rows` of the
-model and its batches, `layers`. Prints one line for each step: when it ended, and how long it computed, in nanoseconds
-of CLOCK_MONOTONIC.
+model and its batches, `layers`, `device` (the CPU if it says nothing). Prints one line for each step: when it ended,
+and how long it computed, in nanoseconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def main() -> None:
     torch.manual_seed(0)
     width = request["width"]
     modules = [module for _ in range(request["layers"]) for module in (torch.nn.Linear(width, width), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*modules)
+    device = request.get("device", "cpu")
+    model = torch.nn.Sequential(*modules).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    batch = torch.randn(request["rows"], width)
+    batch = torch.randn(request["rows"], width, device=device)
     data = threading.Event()
     end_s = time.monotonic() + request.get("seconds", 1e9)
     for _ in range(request.get("steps", 10**9)):
@@ -33,6 +34,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         now_ns = time.monotonic_ns()
         print(now_ns, now_ns - began_ns, flush=True)
         if time.monotonic() > end_s:

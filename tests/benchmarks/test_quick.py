@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import overhead
 from benchmarks.clients.images import file_class
+from benchmarks.gpu_machines import CLIENTS, ON_CUDA, why_no_gpu
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
 
@@ -251,12 +254,40 @@ def test_gpu_sharing_on_an_emulated_gpu(tmp_path: Path) -> None:
         "figure 11",
         "figure 12",
     }
+    assert "shrink" in rows
+    assert "grow" in rows
 
 
 def test_gpu_sharing_says_why_it_measures_nothing_on_a_real_gpu(tmp_path: Path) -> None:
+    if why_no_gpu() == "":
+        pytest.skip("there is a GPU")
     rows = run("gpu_sharing", tmp_path, "figure 12")
     assert rows["hetstream"]["value"] is None
     assert "--cpu" in str(rows["hetstream"]["note"])
+
+
+def test_gpu_sharing_asks_of_a_real_gpu_what_antman_shows() -> None:
+    """The larger job needs nearly all of the memory, and the other one has no room beside it."""
+    large, small = (ON_CUDA.large, ON_CUDA.small)
+
+    def needed_bytes(request: Mapping[str, Any]) -> int:
+        width, rows, layers = (int(request[name]) for name in ("width", "rows", "layers"))
+        return 4 * (2 * layers * width * width + (2 * layers + 1) * width * rows)
+
+    assert 0.8 <= needed_bytes(large) / ON_CUDA.capacity_bytes <= 0.95
+    assert needed_bytes(large) + needed_bytes(small) > 0.95 * ON_CUDA.capacity_bytes
+    assert (ON_CUDA.guaranteed_at_most, ON_CUDA.opportunistic_at_most) == (1.01, 1.03)
+    assert (ON_CUDA.shrink_ms, ON_CUDA.grow_ms) == (17, 60)
+
+
+@pytest.mark.slow
+def test_the_probe_of_a_gpu_says_of_each_fact_why_it_is_not_known() -> None:
+    if why_no_gpu() == "":
+        pytest.skip("there is a GPU")
+    argv = [sys.executable, str(CLIENTS / "gpu_probe.py"), "{}"]
+    facts = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert len(facts) == 7
+    assert all(isinstance(fact, str) and fact for fact in facts.values()), facts
 
 
 @pytest.mark.slow

@@ -1,0 +1,301 @@
+"""Where `benchmarks.gpu_sharing` runs: one emulated GPU of this machine's last core, or one real one.
+
+The programs are the same on both (`clients/gpu_training.py`); their sizes are such that the larger one needs about
+90 % of the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.running import ROOT
+from hetstream.hetjob.gpu import environment
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.orders import JobClass
+
+MIB = 2**20
+CLIENTS = ROOT / "benchmarks/clients"
+_end_s = math.inf
+
+
+class OutOfTime(Exception):
+    """The run has taken as long as it may."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the programs of one machine compute, and what is asked of it.
+
+    Attributes:
+        capacity_bytes: of the GPU, as far as it is used.
+        large, small: requests of a job that needs nearly all of the memory, and of one that needs little.
+        small_bytes: what the small one needs.
+        guaranteed, beside: of jobs that share the GPU's time.
+        waits_ms: that the guaranteed one waits for data before each step.
+        host_mib: memory of the host that may stand in.
+        guaranteed_at_most: of its time alone, that the guaranteed job's may come to in table 2.
+        opportunistic_at_most: the same of the other one; None: there is no goal.
+        shrink_ms, grow_ms: goals of what it takes to give memory back and to take it again; None: there are none.
+    """
+
+    capacity_bytes: int
+    large: Mapping[str, Any]
+    small: Mapping[str, Any]
+    small_bytes: int
+    guaranteed: Mapping[str, Any]
+    beside: Mapping[str, Any]
+    waits_ms: tuple[int, ...]
+    host_mib: int
+    guaranteed_at_most: float
+    opportunistic_at_most: float | None = None
+    shrink_ms: float | None = None
+    grow_ms: float | None = None
+
+
+# Of the GPU's memory the one needs about 90 %, most of it activations, and the other 13 %: both do not fit. Parts of a
+# kernel's length are what a guaranteed job can lose at the end of a gap.
+ON_CPU = Sizes(
+    capacity_bytes=64 * MIB,
+    large={"width": 512, "rows": 2700, "layers": 5},
+    small={"width": 384, "rows": 256, "layers": 4},
+    small_bytes=12 * MIB,
+    guaranteed={"width": 512, "rows": 128, "layers": 6},
+    beside={"width": 256, "rows": 64, "layers": 4},
+    waits_ms=(70, 30, 13),
+    host_mib=1024,
+    guaranteed_at_most=1.03,
+)
+# 32 GiB of the GPU, as AntMan's V100 has: the rest is held by nobody who computes.
+ON_CUDA = Sizes(
+    capacity_bytes=32 * 1024 * MIB,
+    large={"width": 4096, "rows": 84_000, "layers": 10, "device": "cuda"},
+    small={"width": 4096, "rows": 8192, "layers": 10, "device": "cuda"},
+    small_bytes=4096 * MIB,
+    guaranteed={"width": 4096, "rows": 4096, "layers": 8, "device": "cuda"},
+    beside={"width": 1024, "rows": 512, "layers": 8, "device": "cuda"},
+    waits_ms=(140, 60, 26),
+    host_mib=16 * 1024,
+    guaranteed_at_most=1.01,
+    opportunistic_at_most=1.03,
+    shrink_ms=17.0,
+    grow_ms=60.0,
+)
+
+
+@dataclass
+class Training:
+    """A training program that runs, or has run."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    def steps(self) -> list[tuple[int, int]]:
+        """When each step ended, and how long it computed."""
+        whole_lines = self.out.read_text().split("\n")[:-1]
+        return [(int(ended_ns), int(busy_ns)) for ended_ns, busy_ns in map(str.split, whole_lines)]
+
+    def finish(self) -> float | None:
+        """Wait for its end. How long it took from its first step on; None if it failed."""
+        until(lambda: self.process.poll() is not None)
+        steps = self.steps()
+        return (steps[-1][0] - steps[0][0] + steps[0][1]) / 1e9 if self.process.returncode == 0 and steps else None
+
+
+class Machine(Protocol):
+    """One GPU and what runs on it."""
+
+    sizes: Sizes
+    socket: Path
+
+    @property
+    def gpu(self) -> str:
+        """What jobs call it."""
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Let jobs have no more than this."""
+
+    def held_bytes(self, pid: int) -> int:
+        """What a process holds."""
+
+    @contextlib.contextmanager
+    def coordinator(self) -> Iterator[None]:
+        """A coordinator, as long as the context."""
+
+    @contextlib.contextmanager
+    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
+        """A training program, as long as the context."""
+
+
+class _Programs:
+    """Starts programs that share a GPU."""
+
+    def __init__(self, folder: Path, sizes: Sizes) -> None:
+        self._folder, self.sizes = folder, sizes
+        self.socket = folder / "gpu.sock"
+        self._count = 0
+
+    @contextlib.contextmanager
+    def _coordinated(self, gpu: str) -> Iterator[None]:
+        argv = [sys.executable, "-m", "hetstream", "gpu", "coordinator", "--own-jobs"]
+        argv += ["--gpu", gpu, "--socket", str(self.socket)]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            process.stderr.readline()
+            try:
+                yield
+            finally:
+                process.terminate()
+
+    @contextlib.contextmanager
+    def _train(self, gpu: str, job_class: JobClass, request: Mapping[str, Any], host_mib: int) -> Iterator[Training]:
+        self._count += 1
+        out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
+        settings = {
+            "HETSTREAM_GPU": gpu,
+            "HETSTREAM_JOB_CLASS": job_class.value,
+            "HETSTREAM_GPU_SOCKET": str(self.socket),
+            "HETSTREAM_GPU_HOST_BYTES": str(host_mib * MIB),
+        }
+        argv = [sys.executable, str(CLIENTS / "gpu_training.py"), json.dumps(dict(request))]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **environment(settings)})
+        try:
+            yield Training(process, out, err)
+        finally:
+            process.kill()
+            process.wait()
+
+
+class EmulatedMachine(_Programs):
+    """One emulated GPU on the last core; all else runs on the others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, ON_CPU)
+        self._file = folder / "gpu0"
+        cores = sorted(os.sched_getaffinity(0))
+        self.core = cores[-1]
+        os.sched_setaffinity(0, cores[:-1] or cores)
+        self.resize(self.sizes.capacity_bytes)
+
+    @property
+    def gpu(self) -> str:
+        """As `Machine.gpu`."""
+        return f"emulation:{self._file}"
+
+    def resize(self, capacity_bytes: int) -> None:
+        """As `Machine.resize`."""
+        EmulatedGpuFile.create(
+            self._file, capacity_bytes=capacity_bytes, core=self.core, segment_bytes=MIB, bus_bytes_per_s=512 * MIB
+        )
+
+    def held_bytes(self, pid: int) -> int:
+        """As `Machine.held_bytes`."""
+        with contextlib.closing(EmulatedGpuFile(self._file)) as seen:
+            return seen.held_by(pid)
+
+    @contextlib.contextmanager
+    def coordinator(self) -> Iterator[None]:
+        """As `Machine.coordinator`."""
+        with self._coordinated(self.gpu):
+            yield
+
+    @contextlib.contextmanager
+    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
+        """As `Machine.train`."""
+        with self._train(self.gpu, job_class, request, self.sizes.host_mib if host_mib is None else host_mib) as made:
+            yield made
+
+
+class CudaMachine(_Programs):
+    """The first real GPU. Memory above the capacity is held by a process that does nothing else.
+
+    Nothing of it has run on a GPU yet.
+    """
+
+    gpu = "GPU-of-this-benchmark"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, ON_CUDA)
+        import torch
+
+        self._cuda = torch.cuda
+        free_bytes, self._total_bytes = torch.cuda.mem_get_info()
+        self._capacity_bytes = min(self.sizes.capacity_bytes, free_bytes)
+        self._ballast: Any = None
+        self._torch = torch
+        self.resize(self._capacity_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """As `Machine.resize`."""
+        self._ballast = None
+        self._cuda.empty_cache()
+        free_bytes, _ = self._cuda.mem_get_info()
+        self._capacity_bytes = capacity_bytes
+        num_bytes = max(0, free_bytes - capacity_bytes)
+        self._ballast = self._torch.empty(num_bytes, dtype=self._torch.uint8, device="cuda")
+        self._idle_bytes = self._used_bytes()
+
+    def held_bytes(self, pid: int) -> int:  # noqa: ARG002
+        """What all programs hold: only one that trains is there when this is asked."""
+        return self._used_bytes() - self._idle_bytes
+
+    def _used_bytes(self) -> int:
+        free_bytes, total_bytes = self._cuda.mem_get_info()
+        return int(total_bytes - free_bytes)
+
+    @contextlib.contextmanager
+    def coordinator(self) -> Iterator[None]:
+        """As `Machine.coordinator`."""
+        with self._coordinated(f"{self.gpu}={self._capacity_bytes}"):
+            yield
+
+    @contextlib.contextmanager
+    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
+        """As `Machine.train`."""
+        with self._train(self.gpu, job_class, request, self.sizes.host_mib if host_mib is None else host_mib) as made:
+            yield made
+
+
+def why_no_gpu() -> str:
+    """Why no real GPU can be used; empty if one can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"there is no torch: {error}"
+    return "" if torch.cuda.is_available() else "no CUDA device; --cpu runs on an emulated one"
+
+
+def wait_for_steps(training: Training, steps: int) -> None:
+    """Wait until a program has made so many steps."""
+    until(lambda: len(training.steps()) >= steps or training.process.poll() is not None)
+    if len(training.steps()) < steps:
+        raise SystemExit(f"a training program ended early: {training.err.read_text()}")
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something.
+
+    Raises:
+        OutOfTime: the run has taken as long as it may.
+    """
+    while not condition():
+        if time.monotonic() > _end_s:
+            raise OutOfTime
+        time.sleep(0.001)
+
+
+def end_by(limit_s: float) -> None:
+    """Let the whole run take no longer than this from now on."""
+    global _end_s
+    _end_s = time.monotonic() + limit_s

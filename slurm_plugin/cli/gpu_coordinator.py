@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hetstream.base.errors import HetstreamError
+from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs
-from hetstream.slurm_plugin.coordinator.gpus import open_gpu
+from hetstream.slurm_plugin.coordinator.gpus import Gpu, open_gpu
 from hetstream.slurm_plugin.coordinator.server import Coordinator
 
 EPILOG = """\
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Coordinate until a signal comes."""
-    gpus = [open_gpu(text) for text in args.gpu]
+    gpus = opened_gpus(args.gpu)
     admission: Admission = OwnJobs() if args.own_jobs else GrantedJobs(args.grants)
     try:
         coordinator = Coordinator(args.socket, gpus, admission)
@@ -57,3 +58,19 @@ def run(args: argparse.Namespace) -> int:
     print(f"coordinating {', '.join(args.gpu)} at {args.socket}", file=sys.stderr, flush=True)
     coordinator.run()
     return 0
+
+
+def opened_gpus(texts: Sequence[str]) -> list[Gpu]:
+    """The GPUs that `--gpu` names.
+
+    Raises:
+        UsageError: there is no such GPU, or it is named twice.
+    """
+    gpus: list[Gpu] = []
+    for text in texts:
+        gpu = open_gpu(text)
+        if any(gpu.name == other.name for other in gpus):
+            gpu.close()
+            raise UsageError(f"--gpu {text}: it is named twice")
+        gpus.append(gpu)
+    return gpus

@@ -85,8 +85,11 @@ class EmulatedGpu:
         now_s = time.monotonic()
         if now_s - self._read_s >= _READING_S:
             self._read_s = now_s
-            held_bytes = self._file.held()
-            self._reading = GpuReading(sum(held_bytes.values()), None, held_bytes)
+            try:
+                held_bytes = self._file.held()
+                self._reading = GpuReading(sum(held_bytes.values()), None, held_bytes)
+            except (OSError, ValueError) as error:
+                self._reading = GpuReading(is_lost=True, why_lost=str(error))
         return self._reading
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class EmulatedGpuFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        head = os.pread(self._descriptor, _HEAD.size, 0)
+        head = self._head = os.pread(self._descriptor, _HEAD.size, 0)
         if len(head) != _HEAD.size or not head.startswith(_MAGIC):
             os.close(self._descriptor)
             raise ValueError(f"{os.fspath(path)} is no emulated GPU")
@@ -70,8 +70,14 @@ class EmulatedGpuFile:
             return sum(held for holder, held in self._living() if holder == pid)
 
     def held(self) -> dict[int, int]:
-        """What each process holds."""
+        """What each process holds.
+
+        Raises:
+            ValueError: the file is no emulated GPU any more, as a GPU may fall off its bus.
+        """
         held: dict[int, int] = {}
+        if os.fstat(self._descriptor).st_size != SIZE_BYTES or os.pread(self._descriptor, _HEAD.size, 0) != self._head:
+            raise ValueError("its file is no emulated GPU any more")
         with self._locked():
             for pid, num_bytes in self._living():
                 held[pid] = held.get(pid, 0) + num_bytes

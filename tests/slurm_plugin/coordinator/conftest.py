@@ -50,15 +50,19 @@ class Node:
     log: Path = Path()  # of the newest coordinator
 
     @property
+    def gpu_file(self) -> Path:
+        return self.directory / "gpu0"
+
+    @property
     def gpu(self) -> str:
-        return f"emulation:{self.directory / 'gpu0'}"
+        return f"emulation:{self.gpu_file}"
 
     @property
     def socket(self) -> Path:
         return self.directory / "gpu.sock"
 
     def emulate(self, *, memory_mib: int = 256) -> None:
-        argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / "gpu0"), "--memory-mib", str(memory_mib)]
+        argv = [*HETSTREAM, "gpu", "emulate", str(self.gpu_file), "--memory-mib", str(memory_mib)]
         subprocess.run([*argv, "--segment-kib", "256"], check=True, capture_output=True)
 
     def fault(self, point: str, action: str, count: int = 1) -> dict[str, str]:

@@ -1,0 +1,121 @@
+"""Bad input to a coordinator that is a process of its own: each is refused or frozen with one clear line, and the
+guaranteed job's order stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from hetstream.hetjob.gpu import environment
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.introduction import Connection, Introduction
+from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
+from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.slurm_plugin.coordinator.look import look
+from hetstream.slurm_plugin.coordinator.table import GpuRow
+from tests.slurm_plugin.coordinator.conftest import HETSTREAM, TRAIN, Node
+
+MIB = 2**20
+
+
+@pytest.fixture
+def guaranteed(node: Node) -> Iterator[Connection]:
+    """A guaranteed job beside which everything happens; at the end it still has its order."""
+    node.coordinate()
+    with closing(connect(node, JobClass.GUARANTEED)) as connection:
+        report(connection, boundaries=2, boundary_ns=1, mini_batch_ns=10**7, is_idle=1)
+        yield connection
+        node.wait_until(lambda: is_told(connection, Verdict.RUN), 5, "the guaranteed job's order")
+        assert connection.look()
+
+
+def connect(node: Node, job_class: JobClass) -> Connection:
+    return Connection(str(node.socket), Introduction(VERSION, job_class.value, job_class, node.gpu))
+
+
+def report(connection: Connection, **record: int) -> None:
+    connection.report(Statistics(updated_ns=time.monotonic_ns(), host_capacity_bytes=MIB, **record), news=True)
+
+
+def is_told(connection: Connection, verdict: Verdict) -> bool:
+    order = connection.order()
+    return order is not None and order.verdict == verdict and order.valid_until_ns > time.monotonic_ns()
+
+
+def shown(node: Node) -> GpuRow:
+    (row,) = look(str(node.socket)).gpus
+    return row
+
+
+def reason(node: Node) -> str:
+    return next(process.reason for process in shown(node).processes if process.job_class == "opportunistic")
+
+
+def test_a_job_that_says_that_it_holds_less_memory_than_it_does_is_frozen(node: Node, guaranteed: Connection) -> None:
+    with closing(connect(node, JobClass.OPPORTUNISTIC)) as liar, closing(EmulatedGpuFile(node.gpu_file)) as memory:
+        report(liar, boundaries=5, held_bytes=MIB, peak_bytes=MIB, is_idle=1)
+        node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run")
+        assert memory.take(64 * MIB)
+        node.wait_until(lambda: is_told(liar, Verdict.PAUSE), 10, "its pause")
+        assert "says that it holds 1,048,576 bytes, and the GPU counts 67,108,864: paused" in reason(node)
+        memory.give(64 * MIB)
+        node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run again")
+
+
+@pytest.mark.parametrize("how", ["shorter", "other"])
+def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
+    node: Node, guaranteed: Connection, how: str
+) -> None:
+    with closing(connect(node, JobClass.OPPORTUNISTIC)) as other:
+        report(other, boundaries=5, is_idle=1)
+        node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run")
+        before = node.gpu_file.read_bytes()
+        with node.gpu_file.open("r+b") as file:
+            if how == "shorter":
+                file.truncate(0)
+            else:
+                file.write(os.urandom(len(before)))
+        node.wait_until(lambda: is_told(other, Verdict.PAUSE), 10, "its pause")
+        assert "the GPU does not answer any more: paused" in reason(node)
+        assert shown(node).is_lost
+        with node.gpu_file.open("r+b") as file:
+            file.write(before)
+        node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run again")
+
+
+def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
+    argv = [*HETSTREAM, "gpu", "coordinator", "--own-jobs", "--socket", str(node.socket)]
+    done = subprocess.run([*argv, "--gpu", node.gpu, "--gpu", node.gpu], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"hetstream gpu: UsageError: --gpu {node.gpu}: it is named twice"]
+
+
+def test_an_agent_of_another_version_ends_with_a_line_or_goes_on_as_if_alone(
+    node: Node, guaranteed: Connection
+) -> None:
+    patched = "from hetstream.hetjob.gpu import pages; pages.VERSION = 99; import runpy"
+    argv = [sys.executable, "-c", f"{patched}; runpy.run_path({str(TRAIN)!r}, run_name='__main__')", "3", "16", "0"]
+    line = f"the coordinator of this node's GPUs speaks protocol {VERSION}, and this hetstream protocol 99"
+    programs = {}
+    for job_class in JobClass:
+        settings = {
+            "HETSTREAM_GPU": node.gpu, "HETSTREAM_JOB_CLASS": job_class.value, "HETSTREAM_GPU_SOCKET": str(node.socket),
+        }  # fmt: skip
+        programs[job_class] = subprocess.Popen(
+            argv, env={**os.environ, **environment(settings)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    for job_class, program in programs.items():
+        losses, said = program.communicate(timeout=100)
+        assert line in said
+        assert len(said.splitlines()) == 1
+        if job_class is JobClass.GUARANTEED:
+            assert "goes on as if alone" in said
+            assert len(losses.split()) == 3
+        else:
+            assert (program.returncode, losses) == (1, "")

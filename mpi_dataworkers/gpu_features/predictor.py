@@ -42,7 +42,11 @@ class KernelSize:
         made_width: the same of the results.
         given_bytes, made_bytes: of a value.
         parameter: what else matters for the operator: borders of Bucketize, n of FirstX and Ngram, classes of Onehot.
-        pieces: that are copied one by one: lists of FirstX, windows of Ngram.
+        pieces: that are copied one by one: blocks of FirstX, windows of Ngram, lines of memory that Onehot touches.
+        quick_pieces, quick_values: those of them for which the program has a quicker way, such as windows of two, and
+            their values.
+        uneven_rows: of all features, those whose list is not as long as the one before: processors guess wrong there.
+        read_bytes: that it really reads; None for all.
     """
 
     kind: str
@@ -55,6 +59,10 @@ class KernelSize:
     made_bytes: int
     parameter: float = 0.0
     pieces: float = 0.0
+    quick_pieces: float = 0.0
+    quick_values: float = 0.0
+    uneven_rows: float = 0.0
+    read_bytes: float | None = None
 
     @property
     def program(self) -> tuple[str, str]:
@@ -79,19 +87,22 @@ class KernelSize:
     @property
     def num_bytes(self) -> float:
         """That it reads and makes."""
-        return self.values * self.given_bytes + self.made_values * self.made_bytes
+        read = self.values * self.given_bytes if self.read_bytes is None else self.read_bytes
+        return read + self.made_values * self.made_bytes
 
     def roofline_terms(self) -> list[float]:
         """What a kernel takes is a sum of these, each times something that is not negative."""
         depth = math.log2(self.parameter + 2) * self.made_values
         rows = self.num_features * self.num_rows
         cached = [max(0.0, self.num_bytes - edge) for edge in _CACHE_BYTES]
-        return [1.0, self.num_features, rows, self.pieces, self.values, self.made_values, depth, *cached]
+        pieces = self.pieces, self.quick_pieces, self.quick_values, self.uneven_rows
+        return [1.0, self.num_features, rows, *pieces, self.values, self.made_values, depth, *cached]
 
     def features(self) -> list[float]:
         """What the trees look at."""
         sizes = self.num_rows, self.width, self.made_width, self.values, self.made_values, self.num_bytes, self.pieces
-        return [float(self.num_features), *(math.log2(size + 1) for size in sizes), self.parameter]
+        quick = self.quick_values / self.made_values if self.made_values else 0.0
+        return [float(self.num_features), *(math.log2(size + 1) for size in sizes), self.parameter, quick]
 
 
 # Where another cache begins, on usual processors and on GPUs: a roofline has a slope for each.

@@ -143,11 +143,23 @@ def cost_of(problem: Problem, kernels: Sequence[Kernel]) -> Cost:
 
 def least_exposed_s(problem: Problem) -> float:
     """No schedule exposes less: one launch of each kind that the longest chain of it needs, and all layers used up."""
-    num_launches = sum(_longest_chains(problem).values())
-    bounds = [0.0]
+    return max(0.0, filled_s(problem, sum(_longest_chains(problem).values())))
+
+
+def filled_s(problem: Problem, num_launches: int) -> float:
+    """What is exposed if work and so many launches could be divided among the layers at will, as water is.
+
+    Below zero it is what still fits.
+
+    It is the optimum of a linear program with three prices: of memory traffic, of arithmetic, and of launches, which
+    take both. So there are three bounds: each resource with the launches, and the launches alone in what each layer
+    leaves of both.
+    """
+    launches_s = num_launches * problem.launch_s
+    bounds = [launches_s - sum(min(layer.memory_s, layer.compute_s) for layer in problem.layers)]
     for name in ("memory_s", "compute_s"):
-        work = sum(getattr(operation, name) for operation in problem.operations) + num_launches * problem.launch_s
-        bounds.append(work - sum(getattr(layer, name) for layer in problem.layers))
+        work = sum(getattr(operation, name) for operation in problem.operations)
+        bounds.append(work + launches_s - sum(getattr(layer, name) for layer in problem.layers))
     return max(bounds)
 
 

@@ -95,3 +95,16 @@ def batch_of(size: PlanSize, rows: int, seed: int = 0) -> dict[str, Any]:
         ids[::3] %= 256
         batch[f"sparse{number}"] = Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
     return batch
+
+
+def batches_of_one_size(size: PlanSize, rows: int, count: int) -> list[dict[str, Any]]:
+    """Batches with other values and other lists, and as many ids in each feature: a CUDA graph takes no other ones."""
+    first = batch_of(size, rows)
+    batches = [first]
+    for seed in range(1, count):
+        batch = batch_of(size, rows, seed)
+        for name, value in first.items():
+            if isinstance(value, Jagged):
+                batch[name] = Jagged(value.values.flip(0) + seed, value.lengths.roll(seed))
+        batches.append(batch)
+    return batches

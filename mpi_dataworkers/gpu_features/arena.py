@@ -7,13 +7,14 @@ out here: a `JaggedBatch` lies there key by key, a matrix of dense features row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.reading import Columns, Values
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
@@ -25,35 +26,35 @@ _TILE_BYTES = 2 * _WORD_BYTES
 _ALIGNED_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an output is among the results, and its lengths in the batch's arena.
 
     Attributes:
-        first, count: of its values, in values of its dtype.
+        first, num_values: of its values, in values of its dtype.
         lengths_at: in words; -1 where there are none.
         num_lengths: of them.
     """
 
     dtype: str
     first: int
-    count: int
+    num_values: int
     width: int
     lengths_at: int = -1
     num_lengths: int = 0
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A batch's arena, and how large that of its results is.
+class Packed(NamedTuple):
+    """A batch's arena, and how large that of its results is. Data workers may make it, and every transport takes it.
 
     Attributes:
+        fingerprint: of the graph, its launches and tiles.
         words: in host memory.
         num_tiles: of each launch.
         places: of each output.
         made_bytes: of the results.
     """
 
+    fingerprint: str
     words: torch.Tensor
     num_rows: int
     num_tiles: tuple[int, ...]
@@ -66,6 +67,12 @@ class Packed:
         return self.words.numel() * _WORD_BYTES + self.made_bytes
 
 
+def fingerprint_of(graph: FeatureGraph, launches: Sequence[Sequence[int]], tile: int) -> str:
+    """What two packers share if a batch of one is a batch of the other."""
+    text = f"{graph.digest} {[list(chains) for chains in launches]} {tile}"
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 class Packer:
     """Packs batches of a graph.
 
@@ -76,6 +83,9 @@ class Packer:
         launches: the chains of each launch of the kernel; default: one of all.
         pinned: whether arenas are in page-locked memory, from where a GPU reads on its own.
         most_bytes: what a batch and its results may need together; default: anything.
+
+    Attributes:
+        fingerprint: of the graph, its launches and tiles.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class Packer:
         self._chains = program.chains
         self._tile = tile
         self._launches = [list(range(len(program.chains)))] if launches is None else launches
+        self.fingerprint = fingerprint_of(graph, self._launches, tile)
         self._pinned = pinned
         self._most_bytes = most_bytes
         self._table = np.zeros((len(program.chains), FEATURE_WORDS), dtype=np.int64)
@@ -126,7 +137,7 @@ class Packer:
             if found is not None and chain.is_moved:
                 layout.table[at, 10] = layout.add(_starts(found))
         places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
-        return Packed(layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
+        return Packed(self.fingerprint, layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
 
     def _check_size(self, features: Columns, sizes: Sequence[int]) -> None:
         if self._most_bytes is None:
@@ -241,11 +252,38 @@ def unpack(
     }
 
 
+def raw_of(graph: FeatureGraph, program: Program, packed: Packed) -> dict[str, torch.Tensor | Nullable | Jagged]:
+    """The batch that was packed, over the memory of its arena in host memory; inputs that nothing needs are zeros."""
+    words = packed.words
+    features_at = int(words[1])
+    table = words[features_at : features_at + len(program.chains) * FEATURE_WORDS].view(-1, FEATURE_WORDS).tolist()
+    row_of = {chain.source: row for chain, row in zip(program.chains, table, strict=True)}
+    return {node.name: _input(node, row_of.get(node.name), packed) for node in graph.inputs}
+
+
+def _input(node: Input, row: Sequence[int] | None, packed: Packed) -> torch.Tensor | Nullable | Jagged:
+    dtype, num_rows, kind = TORCH_DTYPES[node.type.dtype], packed.num_rows, node.type
+    if row is None:
+        if kind.is_jagged:
+            return Jagged(torch.zeros(0, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64))
+        return torch.zeros((num_rows,) if kind.width == 1 else (num_rows, kind.width), dtype=dtype)
+    flat = packed.words.view(dtype)[row[4] :]
+    if kind.is_jagged:
+        starts = packed.words[row[9] : row[9] + num_rows + 1]
+        return Jagged(flat[: int(starts[-1])], starts.diff())
+    values = flat[: num_rows * kind.width]
+    shape = (num_rows,) if kind.width == 1 else (num_rows, kind.width)
+    if row[5] < 0:
+        return values.view(shape)
+    valid = packed.words.view(torch.int8)[row[5] : row[5] + num_rows * kind.width] != 0
+    return Nullable(values.view(shape), valid.view(shape))
+
+
 def _output(
     output: Output, kind: FeatureType, place: Place, num_rows: int, batch: torch.Tensor, made: torch.Tensor
 ) -> torch.Tensor | Jagged | JaggedBatch:
     dtype = TORCH_DTYPES[place.dtype]
-    values = made.view(dtype)[place.first : place.first + place.count]
+    values = made.view(dtype)[place.first : place.first + place.num_values]
     if place.lengths_at < 0:
         return values if place.width == 1 and not output.keys else values.view(num_rows, place.width)
     lengths = batch[place.lengths_at : place.lengths_at + place.num_lengths]

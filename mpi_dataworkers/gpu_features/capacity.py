@@ -111,6 +111,15 @@ def capacities(device: Probing, rules: Rules | None = None) -> tuple[Layer, ...]
     return tuple(found)
 
 
+def round_s(device: Probing, resource: Resource, rules: Rules | None = None) -> float:
+    """What a round of one program takes of the whole GPU; `probes.py` says what such a round does.
+
+    Raises:
+        FeatureError: a probe has no speed.
+    """
+    return _Speed(device, resource, rules or Rules()).round_s
+
+
 class _Speed:
     """How fast a probe is: of all programs, and of some.
 

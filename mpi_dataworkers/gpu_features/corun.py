@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
 from hetstream.mpi_dataworkers.gpu_features.fused import Launch, memory_bytes, moved, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     HandOver,
@@ -67,6 +67,27 @@ class ComputedByDataWorkers:
 
     def __call__(self, batch: Mapping[str, Any]) -> Computed:
         return Computed(self._transform(batch))
+
+
+class PackedByDataWorkers:
+    """A batch stage that packs raw columns for a plan, so that the trainer only copies them. It can be pickled.
+
+        loader = DataLoader(..., collate_fn=collate_rows, batch_stage=PackedByDataWorkers(graph, plan))
+
+    Raises:
+        FeatureError: when it is called: the batch does not fit the graph, and the message names each feature.
+    """
+
+    def __init__(self, graph: FeatureGraph, plan: LaunchPlan, tile: int = 256) -> None:
+        self._made_of = graph, plan, tile
+        self._read = Reader(graph.inputs)
+        self._pack = Packer(graph, program_of(graph), tile, launches=[each.chains for each in plan.launches])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackedByDataWorkers, self._made_of
+
+    def __call__(self, batch: Mapping[str, Any]) -> Packed:
+        return self._pack(*self._read(batch))
 
 
 @dataclass
@@ -155,8 +176,10 @@ class CoRun:
         kernel: tuple[int, Launch | None] = (256, None),
     ) -> None:
         self.graph = graph
-        program = program_of(graph)
-        _check_chains(plan, len(program.chains))
+        self._program = program_of(graph)
+        _check_chains(plan, len(self._program.chains))
+        launches = [each.chains for each in plan.launches]
+        self._fingerprint = fingerprint_of(graph, launches, kernel[0])
         self._in_host_memory = FeatureTransform(graph)
         self._read = Reader(graph.inputs)
         self._tile = kernel[0]
@@ -178,16 +201,15 @@ class CoRun:
             self.streams = CudaStreams() if streams is None else streams
             self._device = self.streams.device
             self._launch = triton_launch() if kernel[1] is None else kernel[1]
-            launches = [each.chains for each in plan.launches]
             self._pack = Packer(
                 graph,
-                program,
+                self._program,
                 self._tile,
                 launches=launches,
                 pinned=self._device.type == "cuda",
                 most_bytes=memory_bytes(self._device),
             )
-            self._constants = torch.from_numpy(program.constants).to(self._device)
+            self._constants = torch.from_numpy(self._program.constants).to(self._device)
         except (FeatureError, torch.OutOfMemoryError) as error:
             self._missing = str(error).partition("\n")[0]
 
@@ -331,9 +353,10 @@ class CoRun:
         if isinstance(batch.raw, Computed):
             batch.features = batch.raw.features
         elif self._missing:
-            batch.features = self._in_host_memory(batch.raw)
+            batch.features = self._computed(batch.raw)
         else:
-            packed = self._pack(*self._read(batch.raw))
+            packed = batch.raw if isinstance(batch.raw, Packed) else self._pack(*self._read(batch.raw))
+            self._check(packed)
             batch.arena, batch.made = self.take_memory(self.streams, number, packed)
             batch.copied = batch.done = self.streams.record(Stream.COPYING)
             batch.packed = packed
@@ -378,9 +401,22 @@ class CoRun:
         self._shortage = str(error).partition("\n")[0]
         batch.packed = batch.arena = batch.made = batch.copied = None
         try:
-            batch.features = self._in_host_memory(batch.raw)
+            batch.features = self._computed(batch.raw)
         except FeatureError as wrong:
             batch.error = wrong
+
+    def _computed(self, raw: Any) -> dict[str, Any]:
+        """The outputs of a batch, in host memory."""
+        if isinstance(raw, Packed):
+            self._check(raw)
+            raw = raw_of(self.graph, self._program, raw)
+        return self._in_host_memory(raw)
+
+    def _check(self, packed: Packed) -> None:
+        if packed.fingerprint != self._fingerprint:
+            raise FeatureError(
+                "this batch was packed for another graph, plan or tile: PackedByDataWorkers needs CoRun's"
+            )
 
     def _go_on_without_room(self, loader: Iterable[Any]) -> None:
         """A batch had no room: data workers compute the next ones, or without such it is tried again."""
@@ -391,7 +427,8 @@ class CoRun:
     def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
         """Have data workers compute the graph from the next step on, and say so once; whether they will."""
         # A stage of the program's own would be gone.
-        can = hasattr(loader, "set_batch_stage") and getattr(loader, "batch_stage", None) is None
+        own = getattr(loader, "batch_stage", None)
+        can = hasattr(loader, "set_batch_stage") and (own is None or isinstance(own, PackedByDataWorkers))
         if can:
             loader.set_batch_stage(ComputedByDataWorkers(self.graph))  # type: ignore[attr-defined]
         if not self._has_said_so:

@@ -146,9 +146,12 @@ class LayerTimes:
         self._clock = clock
         self._begins = begins
         self._marks: list[tuple[str, Any]] = []
+        self._is_timing = False
 
     def layer_begins(self, name: str) -> None:
         """To be called by `LayerHooks`."""
+        if not self._is_timing:
+            return
         self._marks.append((name, self._clock.mark()))
         if self._begins is not None:
             self._begins(name)
@@ -163,10 +166,7 @@ class LayerTimes:
         """
         times: dict[str, list[float]] = {}
         for number in range(steps):
-            self._marks.clear()
-            train_step()
-            end = self._clock.mark()
-            sums = self._sums(end)
+            sums = self._one_step(train_step)
             if number and [*sums] != [*times]:
                 raise FeatureError(f"steps have different layers: {', '.join(times)}; then {', '.join(sums)}")
             for name, seconds in sums.items():
@@ -175,9 +175,16 @@ class LayerTimes:
             raise FeatureError("no layer begins in a step: hooks of modules are not called in a compiled model")
         return tuple(LayerTime(name, statistics.median(seconds)) for name, seconds in times.items())
 
-    def _sums(self, end: Any) -> dict[str, float]:
+    def _one_step(self, train_step: Callable[[], object]) -> dict[str, float]:
+        """Run a step; the time of each layer."""
+        self._marks.clear()
+        self._is_timing = True
+        try:
+            train_step()
+        finally:
+            self._is_timing = False
+        marks: Sequence[tuple[str, Any]] = [*self._marks, ("", self._clock.mark())]
         sums: dict[str, float] = {}
-        marks: Sequence[tuple[str, Any]] = [*self._marks, ("", end)]
         for (name, first), (_, second) in itertools.pairwise(marks):
             sums[name] = sums.get(name, 0.0) + self._clock.seconds(first, second)
         return sums

@@ -15,10 +15,11 @@ from interpreted import interpreted_launch, same
 from benchmarks.rap_cases import batch_of
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.batches import JaggedBatch
-from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.corun import ComputedByDataWorkers, CoRun
+from hetstream.mpi_dataworkers.gpu_features.arena import raw_of
+from hetstream.mpi_dataworkers.gpu_features.corun import ComputedByDataWorkers, CoRun, PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     AHEAD,
@@ -33,6 +34,7 @@ from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     next_action,
 )
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, Work, all_at_once, plan_launches
+from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.operations import H200
 from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
@@ -204,6 +206,46 @@ def test_data_workers_compute_the_graph_from_then_on(
     [message] = [record.message for record in caplog.records]
     assert "data workers compute the whole graph" in message
     assert ("no room" if full_at else "there is no GPU here") in message
+
+
+@pytest.mark.parametrize("full_at", [(), (2,), tuple(range(20))])
+def test_data_workers_pack_for_the_trainer(full_at: tuple[int, ...]) -> None:
+    """Which only copies; where it has no room, it reads the raw columns out of what was packed."""
+    model = Model()
+    stage = pickle.loads(pickle.dumps(PackedByDataWorkers(GRAPH, PLAN, tile=16)))
+    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, shuffle=False, batch_stage=stage) as loader:
+        with corun(model, FakeStreams(full_at)) as beside:
+            for number, features in enumerate(beside(loader)):
+                check(features, BATCHES[number])
+                train(model, features)
+        assert number == len(BATCHES) - 1
+        assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else PackedByDataWorkers)
+    other = PackedByDataWorkers(GRAPH, all_at_once(GRAPH, "dense.forward", 1), tile=16)
+    with corun(model) as beside, pytest.raises(FeatureError, match="packed for another graph, plan or tile"):
+        next(iter(beside([other(BATCHES[0])])))
+
+
+def test_what_was_packed_can_be_read_again() -> None:
+    """Of every form, and inputs that no output needs."""
+    filled = dense("age", is_nullable=True) >> ops.FillNull(3.0)
+    wide = dense("wide", "int32", width=2)
+    graph = FeatureGraph.of({"age": filled, "ids": jagged("ids"), "wide": wide})
+    unused = tuple(Input(f"unused{at}", kind.input.type) for at, kind in enumerate((wide, jagged("x"), dense("y"))))
+    graph = FeatureGraph((*graph.inputs, *unused), graph.steps, graph.outputs)
+    raw = {
+        "age": Nullable(torch.tensor([1.0, 5.0, 8.5]), torch.tensor([True, False, True])),
+        "wide": torch.arange(6, dtype=torch.int32).view(3, 2),
+        "ids": Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 0, 1])),
+        "unused0": torch.ones(3, 2, dtype=torch.int32),
+        "unused1": Jagged(torch.ones(2, dtype=torch.int64), torch.tensor([2, 0, 0])),
+        "unused2": torch.ones(3),
+    }
+    packed = PackedByDataWorkers(graph, all_at_once(graph, "", 1))(raw)
+    found = raw_of(graph, program_of(graph), packed)
+    for name in ("age", "wide", "ids"):
+        same(found[name], raw[name])
+    for name, expected_value in FeatureTransform(graph)(raw).items():
+        same(FeatureTransform(graph)(found)[name], expected_value)
 
 
 def test_a_programs_own_batch_stage_stays_where_the_gpu_is_full() -> None:

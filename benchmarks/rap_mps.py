@@ -1,0 +1,81 @@
+"""Preprocessing in a process of its own beside training, under NVIDIA's MPS: a system of `rap.py`.
+
+The trainer and the preprocessing are two processes that begin when MPS does. As in RAP's program, a batch is begun by
+a message and its results stay where they are: handing them over is left out, in favour of this system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.running import ROOT
+
+if TYPE_CHECKING:
+    from benchmarks.rap_systems import Bench
+
+MPS = "MPS"
+_CONTROL = "nvidia-cuda-mps-control"
+_LIMIT_S = 240
+
+
+def mps_missing() -> str:
+    """Why MPS cannot be used here; "" if it can."""
+    if shutil.which(_CONTROL) is None:
+        return f"{_CONTROL} is not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        return _start(_environment(folder)) or _stop(_environment(folder))
+
+
+def mps_step_s(bench: Bench) -> float:
+    """Seconds of a training step with the next batch computed by another process.
+
+    Raises:
+        RuntimeError: MPS cannot be started, or the trainer failed.
+    """
+    request = {"plan": bench.size.name, "rows": bench.rows, "steps": bench.num_steps}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment(folder)
+        if why := _start(environment):
+            raise RuntimeError(f"MPS: {why}")
+        try:
+            argv = [sys.executable, str(ROOT / "benchmarks/clients/rap_mps.py"), json.dumps(request)]
+            done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        finally:
+            _stop(environment)
+    if done.returncode:
+        raise RuntimeError(f"MPS: the trainer ended with {done.returncode}: {done.stderr[-2000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """A service of our own, which no other program meets."""
+    places = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
+    for name in places.values():
+        Path(folder, name).mkdir(exist_ok=True)
+    return {**os.environ, **{variable: str(Path(folder, name)) for variable, name in places.items()}}
+
+
+def _start(environment: dict[str, str]) -> str:
+    return _answer([_CONTROL, "-d"], environment)
+
+
+def _stop(environment: dict[str, str]) -> str:
+    return _answer([_CONTROL], environment, "quit\n")
+
+
+def _answer(argv: list[str], environment: dict[str, str], text: str = "") -> str:
+    """What a command says if it fails; "" if it does not."""
+    try:
+        done = subprocess.run(
+            argv, env=environment, input=text, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr or done.stdout or f"{argv[0]} ended with {done.returncode}").strip() if done.returncode else ""

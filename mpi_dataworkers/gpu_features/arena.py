@@ -254,9 +254,9 @@ def unpack(
 
 def raw_of(graph: FeatureGraph, program: Program, packed: Packed) -> dict[str, torch.Tensor | Nullable | Jagged]:
     """The batch that was packed, over the memory of its arena in host memory; inputs that nothing needs are zeros."""
-    words = packed.words
-    features_at = int(words[1])
-    table = words[features_at : features_at + len(program.chains) * FEATURE_WORDS].view(-1, FEATURE_WORDS).tolist()
+    numbers = packed.words
+    features_at = int(numbers[1])
+    table = numbers[features_at : features_at + len(program.chains) * FEATURE_WORDS].view(-1, FEATURE_WORDS).tolist()
     row_of = {chain.source: row for chain, row in zip(program.chains, table, strict=True)}
     return {node.name: _input(node, row_of.get(node.name), packed) for node in graph.inputs}
 

@@ -159,14 +159,16 @@ class LayerTimes:
     def of(self, train_step: Callable[[], object], steps: int) -> tuple[LayerTime, ...]:
         """Run some steps; the layers in the order in which they begin, with the medians of their times.
 
-        A layer that begins several times in a step counts once, with all of its time.
+        Nobody waits for the device between two steps, as in training. A layer that begins several times in a step
+        counts once, with all of its time.
 
         Raises:
             FeatureError: no layer begins, or steps are not alike.
         """
         times: dict[str, list[float]] = {}
-        for number in range(steps):
-            sums = self._one_step(train_step)
+        of_steps = [self._one_step(train_step) for _ in range(steps)]
+        for number, marks in enumerate(of_steps):
+            sums = self._sums(marks)
             if number and [*sums] != [*times]:
                 raise FeatureError(f"steps have different layers: {', '.join(times)}; then {', '.join(sums)}")
             for name, seconds in sums.items():
@@ -175,15 +177,18 @@ class LayerTimes:
             raise FeatureError("no layer begins in a step: hooks of modules are not called in a compiled model")
         return tuple(LayerTime(name, statistics.median(seconds)) for name, seconds in times.items())
 
-    def _one_step(self, train_step: Callable[[], object]) -> dict[str, float]:
-        """Run a step; the time of each layer."""
+    def _one_step(self, train_step: Callable[[], object]) -> Sequence[tuple[str, Any]]:
+        """Run a step; when its layers began, and its end."""
         self._marks.clear()
         self._is_timing = True
         try:
             train_step()
         finally:
             self._is_timing = False
-        marks: Sequence[tuple[str, Any]] = [*self._marks, ("", self._clock.mark())]
+        return [*self._marks, ("", self._clock.mark())]
+
+    def _sums(self, marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
+        """The time of each layer."""
         sums: dict[str, float] = {}
         for (name, first), (_, second) in itertools.pairwise(marks):
             sums[name] = sums.get(name, 0.0) + self._clock.seconds(first, second)

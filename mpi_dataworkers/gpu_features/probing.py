@@ -9,6 +9,7 @@ be repeated, on one batch: parameters change.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ _SOURCE_BYTES = 1 << 28
 
 
 class GpuProbing:
-    """A model that is trained on a GPU, with probes beside it.
+    """A model that is trained on a GPU, with probes beside it; in its context training comes first, as in `CoRun`'s.
 
     Args:
         model: The model.
@@ -61,7 +62,9 @@ class GpuProbing:
         most_values = self.num_multiprocessors * max(probes.MEMORY_BLOCK, probes.ARITHMETIC_BLOCK)
         self._made = torch.empty(most_values, device=self._streams.device)
         self._times = LayerTimes(CudaClock(), self._layer_begins)
-        self._hooks = LayerHooks(model, self._times.layer_begins, layers=layers, optimizer=optimizer)
+        self._context = contextlib.ExitStack()
+        hooks = LayerHooks(model, self._times.layer_begins, layers=layers, optimizer=optimizer)
+        self._context.callback(hooks.close)
 
     def step(self, probe: Probe | None) -> Sequence[LayerTime]:
         """As `Probing`."""
@@ -81,9 +84,10 @@ class GpuProbing:
 
     def close(self) -> None:
         """Take the hooks off the model; safe to call twice."""
-        self._hooks.close()
+        self._context.close()
 
     def __enter__(self) -> GpuProbing:
+        self._context.enter_context(self._streams.first())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,6 +14,9 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 
+# PyTorch knows these two priorities; 0 is the default.
+_FIRST, _LAST = -1, 0
+
 
 class Stream(enum.Enum):
     """Who works on a stream."""
@@ -91,8 +94,8 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         self.num_multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._streams: dict[Stream, Any] = {
-            Stream.PREPROCESSING: torch.cuda.Stream(self.device, priority=0),  # type: ignore[no-untyped-call]
-            Stream.COPYING: torch.cuda.Stream(self.device, priority=0),  # type: ignore[no-untyped-call]
+            Stream.PREPROCESSING: torch.cuda.Stream(self.device, priority=_LAST),  # type: ignore[no-untyped-call]
+            Stream.COPYING: torch.cuda.Stream(self.device, priority=_LAST),  # type: ignore[no-untyped-call]
         }
         self.follow()
 
@@ -100,7 +103,7 @@ class CudaStreams:
     def first(self) -> Iterator[None]:
         """As `Streams`."""
         outer = torch.cuda.current_stream(self.device)
-        inner = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        inner = torch.cuda.Stream(self.device, priority=_FIRST)  # type: ignore[no-untyped-call]
         inner.wait_stream(outer)
         with torch.cuda.stream(inner):
             yield
@@ -146,8 +149,9 @@ class CudaStreams:
         """As `Streams`."""
         graph = torch.cuda.CUDAGraph()
         before = self._streams[Stream.TRAINING]
+        stream = torch.cuda.Stream(self.device, priority=_FIRST)  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 self.follow()
                 made = run()
         finally:

@@ -19,8 +19,9 @@ from hetstream import DataLoader
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, unpack
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
-from hetstream.mpi_dataworkers.gpu_features.corun import CoRun, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fused import Launch as RunKernel
 from hetstream.mpi_dataworkers.gpu_features.fused import triton_launch
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once

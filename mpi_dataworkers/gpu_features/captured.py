@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed
 from hetstream.mpi_dataworkers.gpu_features.corun import Captured, CoRun, own_memory
@@ -55,8 +56,7 @@ class CapturedCoRun:
     first nine, and those without room run the step as it is. What a step gives is overwritten by the third step after.
 
     Args:
-        graph: What to compute.
-        plan: Which features beside which layer.
+        graph, plan: As in `CoRun`.
         model: The model.
         step: A whole training step on the features of a batch: gradients, forward, backward, optimizer. It must bear to
             be captured, as `torch.cuda.graph` demands.
@@ -72,7 +72,7 @@ class CapturedCoRun:
 
     def __init__(
         self,
-        graph: FeatureGraph,
+        graph: FeatureGraph | CutGraph,
         plan: LaunchPlan,
         model: torch.nn.Module,
         step: Callable[[dict[str, Any]], Any],

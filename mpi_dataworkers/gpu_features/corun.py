@@ -16,16 +16,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, HandedOver
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
-from hetstream.mpi_dataworkers.gpu_features.fused import Launch, memory_bytes, moved, triton_launch
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed, ComputedByDataWorkers, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.fused import Launch, check_tile, memory_bytes, moved, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     HandOver,
     Interleaving,
@@ -43,51 +46,6 @@ from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
 
 _log = logging.getLogger(__name__)
-
-
-class Computed(NamedTuple):
-    """A batch that data workers have computed.
-
-    Attributes:
-        features: the graph's outputs.
-    """
-
-    features: dict[str, Any]
-
-
-class ComputedByDataWorkers:
-    """A batch stage: the whole graph in data workers, marked so that nobody computes it again. It can be pickled."""
-
-    def __init__(self, graph: FeatureGraph) -> None:
-        self.graph = graph
-        self._transform = FeatureTransform(graph)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ComputedByDataWorkers, (self.graph,)
-
-    def __call__(self, batch: Mapping[str, Any]) -> Computed:
-        return Computed(self._transform(batch))
-
-
-class PackedByDataWorkers:
-    """A batch stage that packs raw columns for a plan, so that the trainer only copies them. It can be pickled.
-
-        loader = DataLoader(..., collate_fn=collate_rows, batch_stage=PackedByDataWorkers(graph, plan))
-
-    Raises:
-        FeatureError: when it is called: the batch does not fit the graph, and the message names each feature.
-    """
-
-    def __init__(self, graph: FeatureGraph, plan: LaunchPlan, tile: int = 256) -> None:
-        self._made_of = graph, plan, tile
-        self._read = Reader(graph.inputs)
-        self._pack = Packer(graph, program_of(graph), tile, launches=[each.chains for each in plan.launches])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PackedByDataWorkers, self._made_of
-
-    def __call__(self, batch: Mapping[str, Any]) -> Packed:
-        return self._pack(*self._read(batch))
 
 
 @dataclass
@@ -147,8 +105,9 @@ class CoRun:
     compute the graph, and a line in the log says so.
 
     Args:
-        graph: What to compute.
-        plan: Which features beside which layer.
+        graph: What to compute; of a cut graph the trainer's part, where the loader's data workers do theirs:
+            `DataLoader(..., batch_stage=DataWorkersPart(cut))`. The outputs are then the whole graph's.
+        plan: Which features beside which layer; of a cut graph, those of `cut.trainer`.
         model: The model that is trained; its modules say when a layer begins.
         layers: Modules by the names that the plan has for them; default: the model's children.
         optimizer: The model's; its step is a layer, too.
@@ -156,17 +115,19 @@ class CoRun:
         kernel: Values that a program works on at once, as in `FusedTransform`, and what runs it; default: Triton.
 
     Attributes:
+        graph: What is computed here.
         plan: The plan.
         streams: Of the device, where there is one.
         take_memory: Gives each batch its memory; default: of its own.
 
     Raises:
-        FeatureError: the plan leaves out features or has some twice, or knows no layer of the model.
+        FeatureError: the plan leaves out features or has some twice, or knows no layer of the model; a cut graph leaves
+            the trainer nothing; a tile cannot be.
     """
 
     def __init__(
         self,
-        graph: FeatureGraph,
+        graph: FeatureGraph | CutGraph,
         plan: LaunchPlan,
         model: torch.nn.Module,
         *,
@@ -175,13 +136,19 @@ class CoRun:
         streams: Streams | None = None,
         kernel: tuple[int, Launch | None] = (256, None),
     ) -> None:
-        self.graph = graph
-        self._program = program_of(graph)
-        _check_chains(plan, len(self._program.chains))
+        self._cut = graph if isinstance(graph, CutGraph) else None
+        self._whole = graph.graph if isinstance(graph, CutGraph) else graph
+        own = graph.trainer if isinstance(graph, CutGraph) else graph
+        if own is None:
+            raise FeatureError(f"{graph}: nothing is left for the trainer to compute")
+        self.graph: FeatureGraph = own
+        self._program = program_of(own)
+        check_tile(kernel[0])
+        _check_plan(plan, len(self._program.chains))
         launches = [each.chains for each in plan.launches]
-        self._fingerprint = fingerprint_of(graph, launches, kernel[0])
-        self._in_host_memory = FeatureTransform(graph)
-        self._read = Reader(graph.inputs)
+        self._fingerprint = fingerprint_of(own, launches, kernel[0])
+        self._in_host_memory = FeatureTransform(own)
+        self._read = Reader(own.inputs)
         self._tile = kernel[0]
         self._missing, self._shortage, self._has_said_so = "", "", False
         self._loader_state: Any = None
@@ -202,7 +169,7 @@ class CoRun:
             self._device = self.streams.device
             self._launch = triton_launch() if kernel[1] is None else kernel[1]
             self._pack = Packer(
-                graph,
+                own,
                 self._program,
                 self._tile,
                 launches=launches,
@@ -355,7 +322,8 @@ class CoRun:
         elif self._missing:
             batch.features = self._computed(batch.raw)
         else:
-            packed = batch.raw if isinstance(batch.raw, Packed) else self._pack(*self._read(batch.raw))
+            columns = self._columns(batch.raw)
+            packed = columns if isinstance(columns, Packed) else self._pack(*self._read(columns))
             self._check(packed)
             batch.arena, batch.made = self.take_memory(self.streams, number, packed)
             batch.copied = batch.done = self.streams.record(Stream.COPYING)
@@ -393,7 +361,7 @@ class CoRun:
         assert batch.done is not None
         self.streams.wait(Stream.TRAINING, batch.done)
         self.streams.use([batch.arena, batch.made], Stream.TRAINING)
-        return dict(unpack(self.graph, batch.packed, batch.arena, batch.made))
+        return self._outputs(batch.raw, dict(unpack(self.graph, batch.packed, batch.arena, batch.made)))
 
     # Without room
 
@@ -405,12 +373,30 @@ class CoRun:
         except FeatureError as wrong:
             batch.error = wrong
 
+    def _columns(self, raw: Any) -> Any:
+        """What is to be computed of a batch: columns, or what was packed of them."""
+        if self._cut is None:
+            return raw
+        if not isinstance(raw, HandedOver) or raw.fingerprint != self._cut.fingerprint:
+            raise FeatureError(
+                f"this batch is not of the data workers' part: batch_stage=DataWorkersPart of {self._cut}"
+            )
+        return raw.features
+
+    def _outputs(self, raw: Any, made: dict[str, Any]) -> dict[str, Any]:
+        """All outputs of the graph, of which data workers may have finished some."""
+        if self._cut is None:
+            return made
+        names = [output.name for output in self._whole.outputs]
+        return {name: made[name] if name in made else moved(raw.features[name], self._device) for name in names}
+
     def _computed(self, raw: Any) -> dict[str, Any]:
         """The outputs of a batch, in host memory."""
-        if isinstance(raw, Packed):
-            self._check(raw)
-            raw = raw_of(self.graph, self._program, raw)
-        return self._in_host_memory(raw)
+        columns = self._columns(raw)
+        if isinstance(columns, Packed):
+            self._check(columns)
+            columns = raw_of(self.graph, self._program, columns)
+        return self._outputs(raw, self._in_host_memory(columns))
 
     def _check(self, packed: Packed) -> None:
         if packed.fingerprint != self._fingerprint:
@@ -428,9 +414,11 @@ class CoRun:
         """Have data workers compute the graph from the next step on, and say so once; whether they will."""
         # A stage of the program's own would be gone.
         own = getattr(loader, "batch_stage", None)
-        can = hasattr(loader, "set_batch_stage") and (own is None or isinstance(own, PackedByDataWorkers))
+        can = hasattr(loader, "set_batch_stage") and (
+            own is None or isinstance(own, PackedByDataWorkers | DataWorkersPart)
+        )
         if can:
-            loader.set_batch_stage(ComputedByDataWorkers(self.graph))  # type: ignore[attr-defined]
+            loader.set_batch_stage(ComputedByDataWorkers(self._whole))  # type: ignore[attr-defined]
         if not self._has_said_so:
             who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
             _log.warning("hetstream: features: %s: %s", who, reason)
@@ -450,8 +438,11 @@ class _Iteration(Iterator[dict[str, Any]]):
         return self._corun.next_of(self)
 
 
-def _check_chains(plan: LaunchPlan, count: int) -> None:
-    """Raise FeatureError where a plan does not have each feature once."""
+def _check_plan(plan: LaunchPlan, count: int) -> None:
+    """Raise FeatureError where a plan does not have each feature once, or a launch has no program."""
+    for launch in plan.launches:
+        if launch.num_programs < 1:
+            raise FeatureError(f"{launch}: at least one program")
     chains = sorted(chain for launch in plan.launches for chain in launch.chains)
     if chains != list(range(count)):
         raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")

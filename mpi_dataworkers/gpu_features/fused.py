@@ -65,8 +65,7 @@ class FusedTransform:
     ) -> None:
         if num_programs is not None and num_programs < 1:
             raise FeatureError(f"num_programs={num_programs}: at least 1")
-        if not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
-            raise FeatureError(f"tile={tile}: a power of two, at most {_LARGEST_TILE}")
+        check_tile(tile)
         self.graph = graph
         self._device = torch.device(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
@@ -105,6 +104,12 @@ class FusedTransform:
             _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
             self._has_said_so = True
         return {name: moved(value, self._device) for name, value in self._in_host_memory(batch).items()}
+
+
+def check_tile(tile: int) -> None:
+    """Raise FeatureError where a program cannot work on so many values."""
+    if not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
+        raise FeatureError(f"tile={tile}: a power of two, at most {_LARGEST_TILE}")
 
 
 def triton_launch() -> Launch:

@@ -124,6 +124,7 @@ class CudaStreams:
     def copy(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """As `Streams`."""
         with torch.cuda.stream(self._streams[Stream.COPYING]):
+            source = source if source.is_pinned() else source.pin_memory()  # else the host would wait
             if into is None:
                 return source.to(self.device, non_blocking=True)
             into[: len(source)].copy_(source, non_blocking=True)

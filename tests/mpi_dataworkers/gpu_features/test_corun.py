@@ -16,10 +16,13 @@ from benchmarks.rap_cases import batch_of
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import raw_of
-from hetstream.mpi_dataworkers.gpu_features.corun import ComputedByDataWorkers, CoRun, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     AHEAD,
@@ -225,6 +228,30 @@ def test_data_workers_pack_for_the_trainer(full_at: tuple[int, ...]) -> None:
         next(iter(beside([other(BATCHES[0])])))
 
 
+@pytest.mark.parametrize("full_at", [(), (2,), tuple(range(20))])
+def test_of_a_cut_graph_the_trainers_part_runs_beside_training(full_at: tuple[int, ...]) -> None:
+    """Data workers compute the others, and all where the GPU is full; wherever it is cut, values are the whole's."""
+    for first in ((GRAPH.steps[0].name,), (GRAPH.outputs[0].of[0], GRAPH.outputs[1].of[1])):
+        cut, model = CutGraph(GRAPH, first), Model()
+        assert cut.trainer is not None
+        plan = all_at_once(cut.trainer, "dense.forward", 2)
+        with DataLoader(
+            BATCHES, batch_size=1, collate_fn=_raw, shuffle=False, batch_stage=DataWorkersPart(cut)
+        ) as loader:
+            kernel = 16, interpreted_launch
+            with CoRun(cut, plan, model, streams=FakeStreams(full_at), kernel=kernel) as beside:
+                for number, features in enumerate(beside(loader)):
+                    check(features, BATCHES[number])
+                    train(model, features)
+            assert number == len(BATCHES) - 1
+            assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else DataWorkersPart)
+    beside = CoRun(cut, plan, model, streams=FakeStreams(), kernel=kernel)
+    with beside, pytest.raises(FeatureError, match="is not of the data workers' part"):
+        next(iter(beside(BATCHES)))
+    with pytest.raises(FeatureError, match="nothing is left for the trainer"):
+        CoRun(CutGraph(GRAPH), plan, model, streams=FakeStreams())
+
+
 def test_what_was_packed_can_be_read_again() -> None:
     """Of every form, and inputs that no output needs."""
     filled = dense("age", is_nullable=True) >> ops.FillNull(3.0)
@@ -305,6 +332,10 @@ def test_plans_of_other_graphs_and_models_are_refused_and_hooks_go_away() -> Non
         corun(model, plan=LaunchPlan((Launch("dense.forward", (0, 1), 1),), 0.0, ""))
     with pytest.raises(FeatureError, match=r"beside attention.forward, and the model has dense.forward"):
         corun(model, plan=all_at_once(GRAPH, "attention.forward", 1))
+    with pytest.raises(FeatureError, match="at least one program"):
+        corun(model, plan=all_at_once(GRAPH, "dense.forward", 0))
+    with pytest.raises(FeatureError, match="tile=48"):
+        CoRun(GRAPH, PLAN, model, kernel=(48, None))
     with pytest.raises(FeatureError, match="layer 'other' is no module of the model"):
         corun(model, layers={"other": torch.nn.Linear(1, 1)})
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)

@@ -1,0 +1,58 @@
+"""What data workers do of a batch for `corun.py`: pack it, or compute all of it where the trainer's GPU cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.features.reading import Reader
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer
+from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
+from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+
+
+class Computed(NamedTuple):
+    """A batch that data workers have computed.
+
+    Attributes:
+        features: the graph's outputs.
+    """
+
+    features: dict[str, Any]
+
+
+class ComputedByDataWorkers:
+    """A batch stage: the whole graph in data workers, marked so that nobody computes it again. It can be pickled."""
+
+    def __init__(self, graph: FeatureGraph) -> None:
+        self.graph = graph
+        self._transform = FeatureTransform(graph)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ComputedByDataWorkers, (self.graph,)
+
+    def __call__(self, batch: Mapping[str, Any]) -> Computed:
+        return Computed(self._transform(batch))
+
+
+class PackedByDataWorkers:
+    """A batch stage that packs raw columns for a plan, so that the trainer only copies them. It can be pickled.
+
+        loader = DataLoader(..., collate_fn=collate_rows, batch_stage=PackedByDataWorkers(graph, plan))
+
+    Raises:
+        FeatureError: when it is called: the batch does not fit the graph, and the message names each feature.
+    """
+
+    def __init__(self, graph: FeatureGraph, plan: LaunchPlan, tile: int = 256) -> None:
+        self._made_of = graph, plan, tile
+        self._read = Reader(graph.inputs)
+        self._pack = Packer(graph, program_of(graph), tile, launches=[each.chains for each in plan.launches])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackedByDataWorkers, self._made_of
+
+    def __call__(self, batch: Mapping[str, Any]) -> Packed:
+        return self._pack(*self._read(batch))

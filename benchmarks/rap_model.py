@@ -84,13 +84,14 @@ class Interaction(torch.nn.Module):
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.register_buffer("pairs", torch.triu_indices(num_features, num_features, 1))
+        first, second = torch.triu_indices(num_features, num_features, 1)
+        self.register_buffer("pairs", first * num_features + second)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Of dense (rows, dim) and sparse features (keys, rows, dim): (rows, dim + pairs)."""
         together = torch.cat([dense[None], sparse]).transpose(0, 1)
         products = together @ together.transpose(1, 2)
-        return torch.cat([dense, products[:, self.pairs[0], self.pairs[1]]], 1)
+        return torch.cat([dense, products.flatten(1).index_select(1, self.pairs)], 1)
 
 
 class Model(torch.nn.Module):

@@ -34,7 +34,7 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 
 # Rows of a batch: as in the paper; of plan 4 fewer, since its lists have dozens of ids in 104 features.
 ROWS, ROWS_OF_MANY_IDS = 4096, 1024
-STEPS, QUICK_STEPS = 200, 10
+STEPS, QUICK_STEPS = 100, 10
 LAUNCH_S = 5e-6
 GOAL_GAP, GOAL_GAP_OF_MANY_IDS, GOAL_OVER_STREAM = 3.24, 5.0, 1.3
 WORTH_HIDING = 0.5

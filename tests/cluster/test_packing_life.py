@@ -167,6 +167,15 @@ class Site:
         os.kill(pid, signal.SIGKILL)
         self.wait_until(lambda: not found(), 10, f"the end of {daemon}")
 
+    def lose_node(self) -> None:
+        """All that runs on the node is gone at once: slurmd, the coordinator, the jobs with their agents."""
+        kept = [" ".join(self.planned(name)["argv"]) for name in ("munged", "slurmctld")]
+        self.coordinator_died = True
+        for process in cluster_processes(self.record):
+            if not any(command in process.command for command in kept):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
     def start_again(self, daemon: str) -> None:
         """Start it as `up` did, and as systemd would."""
         planned = self.planned(daemon)
@@ -382,3 +391,26 @@ def test_a_job_that_the_packer_takes_away_keeps_its_state(site: Site, job: Check
     assert list(differences(job, truth)) == []
     assert job.starts()[-1].step >= SAVE_EVERY, "its state was not kept"
     site.check_guaranteed()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
+    site: Site, job: CheckpointJob, tmp_path: Path
+) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    site.pack_until(lambda: site.happened("started"), "a start")
+    job.wait_for_steps(SAVE_EVERY + 1)
+    site.lose_node()
+    site.run("scontrol", "update", "NodeName=gpu0", "State=DOWN", "Reason=lost")
+    job.wait(lambda: job.state() == "PENDING", "its requeueing")
+    site.start_again("coordinator gpu0")
+    site.start_again("slurmd gpu0")
+    site.wait_until(lambda: "NOT_RESPONDING" not in site.run("scontrol", "show", "node", "gpu0"), 60, "slurmd")
+    site.run("scontrol", "update", "NodeName=gpu0", "State=RESUME")
+    losses = site.directory / "losses"
+    losses.unlink()
+    site.wait_until(losses.exists, 180, "the guaranteed job's second start")
+    site.pack_until(lambda: site.happened("started") == 2, "a second start", 180)
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    site.guaranteed_goes_on(5)

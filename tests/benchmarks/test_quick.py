@@ -244,8 +244,8 @@ def test_site_load(tmp_path: Path) -> None:
 def test_gpu_sharing_on_an_emulated_gpu(tmp_path: Path) -> None:
     rows = run("gpu_sharing", tmp_path, "", "--cpu")
     assert all(row["value"] is not None for row in rows.values()), rows
-    assert rows["guaranteed, hetstream / alone"]["target"] == "<= 1.03"
-    assert rows["opportunistic, hetstream / what is left"]["target"] == ">= 0.85"
+    assert rows["hetstream / alone"]["target"] == "<= 1.03"
+    assert rows["guaranteed, hetstream / alone"]["target"] is None, "in so short a time nothing has settled"
     document = json.loads((tmp_path / "gpu_sharing.json").read_text())
     assert document["notes"][0].startswith("EMULATION")
     assert {row["case"].partition(":")[0] for row in document["rows"]} == {

@@ -103,13 +103,21 @@ class EmbeddingTimer:
         return moment(self._device, self._clock) if self._device is not None else None
 
     def pause(self) -> None:
-        """Take the hooks away, also in the middle of a step, which is not counted then."""
+        """Have no hooks until the next step has ended; a step that is being watched is not counted.
+
+        Between two epochs a program may do anything, and torch.compile warns of hooks. Any thread may call this.
+        """
+        if self._hooks:
+            self._unhook()
+            self._lookups.clear()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()
 
     def _end(self) -> None:
-        self.pause()
+        self._unhook()
         self._num_watched += 1
         self._has_embeddings = self._has_embeddings or bool(self._lookups)
         # A lookup that raised has begun and not ended.

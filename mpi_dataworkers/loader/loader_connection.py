@@ -266,6 +266,7 @@ class LoaderConnection:
     def close(self) -> None:
         """Leave the service."""
         self.closed = True
+        optimizer_calls.pause()
         if self._client is not None:
             self._client.close()
         _open_connections.discard(self)

@@ -95,6 +95,11 @@ class OptimizerTimer:
         if self._embeddings is not None and self._num_calls >= _WARM_UP:
             self._embeddings.step_ended()
 
+    def pause(self) -> None:
+        """Have no hooks on modules until the next call has ended."""
+        if self._embeddings is not None:
+            self._embeddings.pause()
+
     def _from_its_end(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure; the update begins when it returns. One that is called several times is of no use here."""
         num = 0
@@ -139,6 +144,12 @@ def watch() -> None:
             _timer = OptimizerTimer(draw, embeddings=EmbeddingTimer(draw))
             register_optimizer_step_pre_hook(_timer.before)
             register_optimizer_step_post_hook(_timer.after)
+
+
+def pause() -> None:
+    """A pass over the data has ended: what the program does until it trains again is not looked at."""
+    if _timer is not None:
+        _timer.pause()
 
 
 def calls() -> OptimizerCalls | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from hetstream.mpi_dataworkers.loader import optimizer_calls
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
@@ -132,6 +133,7 @@ class PassIterator(Iterator[Any]):
     def _end(self) -> None:
         self._is_open = False
         self._connection.count(elapsed_s=time.monotonic() - self._started)
+        optimizer_calls.pause()
 
     def __del__(self) -> None:
         # When the interpreter ends, connections are closed first; the modules that `_end` needs may be gone after that.

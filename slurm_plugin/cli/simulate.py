@@ -410,6 +410,8 @@ def _plain_error(error: ReplayError) -> dict[str, float]:
 def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
     """Jobs that some run could not run."""
     notes = []
+    if not compared[0].first.workload.demand.any():
+        notes.append("no job gains by data workers, so the policies that divide them are all alike")
     for outcome in compared:
         rejected = outcome.first.rejected
         if rejected:

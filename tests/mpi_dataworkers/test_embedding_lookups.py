@@ -157,6 +157,17 @@ def test_a_compiled_program_is_not_looked_at_and_gets_no_warning(
     assert embedding_lookups._is_compiled(), "what cannot be known counts as a yes"
 
 
+def test_between_two_passes_there_are_no_hooks_and_what_was_begun_does_not_count(
+    timer: EmbeddingTimer, clock: Clock
+) -> None:
+    table = Table(clock)
+    timer.step_ended()
+    table(IDS)
+    timer.pause()
+    assert not torch_module._has_any_global_hook()
+    assert timed(timer, clock, lambda: table(IDS)) == EmbeddingLookups(1, 0.25)
+
+
 def test_a_model_that_is_copied_in_a_timed_step_has_nothing_of_it(timer: EmbeddingTimer, clock: Clock) -> None:
     table = torch.nn.Embedding(2, 2)
     timer.step_ended()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo import eval_frame
+from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetstream import DataLoader
@@ -260,6 +261,7 @@ def test_the_dispatcher_is_told(three: Any, wait_until: Callable[..., None], mon
             optimizer.step()
             if step == 8:
                 wait_until(lambda: was_told(client.fetch().loaders[0].optimizer), what="the optimizer's calls")
+        assert not torch_module._has_any_global_hook(), "the pass has ended"
         told = client.fetch().loaders[0].optimizer
         now = optimizer_calls.calls()
         assert told is not None

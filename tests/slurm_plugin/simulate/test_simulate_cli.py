@@ -84,6 +84,7 @@ def test_marks_of_time_differ_however_short_the_run_is(
     chart = page.read_text().split("Effective GPUs over time")[1].split("</svg>")[0]
     marks = re.findall(rf">(\d+) {unit}</text>", chart)
     assert len(set(marks)) == len(marks) == 4
+    assert "no job gains by data workers" in capsys.readouterr().err
 
 
 def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ POINTS = {
     "packer.moved": "a guaranteed job has become one that waits for a place",
     "packer.kept": "a job that keeps a GPU for another one is submitted, others may not be",
     "packer.dropped": "jobs that keep GPUs in vain are cancelled",
+    "packer.began": "it is noted that nodes may call a job guaranteed from now on",
     "packer.upgraded": "nodes are told to call a job guaranteed, nothing is noted",
     "packer.noted": "a job is guaranteed, and noted as that",
 }

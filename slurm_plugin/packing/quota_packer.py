@@ -21,7 +21,7 @@ from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, keeps_gres
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, is_upgraded
+from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, is_being_upgraded
 from hetstream.slurm_plugin.packing.upgrade import (
     PLACEHOLDER_MB,
     Drop,
@@ -174,8 +174,6 @@ class QuotaPacker:
         for key, job in running.items():
             held = [other for other in own if held_for(other.comment) == key]
             is_wanted = job.name in look.wanted and job.name not in self._rests and not rests(job.name)
-            if not (is_wanted or held or is_upgraded(job)):
-                continue
             with self._alone(job.name):
                 steps = upgrade_steps(
                     job, [self._placeholder(other) for other in held], look.gpus,
@@ -205,8 +203,7 @@ class QuotaPacker:
             case Upgrade():
                 self._upgrade(job, look)
             case Note():
-                record = replace(job.record, upgraded=UpgradedRecord(self._clock(), job.job.num_restarts))
-                self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+                self._note(job, UpgradedRecord(self._clock(), job.job.num_restarts))
                 reach("packer.noted")
                 decision = look.wanted.get(job.name)
                 reason = decision.reason if decision else "its nodes call it guaranteed"
@@ -217,6 +214,10 @@ class QuotaPacker:
                 self._take_away(job, reason)
             case GiveUp(reason, rests):
                 self._give_up(job, reason, rests=rests)
+
+    def _note(self, job: OpportunisticJob, upgraded: UpgradedRecord | None) -> None:
+        record = replace(job.record, upgraded=upgraded)
+        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
 
     def _give_up(self, job: OpportunisticJob, reason: str, *, rests: bool = True) -> None:
         self._trials.pop(job.name, None)
@@ -243,8 +244,12 @@ class QuotaPacker:
         if 0 <= now_s - at_s < self._rules.upgrade_s:
             return
         if count >= self._rules.most_upgrade_trials:
+            self._note(job, None)
             self._give_up(job, "its nodes do not call it guaranteed. Look there: journalctl -t hetstream-prolog")
             return
+        if not is_being_upgraded(job):
+            self._note(job, UpgradedRecord(now_s, job.job.num_restarts, is_done=False))
+            reach("packer.began")
         self._trials[job.name] = count + 1, now_s
         assert job.record.placed is not None
         place = job.record.placed.place

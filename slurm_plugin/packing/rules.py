@@ -35,7 +35,7 @@ class PackingRules:
     longest_delay_s: float = 3600.0
     start_s: float = 90.0
     keep_s: float = 20.0
-    upgrade_s: float = 30.0
+    upgrade_s: float = 60.0  # longer than a reading counts
     most_upgrade_trials: int = 3
     refused_s: float = 300.0
 

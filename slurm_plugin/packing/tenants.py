@@ -132,6 +132,17 @@ def why_not_opportunistic(job: Job) -> str:
 def is_upgraded(job: OpportunisticJob) -> bool:
     """Whether it became guaranteed in this start, by the packer's note."""
     upgraded = job.record.upgraded
+    return upgraded is not None and upgraded.is_done and _is_of_this_start(job)
+
+
+def is_being_upgraded(job: OpportunisticJob) -> bool:
+    """Whether its nodes may call it guaranteed at any time, or do already."""
+    upgraded = job.record.upgraded
+    return upgraded is not None and not upgraded.is_done and _is_of_this_start(job)
+
+
+def _is_of_this_start(job: OpportunisticJob) -> bool:
+    upgraded = job.record.upgraded
     return upgraded is not None and job.job.is_running and upgraded.num_restarts == job.job.num_restarts
 
 

@@ -8,7 +8,7 @@ Each look begins with what is there, so whoever dies in between, the next packer
 | it died                      | what it finds                            | what follows                            |
 |------------------------------|------------------------------------------|-----------------------------------------|
 | while it submits placeholders| some of them                             | the missing ones, or all are cancelled  |
-| before the upgrade           | all GPUs held                            | the upgrade                             |
+| before the upgrade           | all GPUs held, `upgrading` noted or not  | the upgrade                             |
 | between upgrade and note     | nodes that call the job guaranteed       | the note                                |
 | after the note               | placeholders of a guaranteed job         | they stay as long as the job runs       |
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.tenants import SeenGpus, is_upgraded
+from hetstream.slurm_plugin.packing.tenants import SeenGpus, is_being_upgraded, is_upgraded
 from hetstream.slurm_plugin.packing.words import where
 
 # Of a placeholder: it runs nothing but `sleep`.
@@ -118,9 +118,11 @@ def upgrade_steps(
     missing = [spot for spot in place.gpus() if spot not in by_spot]
     pending = [placeholder for placeholder in held if placeholder.is_pending]
     upgraded = is_upgraded(job)
+    # From here on there is no way back: a node may call it guaranteed, though its last reading does not say so.
+    has_begun = is_being_upgraded(job) or seen.has_begun(job)
     if seen.of(job) is None:
         return []  # its nodes say nothing; and nothing is given up, because it may be guaranteed there
-    if not (is_wanted or upgraded or seen.has_begun(job)):
+    if not (is_wanted or upgraded or has_begun):
         return _drop(held)
     if not missing:
         extra = [placeholder for placeholder in held if placeholder.spot not in place.gpus()]
@@ -129,21 +131,21 @@ def upgrade_steps(
         if seen.is_guaranteed(job):
             return [Note()]
         full = next((name for name in place.nodes if name not in nodes or nodes[name].cpus_free < 1), "")
-        if full and not seen.has_begun(job):
+        if full and not has_begun:
             return [*_drop(held), _no_room(full, rests=True)]
         return [] if is_upgrading or full else [Upgrade()]
     others = seen.others(job)
-    if others and (upgraded or seen.has_begun(job)):
+    if others and (upgraded or has_begun):
         return [GiveWay(f"Slurm gave {where(place)} to guaranteed job {others[0]}")]
     if any(seen.now_s - placeholder.submit_s > rules.keep_s for placeholder in pending):
-        return [*_drop(pending if upgraded else held), _no_room(missing[0][0], rests=True)]
+        return [*_drop(pending if upgraded or has_begun else held), _no_room(missing[0][0], rests=True)]
     if pending or any(placeholder.spot is None for placeholder in held):
         return []  # until it is known which GPU each has
-    return _keep(held, missing, nodes, upgraded=upgraded)
+    return _keep(held, missing, nodes, stays=upgraded or has_begun)
 
 
 def _keep(
-    held: Sequence[Placeholder], missing: Sequence[tuple[str, int]], nodes: Mapping[str, Node], *, upgraded: bool
+    held: Sequence[Placeholder], missing: Sequence[tuple[str, int]], nodes: Mapping[str, Node], *, stays: bool
 ) -> list[Step]:
     """Submit placeholders: as many on a node as it has GPUs free, since Slurm chooses which of them each gets.
 
@@ -151,16 +153,16 @@ def _keep(
         held: those that run.
         missing: GPUs that none of them has.
         nodes: by name.
-        upgraded: the job is guaranteed, so what is held stays.
+        stays: the job is guaranteed, or may be, so what is held stays.
     """
     steps: list[Step] = []
     for name in dict.fromkeys(node for node, _ in missing):
         node = nodes.get(name)
         room = 0
-        if node is not None and node.is_usable and (upgraded or node.cpus_free >= _LEAST_CPUS):
+        if node is not None and node.is_usable and (stays or node.cpus_free >= _LEAST_CPUS):
             room = min(node.gpus_free(), node.cpus_free, node.memory_free_mb // PLACEHOLDER_MB)
         if room < 1:
-            return [*([] if upgraded else _drop(held)), _no_room(name, rests=bool(held))]
+            return [*([] if stays else _drop(held)), _no_room(name, rests=bool(held))]
         steps.append(Keep(name, room))
     return steps
 

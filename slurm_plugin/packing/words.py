@@ -33,7 +33,7 @@ from hetstream.slurm_plugin.packing.state import Place
 OWN_MARKS = (HOLDS_MARK, UPGRADE_MARK)
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
-_UPGRADED, _ASKED = "hetstream:upgraded=", "hetstream:asked="
+_UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -89,10 +89,15 @@ class EvictedRecord:
 
 @dataclass(frozen=True, slots=True)
 class UpgradedRecord:
-    """When a job became guaranteed where it runs, and how often it had been requeued by then."""
+    """When a job became guaranteed where it runs, and how often it had been requeued by then.
+
+    Attributes:
+        is_done: its nodes call it so; else they are being told to, and may at any time.
+    """
 
     at_s: float
     num_restarts: int
+    is_done: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +189,14 @@ def read_record(admin_comment: str) -> PackingRecord:
     """Read what `record_words` wrote; what has another form counts as not there."""
     placed = _PLACED_TEXT.fullmatch(_value(admin_comment, _PLACED))
     evicted = _EVICTED_TEXT.fullmatch(_value(admin_comment, _EVICTED))
-    upgraded = _UPGRADED_TEXT.fullmatch(_value(admin_comment, _UPGRADED))
+    done = _value(admin_comment, _UPGRADED)
+    upgraded = _UPGRADED_TEXT.fullmatch(done or _value(admin_comment, _UPGRADING))
     try:
         return PackingRecord(
             PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
             EvictedRecord(int(evicted[1]), float(evicted[2]), _place(evicted[3], evicted[4])) if evicted else None,
             expand(_value(admin_comment, _NODELIST)),
-            UpgradedRecord(float(upgraded[1]), int(upgraded[2])) if upgraded else None,
+            UpgradedRecord(float(upgraded[1]), int(upgraded[2]), bool(done)) if upgraded else None,
             frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
         )
     except ValueError:  # a hostlist that is none
@@ -199,7 +205,7 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
     """An AdminComment with this record in the place of an earlier one; others' words stay."""
-    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _ASKED)
+    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
         placed = record.placed
@@ -207,7 +213,8 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
     if record.evicted:
         found.append(f"{_EVICTED}{record.evicted.count}@{record.evicted.at_s:.0f}@{_spot(record.evicted.place)}")
     if record.upgraded:
-        found.append(f"{_UPGRADED}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
+        mark = _UPGRADED if record.upgraded.is_done else _UPGRADING
+        found.append(f"{mark}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
     if record.asked:
         found.append(f"{_ASKED}{','.join(sorted(record.asked))}")
     if record.nodelist:

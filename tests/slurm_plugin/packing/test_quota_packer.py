@@ -37,7 +37,7 @@ class Site:
 
     def restart(self) -> None:
         self.packer = Packer(
-            self.slurm, self.readings, {"opp"}, self.events.append, acting=True, quotas=lambda _: self.quotas,
+            self.slurm, lambda: self.readings(), {"opp"}, self.events.append, acting=True, quotas=lambda _: self.quotas,
             rules=RULES, clock=self.slurm.clock,
         )  # fmt: skip
 
@@ -155,7 +155,16 @@ def test_a_job_is_upgraded_where_it_runs_when_quota_is_free(sharing: Site) -> No
 
 
 @pytest.mark.parametrize(
-    "point", ["packer.kept", "packer.dropped", "packer.upgraded", "packer.noted", "packer.moved", "packer.granted"]
+    "point",
+    [
+        "packer.kept",
+        "packer.dropped",
+        "packer.began",
+        "packer.upgraded",
+        "packer.noted",
+        "packer.moved",
+        "packer.granted",
+    ],
 )
 def test_a_packer_that_dies_is_followed_by_one_that_goes_on(site: Site, tmp_path: Path, point: str) -> None:
     slurm = site.slurm
@@ -208,7 +217,7 @@ def test_nodes_that_do_not_hear_are_told_again_and_then_left_alone(sharing: Site
     slurm.end(1)
     slurm.deaf = {"g1"}
     for _ in range(20):
-        sharing.look()
+        sharing.look(31)
         if any(event.event == "not upgraded" for event in sharing.events):
             break
     else:
@@ -406,3 +415,21 @@ def replace_reserved(readings: ShowGpus) -> ShowGpus:
         for node in readings.nodes
     ]
     return ShowGpus(tuple(nodes), {})
+
+
+def test_an_upgrade_that_nodes_were_told_of_is_not_given_up(sharing: Site) -> None:
+    """The last reading is older than the upgrade, and quota, CPU and wish are gone meanwhile: it may be guaranteed."""
+    slurm = sharing.slurm
+    slurm.end(1)
+    old = slurm.readings()
+    while "upgrading=" not in slurm.admin_comments[2]:
+        sharing.look()
+    assert slurm.upgraded == {2}
+    sharing.readings = lambda: old  # type: ignore[method-assign]
+    slurm.jobs[2] = replace(slurm.jobs[2], num_cpus=16)
+    sharing.quotas = Quotas({}, 600.0, ("gpu",))
+    for _ in range(5):
+        sharing.look()
+        assert len(slurm.holders(2)) == 1
+    del sharing.readings
+    sharing.looks_until("upgraded 2")

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hetstream.mpi_dataworkers.faults import reach
@@ -74,12 +74,15 @@ class QuotaSlurm(Protocol):
 
 @dataclass(frozen=True)
 class _Look:
-    """What is the same for all jobs of one look: the GPUs, Slurm, partitions with quotas, decisions for an upgrade."""
+    """What all jobs of one look have in common: the GPUs, Slurm, partitions with quotas, decisions for an upgrade, and
+    nodes with placeholders that are new.
+    """
 
     gpus: SeenGpus
     snapshot: Snapshot
     partitions: tuple[str, ...]
     wanted: Mapping[str, QuotaDecision]
+    kept: set[str] = field(default_factory=set)
 
 
 class QuotaPacker:
@@ -163,8 +166,10 @@ class QuotaPacker:
         )  # fmt: skip
         own = quota.placeholders
         running = {(job.job.job_id, job.job.num_restarts): job for job in seen.running}
+        # Also of jobs that another packer serves, in another partition.
+        alive = {(job.job_id, job.num_restarts) for job in seen.snapshot.jobs if job.state == "RUNNING"}
         for placeholder in own:
-            if held_for(placeholder.comment) not in running:
+            if held_for(placeholder.comment) not in alive:
                 with self._alone(str(placeholder.job_id)):
                     self._slurm.cancel(str(placeholder.job_id))
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
@@ -193,9 +198,11 @@ class QuotaPacker:
     def _do(self, step: Step, job: OpportunisticJob, look: _Look) -> None:
         match step:
             case Keep(node, count):
-                for _ in range(count):
+                # Of two jobs on a node the other one comes next time: both would count the same CPUs and GPUs.
+                for _ in range(0 if node in look.kept else count):
                     self._keep(job, node, look)
                     reach("packer.kept")
+                look.kept.add(node)
             case Drop(job_ids):
                 for job_id in job_ids:
                     self._slurm.cancel(str(job_id))

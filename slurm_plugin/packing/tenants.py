@@ -90,7 +90,7 @@ def quota_view(
     """
     quotas = tenants.quotas
     own = [job for job in snapshot.jobs if job.comment.startswith(OWN_MARKS) and tenants.is_own(job)]
-    placeholders = tuple(job for job in own if held_for(job.comment) is not None)
+    placeholders = tuple(job for job in own if held_for(job.comment) is not None and job.state != "COMPLETING")
     upgrading = frozenset(number for job in own if (number := upgrades(job.comment)) is not None)
     numbers = {job.job_id for job in own}
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}

@@ -433,3 +433,30 @@ def test_an_upgrade_that_nodes_were_told_of_is_not_given_up(sharing: Site) -> No
         assert len(slurm.holders(2)) == 1
     del sharing.readings
     sharing.looks_until("upgraded 2")
+
+
+def test_two_jobs_of_a_node_are_upgraded_one_after_the_other(site: Site) -> None:
+    """Both would count the same free CPUs, and what keeps their GPUs would preempt one of them."""
+    slurm = site.slurm
+    site.quotas = Quotas({}, 600.0, ("gpu",))
+    for number in (7, 8):
+        slurm.submit(number, WISH, account="a", num_cpus=6)
+        site.looks_until(f"started {number}")
+    site.quotas = Quotas({"a": 2}, 600.0, ("gpu",))
+    most = 0
+    for _ in range(12):
+        site.look()
+        most = max(most, sum("holds" in job.comment for job in slurm.jobs.values()))
+    assert most == 2
+    assert site.is_guaranteed(7)
+    assert site.is_guaranteed(8)
+    assert len({*slurm.holders(7), *slurm.holders(8)}) == 2
+
+
+def test_a_packer_of_another_partition_cancels_nothing_that_keeps_a_gpu(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    other = Packer(slurm, sharing.readings, {"spare"}, sharing.events.append, acting=True, clock=slurm.clock)
+    other.step()
+    assert len(slurm.holders(2)) == 1

@@ -34,10 +34,10 @@ from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, PlanSize, make_p
 from hetstream.mpi_dataworkers.gpu_features.predictor import CLASSES, OTHERS, KernelSize, LatencyModel
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Problem
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 FEATURES, ROWS = (1, 2, 3, 5, 8, 13, 21, 34), (256, 512, 1024, 2048)
 # Kernels of each program at each width; the largest one, in values.
-SAMPLES, MOST_VALUES = 8, 600_000
+SAMPLES, MOST_VALUES = 5, 600_000
 PLAN_ROWS, PLANS_RUN = 1024, (2, 4)
 # A timing is the least of so many, each of at least so long.
 TIMINGS, WINDOW_S = 3, 0.0006

@@ -129,6 +129,72 @@ def test_a_state_is_continued_with_another_cut(loaders: Any, whole: list[Any]) -
     assert [*map(as_bytes, other)] == whole[4:]
 
 
+OTHER = CutGraph(GRAPH, ("price.Clamp",))
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Row numbers, divided among the processes that read them."""
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        first, every = (info.id, info.num_workers) if info is not None else (0, 1)
+        return iter(range(first, LENGTH, every))
+
+
+def row_length(row: int) -> int:
+    return row % 4 + 1
+
+
+def test_a_stream_by_length_is_cut_elsewhere_in_its_midst(three: Any, loaders: Any) -> None:
+    options = {"collate_fn": collate, "length_of": row_length, "bucket_boundaries": [2, 3], "service": three.name}
+    before = [*map(as_bytes, loaders(Stream(), batch_stage=FeatureTransform(GRAPH), **options))]
+    loader, found = loaders(Stream(), features=CUT, **options), []
+    for step, batch in enumerate(loader):
+        found.append(as_bytes(batch))
+        if step in (2, 6):
+            loader.set_features(OTHER if step == 2 else CUT)
+    assert found == before
+
+
+def test_a_position_is_continued_by_another_number_of_ranks_with_another_cut(three: Any) -> None:
+    def rank(number: int, ranks: int, **options: Any) -> Any:
+        size = {"global_batch_size": 8, "seed": 5, "rank": number, "world_size": ranks, "service": three.name}
+        return DataLoader([*range(61)], collate_fn=collate, job_name=f"{options.keys()}{ranks}", **size, **options)
+
+    with rank(0, 1, batch_stage=FeatureTransform(GRAPH)) as loader:
+        before = [*map(as_bytes, loader)]
+    with rank(0, 2, features=CUT) as loader:
+        batches = iter(loader)
+        for step in range(4):
+            next(batches)
+            if step == 2:
+                loader.set_features(OTHER)
+        state = loader.state_dict()
+    with rank(0, 1, features=CutGraph(GRAPH)) as loader:
+        loader.load_state_dict(state)
+        assert [*map(as_bytes, loader)] == before[4:]
+
+
+def test_jobs_that_share_batches_may_cut_the_graph_differently(three: Any, loaders: Any, whole: list[Any]) -> None:
+    options = {"service": three.name, "sharing": "lossless", "pipeline_name": "features"}
+    one_cut, other_cut = (loader_of(loaders, features=features, **options) for features in (CUT, OTHER))
+    first, second = iter(one_cut), iter(other_cut)
+    found: list[list[Any]] = [[], []]
+    for step in range(LENGTH // 4):
+        found[0].append(as_bytes(next(first)))
+        found[1].append(as_bytes(next(second)))
+        if step == 4:
+            other_cut.set_features(CUT)
+        if step == 9:
+            one_cut.set_features(OTHER)
+    assert found == [whole, whole]
+
+
+def test_a_batch_that_is_no_dict_is_one_error(loaders: Any) -> None:
+    with pytest.raises(FeatureError, match=r": it is a list; it must be a dict of features \(see collate_rows\)\n"):
+        next(iter(loader_of(loaders, features=CUT, collate_fn=list)))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("features", [GRAPH, CUT], ids=str)
 def test_without_a_gpu_data_workers_compute_the_whole_and_that_is_said_once(

@@ -63,7 +63,7 @@ def _combination_rules(options: LoaderOptions) -> Iterator[str]:
                 "global_batch_size with a sampler, batch_sampler or generator: the order must be a function of the "
                 "seed. Use shuffle and seed instead"
             )
-        if options.is_iterable or (options.sharding, options.visitation, options.in_order) != (None, None, True):
+        if options.is_iterable or options.asks_for_shards:
             yield "global_batch_size with an IterableDataset, sharding, visitation or in_order: give batch_size instead"
     if options.num_workers == 0:
         if options.prefetch_factor is not None:
@@ -77,10 +77,10 @@ def _combination_rules(options: LoaderOptions) -> Iterator[str]:
             f"sharing={options.sharing!r} with a sampler, batch_sampler, generator or batch_size=None: jobs can share "
             "an order only if data workers compute it. Use shuffle and seed instead"
         )
-    if options.sharing is not None and (options.sharding, options.visitation, options.in_order) != (None, None, True):
+    if options.sharing is not None and options.asks_for_shards:
         yield f"sharing={options.sharing!r} with sharding, visitation or in_order: jobs share one stream of steps"
-    divided = (options.sharding, options.visitation, options.in_order) != (None, None, True)
-    if options.gpu_stage is not None and (options.is_iterable or divided or options.sharing is not None):
+    is_divided = options.is_iterable or options.asks_for_shards or options.sharing is not None
+    if options.gpu_stage is not None and is_divided:
         yield "gpu_stage with an IterableDataset, sharding, visitation, in_order or sharing: give batch_stage instead"
     if options.quarantine_dir is not None and options.on_error != "quarantine":
         yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
@@ -126,7 +126,7 @@ def _length_rules(options: LoaderOptions) -> Iterator[str]:
             "bucket_boundaries with a sampler, batch_sampler, generator or batch_size=None: the order by length is "
             "hetstream's own. Use shuffle and seed instead"
         )
-    if (options.sharding, options.visitation, options.in_order) != (None, None, True):
+    if options.asks_for_shards:
         yield "bucket_boundaries with sharding, visitation or in_order: the order by length is one stream of steps"
     if options.is_iterable:
         yield "lengths: an IterableDataset has no sample numbers that they could belong to"

@@ -190,6 +190,11 @@ class LoaderOptions:
         return isinstance(self.dataset, torch.utils.data.IterableDataset)
 
     @property
+    def asks_for_shards(self) -> bool:
+        """Whether a keyword asks for another division, or another order of arrival, than one order for all."""
+        return (self.sharding, self.visitation, self.in_order) != (None, None, True)
+
+    @property
     def is_listed(self) -> bool:
         """Whether the program's own sampler decides the order; else it is a function of the seed and the epoch."""
         if self.is_iterable:
@@ -301,7 +306,7 @@ class LoaderOptions:
 
     def say_what_has_no_effect(self, is_streamed: bool) -> None:
         """Log, once in a process, which keywords ask for processes that this loader does not have."""
-        divided = self.is_iterable or (self.sharding, self.visitation, self.in_order) != (None, None, True)
+        divided = self.is_iterable or self.asks_for_shards
         if is_streamed and self.multiprocessing_context is not None:
             _say_once("multiprocessing_context has no effect with a service: data workers are no processes of this one")
         if not is_streamed and self.persistent_workers and divided:

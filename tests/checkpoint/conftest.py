@@ -21,6 +21,19 @@ WaitUntil = Callable[..., None]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def equal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoint writers have the priority of the tests that wait for them; see `equal_priority/`."""
+    former = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'equal_priority'}{os.pathsep * bool(former)}{former}")
+
+
+@pytest.fixture
+def own_priority(equal_priority: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoint writers lower their priority, as they do for users."""
+    monkeypatch.delenv("PYTHONPATH")
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[subprocess.Popen[str]]:
     """A process that forks trainers; see `programs/zygote.py`."""

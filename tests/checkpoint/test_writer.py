@@ -261,6 +261,7 @@ def test_spawned_by_a_trainer_it_is_a_session_of_its_own(bench: Bench) -> None:
     bench.check_whole((1, 10))
 
 
+@pytest.mark.usefixtures("own_priority")
 def test_a_writer_in_the_session_of_others_leaves_it_its_share_of_the_processor(bench: Bench) -> None:
     share = Path("/proc/self/autogroup")
     if not share.exists():
@@ -283,6 +284,7 @@ def mapped_kib(pid: int, store: Path) -> Iterator[int]:
             yield int(line.split()[1])
 
 
+@pytest.mark.usefixtures("own_priority")
 def test_it_is_small_and_does_without_torch(bench: Bench) -> None:
     """Its size beside the mapping, the modules that it has, and the processor time of its start."""
     trainer = bench.trainer(num_bytes=64 * MIB)

@@ -146,13 +146,14 @@ def report_of(
 
 
 def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Explanation:
-    """What an opportunistic job waits for: the site holds it until the packer has a GPU for it."""
+    """What a job waits for that the site holds until the packer has a GPU or quota for it."""
     job = explanation.job
     reason = reasons.get(job.label)
     if reason is None or not job.is_pending:
         return explanation
     blocker = Blocker("packer", reason, f"hetstream opp why {job.label}")
-    return replace(explanation, blockers=(blocker,), conversion=Verdict(False, "it shares a GPU that others have"))
+    why_not = "it is the packer that starts it" if job.count("gpu") else "it shares a GPU that others have"
+    return replace(explanation, blockers=(blocker,), conversion=Verdict(False, why_not))
 
 
 def _facts(explanation: Explanation, now_s: float) -> Row:

@@ -188,10 +188,29 @@ local function packers_own(policy, job)
   end
 end
 
+-- Why nobody can say before a job starts how many GPUs it takes; nil where one can.
+local function why_not_counted(job)
+  if job.shared == 0 then return "--exclusive takes all GPUs of its nodes. Ask for them: --gpus-per-node" end
+  if num_gpus(job.tres_per_socket) > 0 then return "--gpus-per-socket depends on the node. Write --gpus-per-node" end
+  if num_gpus(job.tres_per_job) > 0 or not asks_for(job, "gpu") then return end
+  local is_range = given(job.max_nodes) and job.max_nodes > 0 and job.max_nodes ~= job.min_nodes
+  local is_open = not given(job.max_nodes) and num_gpus(job.tres_per_node) > 0 and given(job.num_tasks)
+    and job.num_tasks > 1
+  if is_range or is_open then return "it says no single number of nodes. Write --nodes=N, or --gpus=N in all" end
+end
+
+local function not_counted(partition, why)
+  return refuse("quota", "GPUs of partition " .. partition .. " have quotas, and how many the job takes is not known "
+    .. "before: " .. why)
+end
+
 -- Where GPUs have quotas, jobs that ask for them wait until the packer has counted.
 local function hold_for_quota(policy, job, names, uid)
   local partition = listed(names, (policy.quota or {}).partitions)
-  if not partition or is_manager(policy.opportunistic or {}, uid) or not asks_for(job, "gpu") then return slurm.SUCCESS end
+  if not partition or is_manager(policy.opportunistic or {}, uid) then return slurm.SUCCESS end
+  local why = why_not_counted(job)
+  if why then return not_counted(partition, why) end
+  if not asks_for(job, "gpu") then return slurm.SUCCESS end
   job.priority = 0
   slurm.log_info("hetstream: held for quota in partition %s", partition)
   return slurm.SUCCESS
@@ -205,6 +224,7 @@ local function keeps_quota(policy, change, record)
     return refuse("quota", "GPUs of partition " .. into .. " have quotas. scancel the job and submit it there")
   end
   if not from then return end
+  if change.shared == 0 then return not_counted(from, why_not_counted(change)) end
   if asks_for(change, "gpu") then
     return refuse("quota", "GPUs of partition " .. from .. " have quotas. scancel the job and submit another one")
   end
@@ -213,7 +233,7 @@ local function keeps_quota(policy, change, record)
     return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no release, hold, Priority "
       .. "or Nice")
   end
-  for _, field in ipairs({ "account", "min_nodes", "num_tasks" }) do
+  for _, field in ipairs({ "account", "min_nodes", "max_nodes", "num_tasks" }) do
     if given(change[field]) and change[field] ~= record[field] then
       return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their " .. field .. ". scancel the job and "
         .. "submit another one")

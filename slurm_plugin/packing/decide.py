@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.state import GpuNode, PackingState, Place, PlacedJob, SharedGpu, WaitingJob
+from hetstream.slurm_plugin.packing.state import (
+    GpuNode,
+    PackingState,
+    Place,
+    PlacedJob,
+    SharedGpu,
+    WaitingJob,
+    by_number,
+)
 
 _GIB = 1 << 30
 # Of a node's GPUs only so many more than a job needs are combined: the best ones. Where other nodes must have the same
@@ -71,7 +79,7 @@ def decide(state: PackingState, now_s: float, rules: PackingRules | None = None)
     nodes = [_Room(node, state.placed, now_s, rules) for node in state.nodes]
     # Room only shrinks: where one job finds none, others that ask alike find none.
     refused: dict[object, str] = {}
-    for job in sorted(state.waiting, key=lambda job: (job.submit_s, job.job)):
+    for job in sorted(state.waiting, key=lambda job: (job.submit_s, by_number(job.job))):
         shape = _shape(job)
         reason = job.closed or _too_early(job, now_s) or refused.get(shape, "")
         if not reason and len(placements) >= rules.most_placements:

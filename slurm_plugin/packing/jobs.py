@@ -163,6 +163,15 @@ def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: 
     )
 
 
+def why_it_failed(job: Job) -> str:
+    """Why Slurm itself holds a job that it could not start; empty if it does not. Released again and again, it would
+    close one node after the other: Slurm drains a node where a Prolog fails.
+    """
+    if not _FAILED.match(job.reason.replace(" ", "_")):
+        return ""
+    return f"Slurm could not start it ({job.reason}). An operator looks at slurmd's log, and releases it"
+
+
 def _closed_job(job: OpportunisticJob, now_s: float) -> str:
     """Why a job is not placed wherever there is room; empty if it is."""
     record = job.job
@@ -179,8 +188,8 @@ def _closed_job(job: OpportunisticJob, now_s: float) -> str:
         )
     if not job.notes.can_be_requeued:
         return "nobody could take it off a GPU again, because it cannot be requeued. Submit it with --requeue"
-    if _FAILED.match(record.reason.replace(" ", "_")):
-        return f"Slurm could not start it ({record.reason}). An operator looks at slurmd's log, and releases it"
+    if failed := why_it_failed(record):
+        return failed
     if record.dependency:
         return f"it waits for {record.dependency}"
     if record.eligible_s is not None and record.eligible_s > now_s:

@@ -14,6 +14,8 @@ or the GPUs do not suffice keeps what is left of them, so that small jobs do not
 from __future__ import annotations
 
 import enum
+import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -25,6 +27,7 @@ from hetstream.base.text import printable
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.errors import QuotaError
+from hetstream.slurm_plugin.packing.state import by_number
 from hetstream.slurm_plugin.render.report import duration
 
 PATIENCE_S = 1800.0
@@ -57,12 +60,14 @@ class QuotaSite:
         num_gpus: of some of its partitions together.
         partitions: all of them.
         opportunistic: partitions of opportunistic jobs.
+        exclusive: partitions whose jobs take whole nodes.
         accounts: that Slurm knows; None where that is not known.
     """
 
     num_gpus: Callable[[Collection[str]], int]
     partitions: Collection[str] = ()
     opportunistic: Collection[str] = ()
+    exclusive: Collection[str] = ()
     accounts: Collection[str] | None = None
 
 
@@ -81,7 +86,7 @@ def read_quotas(source: str, text: str | bytes, site: QuotaSite) -> Quotas:
         quotas = decode(text, Quotas)
     except msgspec.MsgspecError as error:
         raise QuotaError(f"{source}: not a table of quotas: {error}") from error
-    problems = []
+    problems = [f"{name!r} stands in it twice" for name in _twice(text)]
     if not quotas.partitions:
         problems.append('it names no partition whose jobs have them: write "partitions": ["gpu"]')
     for name in quotas.partitions:
@@ -89,6 +94,8 @@ def read_quotas(source: str, text: str | bytes, site: QuotaSite) -> Quotas:
             problems.append(f"there is no partition {name!r}{_near(name, site.partitions)}. See: sinfo --all")
         elif name in site.opportunistic:
             problems.append(f"partition {name!r} is for opportunistic jobs, which take no quota")
+        elif name in site.exclusive:
+            problems.append(f"jobs of partition {name!r} take whole nodes with all GPUs (OverSubscribe=EXCLUSIVE)")
     promised, num_gpus = sum(quotas.tenants.values()), site.num_gpus(quotas.partitions)
     if promised > num_gpus:
         problems.append(
@@ -101,6 +108,17 @@ def read_quotas(source: str, text: str | bytes, site: QuotaSite) -> Quotas:
     if problems:
         raise QuotaError(f"{source}: {'; '.join(problems)}")
     return quotas
+
+
+def _twice(text: str | bytes) -> list[str]:
+    """Names that an object of some JSON has more than once: readers of JSON keep the last in silence."""
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, object]]) -> None:
+        found.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+
+    json.loads(text, object_pairs_hook=look)
+    return found
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -221,9 +239,9 @@ def decide(quotas: Quotas, jobs: Sequence[QuotaJob], free_gpus: int, now_s: floa
     return (*found, *(_decide_besides(job) for job in others))
 
 
-def _place(job: QuotaJob, patience_s: float) -> tuple[float, float, str]:
+def _place(job: QuotaJob, patience_s: float) -> tuple[object, ...]:
     """Where it stands in its line."""
-    return job.submit_s - (patience_s if job.can_upgrade else 0.0), job.submit_s, job.name
+    return job.submit_s - (patience_s if job.can_upgrade else 0.0), job.submit_s, by_number(job.name)
 
 
 def _decide_besides(job: QuotaJob) -> QuotaDecision:

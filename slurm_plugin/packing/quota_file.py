@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -62,7 +64,10 @@ class QuotaFile:
 
     def _read(self) -> bytes:
         try:
-            with self._path.open("rb") as file:
+            # A pipe or a device has no end.
+            with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise QuotaError(f"{self._path}: the quotas cannot be read: it is no ordinary file")
                 text = file.read(_MOST_BYTES + 1)
         except OSError as error:
             raise QuotaError(f"{self._path}: the quotas cannot be read: {error.strerror}") from error
@@ -80,4 +85,6 @@ def quota_site(snapshot: Snapshot, opportunistic: Collection[str], accounts: Col
     def num_gpus(partitions: Collection[str]) -> int:
         return sum(node.gpus for node in snapshot.nodes if not set(partitions).isdisjoint(node.partitions))
 
-    return QuotaSite(num_gpus, [partition.name for partition in snapshot.partitions], opportunistic, accounts)
+    exclusive = [partition.name for partition in snapshot.partitions if partition.is_exclusive]
+    names = [partition.name for partition in snapshot.partitions]
+    return QuotaSite(num_gpus, names, opportunistic, exclusive, accounts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -137,3 +138,8 @@ class PackingState:
     nodes: tuple[GpuNode, ...] = ()
     waiting: tuple[WaitingJob, ...] = ()
     placed: tuple[PlacedJob, ...] = ()
+
+
+def by_number(name: str) -> tuple[list[int], str]:
+    """The order of jobs that were submitted in the same second, such as the tasks of an array: 33_9 before 33_10."""
+    return [int(digits) for digits in re.findall("[0-9]{1,18}", name)], name

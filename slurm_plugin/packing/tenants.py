@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
-from hetstream.slurm_plugin.packing.jobs import MOST_GPUS_OF_A_NODE, OpportunisticJob, task_names
+from hetstream.slurm_plugin.packing.jobs import MOST_GPUS_OF_A_NODE, OpportunisticJob, task_names, why_it_failed
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
@@ -102,7 +102,8 @@ def quota_view(
         problems[name] = why_not_opportunistic(job)
         line.append(_guaranteed_job(name, job))
     seen = SeenGpus(readings, now_s, rules or PackingRules())
-    wishing = [job for job in jobs if wants_guarantee(job.job.comment) and not job.job.het]
+    # Who has become guaranteed has quota, whatever his Comment says by now.
+    wishing = [job for job in jobs if (wants_guarantee(job.job.comment) and not job.job.het) or is_upgraded(job)]
     line += [_opportunistic_job(job, seen) for job in wishing]
     upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
@@ -216,6 +217,8 @@ def _not_in_line(job: Job, now_s: float) -> str:
         return "an operator holds it: scontrol release"
     if job.priority != 0:
         return ""
+    if failed := why_it_failed(job):
+        return failed
     if job.dependency:
         return f"it waits for {job.dependency}"
     if job.eligible_s is not None and job.eligible_s > now_s:

@@ -226,6 +226,29 @@ def test_jobs_with_gpus_wait_where_these_have_quotas(lua: object, fields: str, u
     assert lua(text)[-1].split() == ["0", priority]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("shared = 0", "--exclusive takes all GPUs"),
+        ('shared = 0, tres_per_node = "gres:gpu:1"', "--exclusive takes all GPUs"),
+        ('tres_per_socket = "gres:gpu:1"', "--gpus-per-socket"),
+        ('tres_per_node = "gres:gpu:1", min_nodes = 1, max_nodes = 2', "--nodes=N"),
+        ('tres_per_task = "gres:gpu:1", min_nodes = 1, max_nodes = 2', "--nodes=N"),
+        ('tres_per_node = "gres:gpu:1", num_tasks = 16', "--nodes=N"),
+        ('tres_per_node = "gres:gpu:1", num_tasks = 1', None),
+        ('tres_per_node = "gres:gpu:1", num_tasks = 16, min_nodes = 2, max_nodes = 2', None),
+        ('tres_per_task = "gres:gpu:1", num_tasks = 16', None),
+        ('tres_per_job = "gres:gpu:1", num_tasks = 16, min_nodes = 1, max_nodes = 2', None),
+        ("min_nodes = 1, max_nodes = 2, num_tasks = 16", None),
+    ],
+)
+def test_a_job_says_how_many_gpus_it_takes_where_these_have_quotas(lua: object, fields: str, said: str | None) -> None:
+    text = guard(QUOTA) + f'print(slurm_job_submit(job{{partition = "gpu", {fields}}}, {{}}, 1000))'
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[-1] == ("0" if said is None else "-1")
+    assert said is None or said in lines[0]
+
+
 QUOTA = '{opportunistic = {partitions = {"opp"}, hold = true, managers = {7}}, quota = {partitions = {"gpu"}}}'
 
 
@@ -239,7 +262,9 @@ QUOTA = '{opportunistic = {partitions = {"opp"}, hold = true, managers = {7}}, q
         ('partition = "gpu"', 'partition = "cpu"', "GPUs of partition gpu have quotas"),
         ('account = "b"', 'account = "a"', "keep their account"),
         ("min_nodes = 4", "min_nodes = 1", "keep their min_nodes"),
+        ("max_nodes = 4", "max_nodes = 1", "keep their max_nodes"),
         ("num_tasks = 4", "num_tasks = 1", "keep their num_tasks"),
+        ("shared = 0", 'tres_per_job = ""', "--exclusive takes all GPUs"),
         ('comment = "hetstream:upgrade=7:0@9"', "", "is the site's"),
         ('partition = "opp"', "", "does not become an opportunistic one"),
         ("time_limit = 5", "", None),

@@ -25,7 +25,7 @@ from hetstream.slurm_plugin.packing.quota import (
 
 GUARANTEED, OPPORTUNISTIC = JobClass.GUARANTEED, JobClass.OPPORTUNISTIC
 QUOTAS = Quotas({"a": 4, "b": 2}, 600.0)
-SITE = QuotaSite(lambda _: 24, ["gpu", "opp"], ["opp"], ["vision", "a", "b"])
+SITE = QuotaSite(lambda _: 24, ["gpu", "opp", "whole"], ["opp"], ["whole"], ["vision", "a", "b"])
 
 
 def verdicts(jobs: list[QuotaJob], free_gpus: int = 6, now_s: float = 0.0) -> dict[str, str]:
@@ -55,6 +55,7 @@ class TestReading:
             ({"tenants": {}, "partitions": []}, 'it names no partition whose jobs have them: write "partitions"'),
             ({"partitions": ["gpus"]}, r"no partition 'gpus' \(did you mean gpu\?\)"),
             ({"partitions": ["opp"]}, "'opp' is for opportunistic jobs"),
+            ({"partitions": ["whole"]}, "'whole' take whole nodes with all GPUs"),
             ([], "not a table of quotas"),
         ],
     )
@@ -70,6 +71,10 @@ class TestReading:
             read_quotas("q.json", '{"tenants": {"x": 98, "y": 1}, "partitions": ["gpu"]}', SITE)
         assert "\n" not in str(caught.value)
 
+    def test_a_name_that_stands_there_twice_is_refused(self) -> None:
+        with pytest.raises(QuotaError, match=r"^q.json: 'a' stands in it twice$"):
+            read_quotas("q.json", '{"tenants": {"a": 8, "b": 1, "a": 2}, "partitions": ["gpu"]}', SITE)
+
     def test_where_accounts_are_not_known_they_are_not_compared(self) -> None:
         text = '{"tenants": {"x": 24}, "partitions": ["gpu"]}'
         assert read_quotas("q.json", text, replace(SITE, accounts=None)).of("x") == 24
@@ -80,6 +85,10 @@ class TestCases:
 
     def test_a_job_within_its_quota_starts(self) -> None:
         assert verdicts([QuotaJob("1", "a", 4, 0.0)]) == {"1": "guaranteed"}
+
+    def test_jobs_of_the_same_second_stand_in_the_order_of_their_numbers(self) -> None:
+        jobs = [QuotaJob(name, "b", 1, 0.0) for name in ("33_10", "33_9", "33_8")]
+        assert verdicts(jobs) == {"33_8": "guaranteed", "33_9": "guaranteed", "33_10": "wait"}
 
     def test_the_first_that_does_not_fit_keeps_what_is_left_of_the_quota(self) -> None:
         jobs = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,9 +125,12 @@ def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
     site.slurm.ask(3, comment=WISH, cpus_per_gpu=4)
     site.slurm.ask(4, comment=WISH, reason="JobHeldAdmin")
     site.slurm.ask(5, comment=WISH, dependency="afterok:1")
-    assert site.look(700) == ["granted 1", "waits 2", "waits 3", "waits 4", "waits 5"]
+    site.slurm.ask(6, comment=WISH, reason="launch failed requeued held")
+    assert site.look(700) == ["granted 1", "waits 2", "waits 3", "waits 4", "waits 5", "waits 6"]
     reasons = [event.reason for event in site.events]
-    for text, reason in zip(("2 GPUs of a node", "--cpus-per-gpu", "operator", "afterok"), reasons[1:], strict=True):
+    for text, reason in zip(
+        ("2 GPUs of a node", "--cpus-per-gpu", "operator", "afterok", "slurmd's log"), reasons[1:], strict=True
+    ):
         assert text in reason
     assert not any(call[0] == "update" for call in site.slurm.calls)
 
@@ -259,6 +263,16 @@ def test_what_kept_its_gpu_is_cancelled_by_hand_and_comes_again(sharing: Site) -
     assert "guaranteed job 9" in sharing.events[0].reason
 
 
+def test_who_has_become_guaranteed_has_quota_whatever_the_comment_says_then(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    slurm.jobs[2] = replace(slurm.jobs[2], comment=slurm.jobs[2].comment.replace("class=guaranteed", "class=none"))
+    slurm.num_gpus = 2
+    slurm.ask(3)
+    assert "offered 3" in sharing.look(700), "a quota of one GPU is for one job"
+
+
 def test_a_lowered_quota_takes_nothing_from_who_has_it(sharing: Site, caplog: pytest.LogCaptureFixture) -> None:
     slurm = sharing.slurm
     slurm.end(1)
@@ -346,6 +360,9 @@ class TestFile:
             path.write_text(garbage)
             assert [file.now(snapshot).of("a") for _ in range(3)] == [1, 1, 1]
             assert [record.levelname for record in caplog.records] == ["WARNING"], garbage
+        path.unlink()
+        os.mkfifo(path)  # nobody ever writes into it
+        assert file.now(snapshot).of("a") == 1
         path.unlink()
         assert file.now(snapshot).of("a") == 1
         caplog.clear()

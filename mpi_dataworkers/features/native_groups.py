@@ -20,7 +20,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.native import Group
 from hetstream.mpi_dataworkers.features.reading import Columns
-from hetstream.mpi_dataworkers.features.tiles import spans
+from hetstream.mpi_dataworkers.features.tiles import apart, as_matrix, spans
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
 from hetstream.mpi_dataworkers.features.value_kernels import borders_without_repeats
 
@@ -95,7 +95,7 @@ class NativeGroup:
             group.lengths = kept[-1].buffer_info()[0]
         made_sizes = sizes
         if self._changes_lengths:
-            lengths = torch.empty((count, num_rows), dtype=torch.int64).unbind()
+            lengths = apart(torch.empty(count * num_rows, dtype=torch.int64), [num_rows] * count)
             kept.append(array("q", map(torch.Tensor.data_ptr, lengths)))
             group.made_lengths = kept[-1].buffer_info()[0]
             made_sizes = array("q", bytes(8 * count))
@@ -116,21 +116,21 @@ class NativeGroup:
         if sizes.count(sizes[0]) == len(sizes) and widths.count(widths[0]) == len(sizes):
             places = array("q")
             each_bytes = sizes[0] * self._dtype.itemsize
-            shape = (sizes[0],) if widths[0] == 1 else (num_rows, widths[0])
+            length, shape = (sizes[0], ()) if widths[0] == 1 else (num_rows, (widths[0],))
             most = max(1, _SLAB_VALUES // max(1, sizes[0]))
             for first in range(0, len(sizes), most):
                 some = min(most, len(sizes) - first)
-                slab = torch.empty((some, *shape), dtype=self._dtype)
+                slab = torch.empty((some * length, *shape), dtype=self._dtype)
                 begin = slab.data_ptr()
-                made += slab.unbind()
+                made += apart(slab, [length] * some)
                 places.extend(range(begin, begin + some * each_bytes, each_bytes) if each_bytes else [begin] * some)
             return made, places
         for span in spans(sizes, _SLAB_VALUES, whole=True):
             some_sizes = sizes[span.first : span.last]
-            made += torch.split(torch.empty(sum(some_sizes), dtype=self._dtype), list(some_sizes))
+            made += apart(torch.empty(sum(some_sizes), dtype=self._dtype), some_sizes)
         places = array("q", map(torch.Tensor.data_ptr, made))
         each = zip(made, widths, strict=True)
-        return [values if width == 1 else values.view(num_rows, width) for values, width in each], places
+        return [values if width == 1 else as_matrix(values, num_rows, width) for values, width in each], places
 
     def _numbers_of(self, operator: ops.Operator, given: FeatureType) -> Sequence[float | int]:
         """What native.cpp has as the numbers of an operator, in its order."""

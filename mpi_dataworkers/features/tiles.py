@@ -115,6 +115,20 @@ def spans(sizes: Sequence[int], most: int = TILE_VALUES, *, whole: bool = False)
         yield Span(first, len(sizes), begin, end)
 
 
+def apart(values: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Views of one memory, of so many values or rows each, that autograd takes for tensors of their own.
+
+    A program that changes one of them in place has not changed the others, unlike those of torch.split.
+    """
+    found: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(values, list(sizes))
+    return found
+
+
+def as_matrix(values: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+    """The same values as rows; for autograd it is a tensor of its own, as in `apart`."""
+    return values.reshape(num_rows, width).data
+
+
 def ranges(starts: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
     """`start, start + 1, ...`, `count` numbers for each pair, one after the other; `total` is the sum of the counts."""
     before = torch.cumsum(counts, 0) - counts

@@ -7,6 +7,7 @@ never writes into the batch that it is given.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
 from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
 from hetstream.mpi_dataworkers.features.operators import MapId
 from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
-from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, spans
+from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, apart, as_matrix, spans
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ class FeatureTransform:
             for output in graph.outputs
             if not output.keys and not graph.types[output.of[0]].is_jagged
         }
+        # Of several outputs, so that none may have another's memory: a program may change one of them in place.
+        uses = Counter(name for output in graph.outputs for name in output.of)
+        self._shared = frozenset(name for name, num in uses.items() if num > 1)
         self._read = Reader(graph.inputs)
         self._groups: Sequence[_Group | NativeGroup] | None = None
 
@@ -139,18 +143,18 @@ class FeatureTransform:
             return Jagged(features.values[name], features.lengths[name])
         types = [self.graph.types[name] for name in output.of]
         found = [features[name] for name in output.of]
+        join = _joined if self._shared.isdisjoint(output.of) else torch.cat
         if not any(kind.is_jagged for kind in types):
             if all(kind.width == 1 for kind in types):
                 # As the rows of a matrix they may lie together already: one pass instead of one for each feature.
-                rows = _joined([part.values for part in found]).view(len(found), num_rows)
-                return rows.t().contiguous()
+                return join([part.values for part in found]).view(len(found), num_rows).t().contiguous().data
             each = zip(found, types, strict=True)
-            return torch.cat([_as_matrix(values, kind.width, num_rows) for values, kind in each], dim=1)
+            return torch.cat([as_matrix(part.values, num_rows, kind.width) for part, kind in each], dim=1)
         lengths = [
             torch.full((num_rows,), part.width) if values.lengths is None else values.lengths
             for values, part in zip(found, types, strict=True)
         ]
-        batch = JaggedBatch(output.keys, _joined([values.values.reshape(-1) for values in found]), _joined(lengths))
+        batch = JaggedBatch(output.keys, join([values.values.reshape(-1) for values in found]), join(lengths))
         return batch.to_torchrec() if self.torchrec else batch
 
 
@@ -184,7 +188,7 @@ class _Group:
             made += (self._by_values if self._by_value else self._by_lists)(some, slab.first, num_rows)
         if not self._is_jagged:
             made = [
-                found._replace(values=_as_matrix(found, width, num_rows)) if width > 1 else found
+                found._replace(values=as_matrix(found.values, num_rows, width)) if width > 1 else found
                 for found, width in zip(made, self._widths, strict=True)
             ]
         return Columns.of({chain.result: values for chain, values in zip(self._chains, made, strict=True)})
@@ -197,13 +201,13 @@ class _Group:
             goal = values[tile.span.begin : tile.span.end]
             if made.data_ptr() != goal.data_ptr():
                 goal.copy_(made)
-        pieces = zip(torch.split(values, sizes), given, strict=True)
+        pieces = zip(apart(values, sizes), given, strict=True)
         return [Values(piece, source.lengths) for piece, source in pieces]
 
     def _by_lists(self, given: Sequence[Values], first: int, num_rows: int) -> list[Values]:
         made: list[Values] = []
         for tile in map(self._through, self._tiles(given, first, num_rows, None)):
-            pieces = zip(torch.split(tile.values, list(tile.sizes)), _by_feature(tile), strict=True)
+            pieces = zip(apart(tile.values, tile.sizes), _by_feature(tile), strict=True)
             made += [Values(piece, lengths) for piece, lengths in pieces]
         return made
 
@@ -246,11 +250,7 @@ class _Group:
 def _by_feature(tile: Tile) -> Sequence[torch.Tensor | None]:
     if tile.lengths is None:
         return [None] * len(tile.sizes)
-    return tile.lengths.view(len(tile.sizes), tile.num_rows).unbind()
-
-
-def _as_matrix(found: Values, width: int, num_rows: int) -> torch.Tensor:
-    return found.values.reshape(num_rows, width)
+    return apart(tile.lengths, [tile.num_rows] * len(tile.sizes))
 
 
 def _flat(found: Values) -> Values:
@@ -270,7 +270,7 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         if piece.storage_offset() != end or piece.untyped_storage().data_ptr() != storage or not piece.is_contiguous():
             return torch.cat(list(pieces))
         end += piece.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+    return first.as_strided((end - first.storage_offset(),), (1,)).data
 
 
 def _joined_valid(valid: Sequence[torch.Tensor | None], pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:

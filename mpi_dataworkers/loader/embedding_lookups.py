@@ -2,7 +2,7 @@
 
 What counts is the forward of `torch.nn.Embedding`, `torch.nn.EmbeddingBag` and their subclasses where gradients are
 recorded; what a subclass exchanges with other ranks in its forward is in it, and so is what FSDP gathers for one that
-it wraps. Their backward is not: it is a part of the gradients.
+it wraps. Their backward is not: it is a part of the gradients. Nor is what a checkpoint looks up again there.
 
 A hook on all modules makes each call of one dearer. So it is there in about one step a second, and in one of eight at
 most: from the end of an optimizer's call to the end of the next. Which one is drawn, so that no period of the program
@@ -80,18 +80,19 @@ class EmbeddingTimer:
             self._hooks = register_module_forward_pre_hook(self._before), register_module_forward_hook(self._after)
 
     def _before(self, module: torch.nn.Module, _: Any) -> None:
-        # Of a lookup within another the outer one counts.
-        if not isinstance(module, _EMBEDDINGS) or self._module or not torch.is_grad_enabled():
+        # A compiler that traces this comes no further, so it breaks no graph. Of a lookup within another the outer one
+        # counts.
+        if torch.compiler.is_compiling() or not isinstance(module, _EMBEDDINGS) or self._module:
             return
-        if self._thread != threading.get_ident() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or self._thread != threading.get_ident() or _is_backward():
             return
-        parameter = next(module.parameters(), None)
+        parameter = next(torch.nn.Module.parameters(module), None)  # a subclass may have another method of that name
         has_room = parameter is not None and len(self._lookups) < _MOST_LOOKUPS
         self._device = parameter.device if parameter is not None and has_room else None
         self._module, self._began = id(module), self._now()
 
     def _after(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        if self._module != id(module) or self._thread != threading.get_ident():
+        if torch.compiler.is_compiling() or self._module != id(module) or self._thread != threading.get_ident():
             return
         self._module, ended = 0, self._now()
         if self._began is None or ended is None:
@@ -141,6 +142,11 @@ class EmbeddingTimer:
         self._lookups.clear()
         self._is_pending = False
         return True
+
+
+def _is_backward() -> bool:
+    """Whether autograd runs in this thread: what was checkpointed is computed again there, maybe not to its end."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_compiled() -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo import eval_frame
 from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
 
 from hetstream.mpi_dataworkers.loader import embedding_lookups
 from hetstream.mpi_dataworkers.loader.embedding_lookups import EmbeddingTimer
@@ -157,6 +158,35 @@ def test_a_compiled_program_is_not_looked_at_and_gets_no_warning(
     assert embedding_lookups._is_compiled(), "what cannot be known counts as a yes"
 
 
+def test_a_program_that_first_compiles_within_a_timed_step_gets_its_one_graph(
+    timer: EmbeddingTimer, clock: Clock
+) -> None:
+    table = torch.nn.Embedding(2, 2)
+    timer.step_ended()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile")
+        assert torch.equal(torch.compile(table, backend="eager", fullgraph=True)(IDS), table(IDS))
+    torch._dynamo.reset()
+    timed(timer, clock)
+
+
+def test_what_a_checkpoint_looks_up_again_is_a_part_of_the_gradients(timer: EmbeddingTimer, clock: Clock) -> None:
+    table = Table(clock)
+
+    def step() -> None:
+        checkpoint(lambda ids: table(ids).exp().sum(), IDS, use_reentrant=False).backward()
+
+    assert timed(timer, clock, step, step) == EmbeddingLookups(2, 0.5)
+
+
+def test_a_method_of_the_programs_own_is_not_called(timer: EmbeddingTimer, clock: Clock) -> None:
+    class Custom(Table):
+        def parameters(self, rate: float) -> list[Any]:  # type: ignore[override]
+            raise AssertionError(rate)
+
+    assert timed(timer, clock, lambda: Custom(clock)(IDS)) == EmbeddingLookups(1, 0.25)
+
+
 def test_between_two_passes_there_are_no_hooks_and_what_was_begun_does_not_count(
     timer: EmbeddingTimer, clock: Clock
 ) -> None:
@@ -188,7 +218,7 @@ def test_on_a_gpu_nothing_waits_and_no_step_is_timed_before_the_last_one_is_know
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     table = torch.nn.Embedding(2, 2)
     parameter: Any = type("OnGpu", (), {"device": torch.device("cuda", 0)})()
-    monkeypatch.setattr(table, "parameters", lambda: iter([parameter]))
+    monkeypatch.setattr(torch.nn.Module, "parameters", lambda module: iter([parameter]))
     assert timed(timer, clock, lambda: (table(IDS), table(IDS)), lambda: table(IDS)) == EmbeddingLookups(0, 0.0)
     assert Event.num == 4, "the second step is not timed: the device has not come so far"
     Event.num_passed = Event.num

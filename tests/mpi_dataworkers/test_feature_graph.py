@@ -316,3 +316,28 @@ def test_lines_are_no_part_of_a_graph() -> None:
     other = FeatureGraph.of({"price": dense("price") >> ops.Clamp(0.0, 1.0)})
     assert one.steps[0].line != other.steps[0].line
     assert (one, one.digest, pickle.dumps(one)) == (other, other.digest, pickle.dumps(other))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_a_program_does_to_one_feature_in_place_happens_to_no_other(native: bool, width: int) -> None:
+    chains = [jagged(name) >> ops.SigridHash(1, 100) for name in "jk"]
+    outputs = {name: dense(name, width=width) >> ops.Clamp(0.0, 1.0) for name in "abc"}
+    graph = FeatureGraph.of(
+        {**outputs, "all": list(outputs.values()), "one": [outputs["a"]], "j": chains[0], "jk": chains}
+    )
+    given: dict[str, Any] = {name: torch.rand(6, width).squeeze(1) for name in "abc"}
+    lists = Jagged(torch.arange(6), torch.ones(6, dtype=torch.int64))
+    made = FeatureTransform(graph, native=native)({**given, "j": lists, "k": lists})
+    before = {name: made[name].clone() for name in ("a", "b", "all", "one")}
+    ids = made["jk"].values.clone()
+    weight = torch.ones_like(made["a"], requires_grad=True)
+    loss = (weight * made["a"]).sum()  # its backward needs a
+    made["b"].mul_(2.0)
+    made["c"].mul_(weight)
+    made["j"].values.add_(1)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(weight.grad, before["a"]), "autograd takes each for a tensor of its own"
+    made["a"].add_(1.0)
+    assert all(torch.equal(made[name], before[name]) for name in ("all", "one"))
+    assert torch.equal(made["jk"].values, ids)

@@ -100,7 +100,7 @@ class NativeGroup:
             group.made_lengths = kept[-1].buffer_info()[0]
             made_sizes = array("q", bytes(8 * count))
             self._library.hetstream_sizes(ctypes.byref(group), made_sizes.buffer_info()[0])
-        elif self._widths is not None and self._widths != self._source_widths:
+        elif self._widths is not None and (self._is_jagged or self._widths != self._source_widths):
             made_sizes = array("q", [num_rows * width for width in self._widths])
         made, places = self._memory(made_sizes.tolist(), num_rows)
         group.made = places.buffer_info()[0]

@@ -242,6 +242,12 @@ def test_kernels_do_what_the_reference_does(data: st.DataObject, num_rows: int) 
     check([feature(f"x{at}", data.draw(st.booleans())) for at in range(count)], num_rows)
 
 
+@pytest.mark.parametrize("rows", [[[1.0, 2.0, 3.0]], [[], [], []]], ids=["more values", "fewer values"])
+def test_one_class_of_lists_is_a_value_for_each_row(rows: list[list[Any]]) -> None:
+    """As wide as a list's values are counted, and of another number of them."""
+    check([(jagged("x") >> ops.Cast("float32") >> ops.Onehot(0.0, 1.0, 1), rows)], len(rows))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_one_operator_with_other_numbers_for_each_of_many_features(data: st.DataObject) -> None:

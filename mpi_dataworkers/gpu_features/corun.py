@@ -187,24 +187,25 @@ class CoRun:
         """
         if self._missing:
             self._leave_to_data_workers(loader, self._missing)
-        self._begin()
         self._loader_state = _state_of(loader)
-        return _Iteration(self, loader)
+        iteration = _Iteration(self, loader)
+        self._begin(iteration)
+        return iteration
 
-    def _begin(self) -> None:
+    def _begin(self, iteration: _Iteration | None = None) -> None:
         self._state: Interleaving = Interleaving()
         self._batches: dict[int, _Batch] = {}
-        self._iteration: object = None
+        self._iteration = iteration
 
     def next_of(self, iteration: _Iteration) -> dict[str, Any]:
         """The next batch of an iteration; called by that.
 
         Raises:
             StopIteration: there is none.
-            FeatureError: another iteration has begun.
+            FeatureError: another iteration has begun, or this CoRun was closed: what it had taken ahead is gone.
         """
         if self._iteration is None:
-            self._iteration = iteration
+            raise FeatureError("this CoRun was closed: iterate within its `with`")
         if self._iteration is not iteration:
             raise FeatureError("another iteration over this CoRun has begun: a CoRun has one at a time")
         if not self._missing:

@@ -318,6 +318,18 @@ def test_an_error_of_a_batch_comes_when_the_loop_comes_to_it_and_the_next_batch_
             next(iteration)
 
 
+def test_what_an_iteration_has_taken_ahead_is_never_left_out_in_silence() -> None:
+    with corun(Model()) as beside:
+        first = beside(BATCHES)
+        check(next(first), BATCHES[0])
+        second = beside(BATCHES)
+        with pytest.raises(FeatureError, match="another iteration over this CoRun has begun"):
+            next(first)
+        check(next(second), BATCHES[0])
+    with pytest.raises(FeatureError, match="this CoRun was closed"):
+        next(second)
+
+
 def test_empty_batches_and_no_batch() -> None:
     model, empty = Model(), batch_of(SIZE, 0)
     with corun(model) as beside:

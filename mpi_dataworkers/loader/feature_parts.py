@@ -120,7 +120,7 @@ class FeatureParts:
             if self._shortage:
                 self._say(self._shortage)
                 self._missing, self._shortage = self._shortage, ""
-                self._follow(self._change(self._planned(self._plan.graph, self._plan)))
+                self._leave_to_data_workers()
             elif recuts is not None and recuts is self._recuts and (decided := recuts.decided()) is not None:
                 self._carry_out(decided)
         return made
@@ -227,6 +227,13 @@ class FeatureParts:
                 self._follow(plan)
                 return
         self._tell(decided.reason, decided.share)
+
+    def _leave_to_data_workers(self) -> None:
+        """From the next step on; the batch in hand is the loop's, whether they can have the graph or not."""
+        try:
+            self._follow(self._change(self._planned(self._plan.graph, self._plan)))
+        except HetstreamError as error:
+            _log.warning("hetstream: features: the cut stays as it is: %s", error)
 
     def _tell(self, reason: str, share: float = 0.0) -> None:
         """Put it into the loader's statistics, which the dispatcher is told."""

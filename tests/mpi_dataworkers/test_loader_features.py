@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from random_features import as_bytes
 
 from hetstream import DataLoader, FeatureError
 from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
@@ -240,6 +242,26 @@ def test_without_gpu_memory_data_workers_compute_the_whole_from_then_on_and_that
     [said] = [record.message for record in caplog.records if "features" in record.message]
     assert "Tried to allocate 2 GiB." in said
     assert [each.count for each in short] == [3], "no batch after the third was the GPU's"
+
+
+class Unreachable:
+    """A loader's connection whose stage cannot be changed."""
+
+    has_features = False
+
+    def __init__(self) -> None:
+        self.statistics = SimpleNamespace(features=None)
+
+    def use_batch_stage(self, stage: Any) -> None:
+        raise PipelineError(f"{stage} cannot be handed to data workers now")
+
+
+def test_a_batch_is_there_although_data_workers_cannot_have_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    parts = FeatureParts(CUT, torch.device("cpu"), compute=FeatureTransform)
+    parts.attach(Unreachable(), 0)  # type: ignore[arg-type]
+    parts.note_shortage("CUDA out of memory")
+    assert as_bytes(parts.finish(parts.stage(collate([1, 2])))) == as_bytes(FeatureTransform(GRAPH)(collate([1, 2])))
+    assert "the cut stays as it is: " in caplog.text
 
 
 def no_triton(_: FeatureGraph) -> Any:

@@ -5,8 +5,10 @@ Used by `cut_transform.py`, which computes the parts, and by `gpu_features/hybri
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output, Step
@@ -50,10 +52,11 @@ class CutGraph:
         # As FeatureGraph: the same cut is the same bytes.
         return CutGraph, (self.graph, self.first)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """What two cuts share if what data workers hand over is the same."""
-        return f"{self.graph.digest}-{','.join(map(repr, self.first))}"
+        """64 hexadecimal digits that two cuts share if what data workers hand over is the same."""
+        # It travels with each batch, and of a graph with 2,000 features all may be named.
+        return hashlib.blake2b(f"{self.graph.digest} {self.first!r}".encode(), digest_size=32).hexdigest()
 
     def __str__(self) -> str:
         own = len(self.trainer.steps) if self.trainer is not None else 0
@@ -78,8 +81,8 @@ def _problems(graph: object, first: object) -> Iterator[str]:
         return
     steps = {step.name for step in graph.steps}
     for name in first:
-        if name not in steps:
-            some = ", ".join(sorted(steps)[:5]) or "none"
+        if not isinstance(name, str) or name not in steps:
+            some = ", ".join(map(repr, sorted(steps)[:5])) or "none"
             yield f"there is no step {name!r}; its steps are {some}{', ...' if len(steps) > 5 else ''}"
 
 

@@ -16,7 +16,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -26,6 +26,8 @@ import msgspec
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, Operator
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ class FeatureGraph:
         Raises:
             FeatureError: As the class.
         """
+        if problems := list(_problems_of_chains(outputs)):
+            raise FeatureError("this feature graph cannot work: " + "; ".join(problems))
         inputs: dict[Input, None] = {}
         steps: dict[tuple[str, Operator], str] = {}
         lines: dict[str, str] = {}
@@ -210,6 +214,35 @@ def _exact(parameters: object) -> object:
 def _is_text(name: object) -> bool:
     """Whether JSON can have it: not half of a surrogate pair, as an undecodable file name has."""
     return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _problems_of_chains(outputs: object) -> Iterator[str]:
+    """Why no flat form can be made of what a program has written."""
+    if not isinstance(outputs, Mapping):
+        yield f"it is a {type(outputs).__name__}; give a dict of chains, or lists of chains, by output"
+        return
+    for name, chains in outputs.items():
+        for chain in (chains,) if isinstance(chains, Feature | str) or not isinstance(chains, Iterable) else chains:
+            if not isinstance(chain, Feature):
+                yield f"output {name}: {_shown(chain)} is no chain, such as dense('age') >> Clamp(0.0, 1.0)"
+                continue
+            for part in (chain.input, *chain.operators):
+                if not _is_hashable(part):
+                    yield f"output {name}: {_shown(part)}: parameters are numbers and texts, or tuples of these"
+
+
+def _is_hashable(part: object) -> bool:
+    try:
+        hash(part)
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(part: object) -> str:
+    """For a message: a table may have a million places."""
+    text = repr(part)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 class _Check:
@@ -310,11 +343,11 @@ class _Check:
 def _problems(operator: Operator) -> Iterator[str]:
     """What is wrong with an operator by itself; its rules are asked only where its parameters have the right types."""
     if type(operator) not in OPERATORS:
-        yield f"{operator!r} is no operator"
+        yield f"{_shown(operator)} is no operator"
         return
     try:
         msgspec.convert(vars(operator), type(operator))
     except msgspec.ValidationError as error:
-        yield f"{operator!r}: {error}"
+        yield f"{_shown(operator)}: {error}"
         return
     yield from (f"{operator.name}: {problem}" for problem in operator.problems())

@@ -11,7 +11,7 @@ one. Nothing here is checked when an operator is made: `FeatureGraph` does that,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -220,9 +220,12 @@ class Bucketize(Operator):
     borders: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "borders", tuple(map(_of_python, self.borders)))
+        object.__setattr__(self, "borders", _in_order(self.borders))
 
     def problems(self) -> Iterator[str]:
+        if not isinstance(self.borders, tuple):
+            yield f"borders={self.borders}: numbers in their order"
+            return
         if not self.borders:
             yield "borders is empty: at least one"
         for at, border in enumerate(self.borders):
@@ -280,9 +283,12 @@ class MapId(Operator):
     table: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "table", tuple(map(_of_python, self.table)))
+        object.__setattr__(self, "table", _in_order(self.table))
 
     def problems(self) -> Iterator[str]:
+        if not isinstance(self.table, tuple):
+            yield f"table={self.table}: what the ids 0, 1, 2, ... become, in this order"
+            return
         if not self.table:
             yield "table is empty: at least one value"
         if not all(fits(value, "int64") for value in self.table):
@@ -351,6 +357,16 @@ OPERATORS: tuple[type[Operator], ...] = (
 def _of_python(value: Any) -> Any:
     """JSON, digests and equality are those of Python's numbers."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _in_order(values: Any) -> Any:
+    """Numbers that follow one another, as a tuple; anything else as it is, which a graph refuses.
+
+    A dict would be taken for its keys, and a set has no order.
+    """
+    if isinstance(values, Mapping | Set) or not isinstance(values, Iterable):
+        return values
+    return tuple(map(_of_python, values))
 
 
 def _is_finite(number: float | int) -> bool:

@@ -113,7 +113,7 @@ class Reader:
             return None
         if {*map(_is_in_host_memory, tensors), *map(_is_in_host_memory, lengths)} != {True}:
             return None
-        if {*map(_layout_of, tensors), *map(_layout_of, lengths)} != {torch.strided}:
+        if not all(map(_is_strided, (*tensors, *lengths))):
             return None
         first = (*dense, *lengths)[0]
         rows = first.shape[0] if first.dim() else -1
@@ -126,7 +126,7 @@ class Reader:
         return rows, Columns(dict(zip(self._names, tensors, strict=True)), dict(zip(names, lengths, strict=True)))
 
 
-_shape_of, _dtype_of, _layout_of = map(attrgetter, ("shape", "dtype", "layout"))
+_shape_of, _dtype_of = map(attrgetter, ("shape", "dtype"))
 _is_in_host_memory = attrgetter("is_cpu")
 
 
@@ -157,6 +157,13 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
     problems: list[str] = []
     features: dict[str, Values] = {}
     rows: dict[str, int] = {}
+    if not isinstance(batch, Mapping):
+        problems.append(f"it is a {type(batch).__name__}; it must be a dict of features (see collate_rows)")
+        inputs = ()
+    elif missing := [node.name for node in inputs if node.name not in batch]:
+        has = ", ".join(map(str, list(batch)[:10])) or "nothing"
+        problems.append(f"it has no {', '.join(map(repr, missing))}; it has {has}")
+        inputs = [node for node in inputs if node.name in batch]
     for node in inputs:
         try:
             features[node.name], rows[node.name] = _read(node, batch)
@@ -179,10 +186,6 @@ def read_batch(inputs: Sequence[Input], batch: Mapping[str, Any]) -> tuple[int, 
 
 
 def _read(node: Input, batch: Mapping[str, Any]) -> tuple[Values, int]:
-    if not isinstance(batch, Mapping):
-        raise FeatureError(f"it is a {type(batch).__name__}; it must be a dict of features (see collate_rows)")
-    if node.name not in batch:
-        raise FeatureError(f"it has no {node.name!r}; it has {', '.join(map(str, list(batch)[:10])) or 'nothing'}")
     found, valid, lengths = batch[node.name], None, None
     if node.type.is_jagged:
         if not (isinstance(found, tuple) and len(found) == 2):
@@ -214,15 +217,19 @@ def _tensor(name: str, found: Any) -> torch.Tensor:
     if isinstance(found, np.ndarray) and found.dtype.kind in "fiub":
         # Copied where torch does not take it: read-only, backwards, of another byte order.
         return torch.from_numpy(np.require(found, found.dtype.newbyteorder("="), ["C", "W"]))
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or found.layout is not torch.strided:
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _is_strided(found):
         raise FeatureError(f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array")
     return found
 
 
+def _is_strided(found: torch.Tensor) -> bool:
+    return found.layout is torch.strided and not found.is_nested
+
+
 def _described(found: Any) -> str:
     if isinstance(found, torch.Tensor):
-        if found.layout is not torch.strided:
-            return f"{str(found.layout).removeprefix('torch.')}"
+        if not _is_strided(found):
+            return "nested" if found.is_nested else str(found.layout).removeprefix("torch.")
         return f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
     kind = f" of {found.dtype}" if isinstance(found, np.ndarray) else ""
     return f"a {type(found).__name__}{kind}"

@@ -69,6 +69,8 @@ class FeatureTransform:
         torchrec: bool = False,
         outside: str = "",
     ) -> None:
+        if not isinstance(graph, FeatureGraph):
+            raise FeatureError(f"graph is a {type(graph).__name__}; give a FeatureGraph, such as a part of a CutGraph")
         if native and compiled:
             raise FeatureError("native=True and compiled=True: take one of them; native is the faster one")
         if outside in {output.name for output in graph.outputs}:

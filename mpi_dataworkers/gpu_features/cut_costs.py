@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph, behind
@@ -67,7 +68,10 @@ class CutCosts:
     def __init__(
         self, graph: FeatureGraph, batches: Batches, gpu: Device | None = None, layers: Sequence[Layer] = ()
     ) -> None:
-        if batches.rows < 1 or not 0 <= batches.list_length < float("inf"):
+        numbers = batches.rows, batches.list_length
+        if not all(isinstance(number, Real) for number in numbers) or not (
+            1 <= batches.rows < float("inf") and 0 <= batches.list_length < float("inf")
+        ):
             raise FeatureError(f"{batches}: rows of at least 1, and a finite list_length of at least 0")
         self.graph, self.batches = graph, batches
         on_a_core = operations_of(graph, batches.rows, batches.list_length, CPU_CORE)

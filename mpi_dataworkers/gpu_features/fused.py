@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ class FusedTransform:
         for batch in loader:  # of raw columns
             features = transform(batch)
 
-    The batch is packed into one piece of memory, copied once, and computed by one kernel on the current stream. The
-    results are those of `FeatureTransform(graph)`, on the device: integers the same bits, floating point within 1e-5.
+    The batch is packed into one piece of memory, copied once, and computed by one kernel on the current stream. All
+    results of a batch are in one piece of memory, too, which lasts as long as any of them: clone what you keep. They
+    are those of `FeatureTransform(graph)`, on the device: integers the same bits, floating point within 1e-5.
 
     A batch for which there is no memory, or that is larger than `arena_bytes`, is computed in host memory and its
     results are copied; a line in the log says so once.
@@ -63,8 +65,14 @@ class FusedTransform:
         launch: Launch | None = None,
         on_shortage: Callable[[str], None] | None = None,
     ) -> None:
-        if num_programs is not None and num_programs < 1:
-            raise FeatureError(f"num_programs={num_programs}: at least 1")
+        if not isinstance(graph, FeatureGraph):
+            raise FeatureError(
+                f"graph is a {type(graph).__name__}; give a FeatureGraph, such as the `trainer` of a CutGraph"
+            )
+        if num_programs is not None and not (isinstance(num_programs, int) and num_programs >= 1):
+            raise FeatureError(f"num_programs={num_programs!r}: a whole number, at least 1")
+        if arena_bytes is not None and not isinstance(arena_bytes, Real):
+            raise FeatureError(f"arena_bytes={arena_bytes!r}: a number of bytes")
         check_tile(tile)
         self.graph = graph
         self._device = torch.device(device)
@@ -108,8 +116,8 @@ class FusedTransform:
 
 def check_tile(tile: int) -> None:
     """Raise FeatureError where a program cannot work on so many values."""
-    if not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
-        raise FeatureError(f"tile={tile}: a power of two, at most {_LARGEST_TILE}")
+    if not isinstance(tile, int) or not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
+        raise FeatureError(f"tile={tile!r}: a power of two, at most {_LARGEST_TILE}")
 
 
 def triton_launch() -> Launch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCosts
 from hetstream.mpi_dataworkers.gpu_features.operations import Device
-from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Problem
 
 __all__ = ["Batches", "HybridDecision", "HybridFeatures", "decide"]
 
@@ -30,7 +31,8 @@ class HybridFeatures:
             much steps are measured to be longer.
 
     Raises:
-        FeatureError: there are layers, and no GPU that they leave something of.
+        FeatureError: there are layers, and no GPU that they leave something of; or something is of another type, or
+            numbers of a layer are negative, infinite or NaN.
     """
 
     graph: FeatureGraph
@@ -38,10 +40,11 @@ class HybridFeatures:
     layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.graph, FeatureGraph):
-            raise FeatureError(f"HybridFeatures: graph is a {type(self.graph).__name__}; give a FeatureGraph")
+        _check("HybridFeatures", self.graph, self.gpu, self.layers)
         if self.layers and self.gpu is None:
             raise FeatureError("HybridFeatures: layers leave something of a GPU; give gpu=, such as operations.H200")
+        if self.layers:
+            Problem((), tuple(self.layers), 0.0)  # which looks at their numbers
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,15 @@ def decide(
         allowed_s: by which a training step may become longer.
 
     Raises:
-        FeatureError: a number is negative, infinite or NaN, or there is no layer.
+        FeatureError: a number is negative, infinite or NaN, something is of another type, or there is no layer.
     """
+    _check("decide", graph, device, layers)
+    if device is None or not isinstance(batches, Batches):
+        raise FeatureError(f"decide: {batches!r} on {device!r}: give Batches(rows=...) and a Device")
     if not layers:
         raise FeatureError("there is no layer: nothing is known of what the GPU leaves")
-    if not 0 <= allowed_s < float("inf"):
-        raise FeatureError(f"allowed_s={allowed_s}: a finite number of seconds, 0 at least")
+    if not isinstance(allowed_s, Real) or not 0 <= allowed_s < float("inf"):
+        raise FeatureError(f"allowed_s={allowed_s!r}: a finite number of seconds, 0 at least")
     costs = CutCosts(graph, batches, device, layers)
     whole_exposed_s = exposed_s = costs.exposed_s(costs.kept(0))
     moved, count = 0, len(costs.order)
@@ -98,6 +104,16 @@ def decide(
                 first = middle + 1
     reason = _reason(moved, count, exposed_s, whole_exposed_s, allowed_s)
     return HybridDecision(costs.cut(costs.kept(moved)), exposed_s, whole_exposed_s, reason)
+
+
+def _check(who: str, graph: object, gpu: object, layers: object) -> None:
+    """Raise FeatureError where something is of another type; a layer's own numbers are the `Problem`'s to check."""
+    if not isinstance(graph, FeatureGraph):
+        raise FeatureError(f"{who}: graph is a {type(graph).__name__}; give a FeatureGraph")
+    if gpu is not None and not isinstance(gpu, Device):
+        raise FeatureError(f"{who}: the GPU is {gpu!r}; give a Device, such as operations.H200")
+    if layers is not None and not isinstance(layers, Sequence):
+        raise FeatureError(f"{who}: layers={layers!r}: give a tuple of Layer")
 
 
 def _reason(moved: int, count: int, exposed_s: float, whole_exposed_s: float, allowed_s: float) -> str:

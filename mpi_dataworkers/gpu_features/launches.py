@@ -99,8 +99,13 @@ def plan_launches(
         limit_s: of the search.
 
     Raises:
-        FeatureError: a number is negative, infinite or NaN, or there is no layer, no row or no multiprocessor.
+        FeatureError: a number is negative, infinite or NaN, there is no layer, no row or no multiprocessor, or graph
+            and work are something else.
     """
+    if not isinstance(graph, FeatureGraph) or not isinstance(work, Work):
+        raise FeatureError(
+            f"a plan of a {type(graph).__name__} for a {type(work).__name__}: give a FeatureGraph and Work"
+        )
     if work.rows < 1 or not 0 <= work.list_length < math.inf or not 0 < work.factor < math.inf:
         raise FeatureError(f"{work}: rows of at least 1, a finite list_length, and a factor above 0")
     if num_multiprocessors < 1:

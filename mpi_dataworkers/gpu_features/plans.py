@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.types import FeatureType
@@ -70,7 +71,12 @@ def make_plan(size: PlanSize, seed: int = 0) -> FeatureGraph:
     Args:
         size: How many features and operators.
         seed: The same size and seed make the same graph everywhere.
+
+    Raises:
+        FeatureError: this is no `PlanSize`.
     """
+    if not isinstance(size, PlanSize):
+        raise FeatureError(f"make_plan({size!r}): give a PlanSize, such as PLANS[2]")
     draw = random.Random(f"{size.name} {seed}")
     counts = _operators_of_each(size, draw) if size.is_random else []
     dense_features, sparse_features = [], []

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 
@@ -84,7 +85,9 @@ class Problem:
             if not (_is_time(operation.memory_s) and _is_time(operation.compute_s)):
                 yield f"operation {operation.name}: memory_s={operation.memory_s}, compute_s={operation.compute_s}"
         for layer in self.layers:
-            if not all(map(_is_time, (layer.duration_s, layer.memory_s, layer.compute_s))):
+            if not isinstance(layer, Layer):
+                yield f"layer {layer!r}: give a Layer"
+            elif not all(map(_is_time, (layer.duration_s, layer.memory_s, layer.compute_s))):
                 yield f"{layer}: finite numbers of seconds, 0 at least"
 
     @property
@@ -203,4 +206,4 @@ def problems_of(problem: Problem, kernels: Sequence[Kernel]) -> list[str]:
 
 
 def _is_time(number: float) -> bool:
-    return math.isfinite(number) and number >= 0
+    return isinstance(number, Real) and math.isfinite(number) and number >= 0

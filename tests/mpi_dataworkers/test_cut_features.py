@@ -93,6 +93,11 @@ def test_a_cut_with_nothing_on_one_side_is_the_whole_on_the_other() -> None:
 def test_what_cannot_be_cut_is_told_at_once() -> None:
     with pytest.raises(FeatureError, match=r"cannot be cut: there is no step 'x'; its steps are .*; there is no .*'y'"):
         CutGraph(GRAPH, ("x", "a.FillNull", "y"))
+    with pytest.raises(FeatureError, match=r"there is no step \['x'\]"):
+        CutGraph(GRAPH, (["x"],))  # type: ignore[arg-type]
+    hostile = FeatureGraph.of({"y": dense("\n\x1b[31m") >> ops.Clamp(0.0, 1.0)})
+    with pytest.raises(FeatureError, match=r"its steps are '\\n\\x1b\[31m.Clamp'"):
+        CutGraph(hostile, ("x",))
     with pytest.raises(FeatureError, match="it is a dict; give a FeatureGraph"):
         CutGraph({})  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match=r"first='a\.FillNull': names of steps"):

@@ -17,6 +17,7 @@ from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.chains import groups_of
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -121,11 +122,32 @@ def test_every_problem_is_told_at_once() -> None:
         (lambda: dense(3), "a name is a text"),  # type: ignore[arg-type]
         (lambda: dense("a") >> ops.FillNull, "it is no operator"),  # type: ignore[operator]
         (lambda: dense("a") >> 3, "it is no operator"),
+        # A dict would be taken for its keys, and a set has no order.
+        (lambda: dense("a", "int64") >> ops.MapId({7: 1}), "or tuples of these"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> ops.MapId({7, 8}), "or tuples of these"),  # type: ignore[arg-type]
+        (lambda: dense("a", "int64") >> ops.MapId(frozenset({7})), "in this order"),  # type: ignore[arg-type]
+        (lambda: dense("a") >> ops.Bucketize(frozenset({7.0})), "in their order"),  # type: ignore[arg-type]
+        (lambda: dense("a") >> ops.Bucketize(1.0), "got `float`"),  # type: ignore[arg-type]
+        (lambda: dense("a") >> ops.Cast([1]), "or tuples of these"),  # type: ignore[arg-type]
+        (lambda: dense("a", []), "or tuples of these"),  # type: ignore[arg-type]
+        (lambda: 5, "output y: 5 is no chain"),
+        (lambda: "price", "output y: 'price' is no chain"),
+        (lambda: [[dense("a")]], "is no chain"),
     ],
 )
 def test_numbers_that_are_none_are_problems_of_the_graph(chain: Callable[[], Feature], words: str) -> None:
     with pytest.raises(FeatureError, match=words):
         FeatureGraph.of({"y": chain()})
+
+
+def test_a_message_has_no_table_of_a_million_places() -> None:
+    with pytest.raises(FeatureError, match="got `float`") as caught:
+        FeatureGraph.of({"y": dense("a", "int64") >> ops.MapId((*range(100_000), 1.5))})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 500
+    with pytest.raises(FeatureError, match="it is a list; give a dict of chains"):
+        FeatureGraph.of([dense("a")])  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="graph is a CutGraph; give a FeatureGraph"):
+        FeatureTransform(CutGraph(EVERY))  # type: ignore[arg-type]
 
 
 def test_outputs_have_features_that_go_together() -> None:
@@ -247,6 +269,7 @@ def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
         (np.array([None, 1.0]), "x is a ndarray of object"),
         (np.array(["a"]), "x is a ndarray of <U1"),
         (torch.eye(3)[0].to_sparse(), "x is sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "x is nested"),
     ):
         with pytest.raises(FeatureError, match=words):
             transform({"x": array})
@@ -283,6 +306,9 @@ def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
             transform({**whole, **change})
     del whole["b"]
     with pytest.raises(FeatureError, match="it has no 'b'; it has a, c, label"):
+        transform(whole)
+    del whole["c"]
+    with pytest.raises(FeatureError, match="it has no 'b', 'c'; it has a, label"):
         transform(whole)
     with pytest.raises(FeatureError, match="must be a dict of features"):
         transform([1])  # type: ignore[arg-type]

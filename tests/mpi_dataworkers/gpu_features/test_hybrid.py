@@ -12,10 +12,12 @@ from random_features import as_bytes, random_batch, random_graph
 
 from benchmarks.rap_cases import batch_of, layers, problem_of
 from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.hybrid import Batches, HybridDecision, decide
+from hetstream.mpi_dataworkers.gpu_features.hybrid import Batches, HybridDecision, HybridFeatures, decide
+from hetstream.mpi_dataworkers.gpu_features.launches import Work, plan_launches
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
@@ -94,8 +96,27 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         (Batches(8, math.nan), 0.0, "finite list_length"),
         (Batches(8), -1.0, "allowed_s=-1.0: a finite number of seconds, 0 at least"),
         (Batches(8), math.inf, "allowed_s=inf"),
+        (Batches(8), "1", "allowed_s='1'"),
+        (Batches("8"), 0.0, "rows of at least 1"),  # type: ignore[arg-type]
+        (8, 0.0, "give Batches"),
     ):
         with pytest.raises(FeatureError, match=words):
-            decide(PLAN, batches, A100, layers(), allowed_s)
+            decide(PLAN, batches, A100, layers(), allowed_s)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="there is no layer"):
         decide(PLAN, BATCHES, A100, ())
+    for graph, gpu, some, words in (
+        (CutGraph(PLAN), A100, layers(), "graph is a CutGraph; give a FeatureGraph"),
+        (PLAN, "A100", layers(), "the GPU is 'A100'; give a Device"),
+        (PLAN, A100, layers()[0], "give a tuple of Layer"),
+        (PLAN, A100, (1,), "layer 1: give a Layer"),
+        (PLAN, A100, (Layer("mlp", math.nan, 0.0, 0.0),), "duration_s=nan.*finite numbers"),
+        (PLAN, A100, (Layer("mlp", "1", 0.0, 0.0),), "duration_s='1'.*finite numbers"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(FeatureError, match=words):
+            decide(graph, BATCHES, gpu, some)  # type: ignore[arg-type]
+        with pytest.raises(FeatureError, match=words):
+            HybridFeatures(graph, gpu, some)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match=r"make_plan\(2\): give a PlanSize"):
+        make_plan(2)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="a plan of a NoneType for a Work: give a FeatureGraph"):
+        plan_launches(CutGraph(PLAN).trainer, Work(8, 1), A100, layers(), num_multiprocessors=1)  # type: ignore[arg-type]

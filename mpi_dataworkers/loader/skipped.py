@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetstream.base.files import Directory
+from hetstream.base.text import printable
 from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
@@ -89,7 +90,8 @@ class SkippedSamples:
         self._num_told += 1
         what = f"sample {failure.sample_index}" if failure.sample_index >= 0 else "all samples"
         if self._num_told <= _MAX_WARNINGS:
-            _log.warning("hetstream: skipped %s of step %d, epoch %d: %s", what, step, epoch, error.partition("\n")[0])
+            line = printable(error.partition("\n")[0])
+            _log.warning("hetstream: skipped %s of step %d, epoch %d: %s", what, step, epoch, line)
         if self._num_told == _MAX_WARNINGS:
             _log.warning("hetstream: further skipped samples are only counted: loader.stats()['skipped']")
 

@@ -210,7 +210,33 @@ class Pipeline:
         try:
             return self.collated(samples, step_seed)
         except SampleError as error:
-            raise (_of_sample(error, samples, wanted) if self.batched else error) from error.__cause__
+            raise self._of_sample(error, samples, wanted, step_seed) from error.__cause__
+
+    def _of_sample(self, error: SampleError, samples: Any, indices: Sequence[Any], step_seed: int) -> SampleError:
+        """An error of a whole batch as that of the sample that is at fault, if it says which row of the batch that is.
+
+        A collate function may sort, so that the row is another sample's: the first that is at fault alone counts.
+        """
+        cause = error.__cause__
+        if not self.batched or not isinstance(cause, FeatureError):
+            return error
+        if not cause.num_rows == len(samples) == len(indices) > cause.row >= 0:
+            return error
+        others = (place for place in range(len(samples)) if place != cause.row)
+        found = next((place for place in (cause.row, *others) if self._is_at_fault(samples[place], step_seed)), None)
+        if found is None:
+            return error
+        if isinstance(origin := getattr(samples[found], "origin", None), str):  # of a `sources.table.Row`
+            cause.args = (f"{cause}; it is {origin}",)
+        return SampleError(indices[found]) if isinstance(indices[found], int) else error
+
+    def _is_at_fault(self, sample: Any, step_seed: int) -> bool:
+        """Whether a batch of it alone does not fit a feature graph, by its only row."""
+        try:
+            self.collated([sample], step_seed)
+        except SampleError as error:
+            return isinstance(error.__cause__, FeatureError) and error.__cause__.row == 0
+        return False
 
     def _each(
         self,
@@ -320,17 +346,6 @@ class Pipeline:
             "collate_fn": _name_of(self.collate_fn),
             "batched": str(self.batched),
         } | ({} if by_length is None else {"buckets": by_length.description})
-
-
-def _of_sample(error: SampleError, samples: Sequence[Any], indices: Sequence[Any]) -> SampleError:
-    """An error of a whole batch as that of the sample that is at fault, if it says which row of the batch that is."""
-    cause = error.__cause__
-    if not isinstance(cause, FeatureError) or not cause.num_rows == len(samples) == len(indices) > cause.row >= 0:
-        return error
-    origin, index = getattr(samples[cause.row], "origin", None), indices[cause.row]
-    if isinstance(origin, str):  # of a `sources.table.Row`
-        cause.args = (f"{cause}; it is {origin}",)
-    return SampleError(index) if isinstance(index, int) else error
 
 
 def is_its_own(value: object, name: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.text import printable
 from hetstream.mpi_dataworkers.errors import SourceError
 
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -237,7 +238,7 @@ class TableDataset(ABC):
                     f"({file.num_bytes:,} bytes then, {now.st_size:,} now); write a new file instead"
                 )
             try:
-                group = RowGroup(self.read_group(file.path, of_file), f"{file.path}: row group {of_file}")
+                group = RowGroup(self.read_group(file.path, of_file), printable(f"{file.path}: row group {of_file}"))
             except OSError as exc:
                 raise SourceError(f"{file.path}: row group {of_file}: cannot be read: {exc}") from exc
         self._groups[number] = group

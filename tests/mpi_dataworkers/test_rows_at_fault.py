@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,20 @@ def test_a_length_below_zero_is_named_with_its_sample(loaders: Any, three: Any, 
 
 
 def test_a_length_below_zero_is_named_with_its_file(loaders: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
+    path = tmp_path / "rows\x1b[31m\n.csv"
     path.write_text("number\n" + "".join(f"{number}\n" for number in range(40)))
     dataset = CsvDataset(path, {"number": "int64"}, group_rows=10)
-    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {path}: row group 1, row 3"):
+    named = re.escape(f"{tmp_path}/rows\\x1b[31m\\n.csv")
+    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {named}: row group 1, row 3"):
         list(loaders(dataset, collate_fn=collate, batch_stage=STAGE))
 
 
-def test_only_the_sample_at_fault_is_left_out(loaders: Any) -> None:
-    batches = list(loaders([*range(40)], collate_fn=collate, batch_stage=STAGE, on_error="skip"))
-    assert sum(len(batch["ids"].lengths) for batch in batches) == 39
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_only_the_sample_at_fault_is_left_out(loaders: Any, is_sorted: bool) -> None:
+    def in_order(rows: list[int]) -> dict[str, Any]:
+        return collate(sorted(rows) if is_sorted else rows)
+
+    loader = loaders([*range(40)], collate_fn=in_order, batch_stage=STAGE, on_error="skip")
+    kept = [len(batch["ids"].lengths) for batch in loader]
+    assert sum(kept) == 39
+    assert [sample.sample_index for sample in loader.skipped_samples] == [BAD]

@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
 from hetstream.mpi_dataworkers.partitioner.guards import Guards, owners
 from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
 from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread
-from hetstream.mpi_dataworkers.partitioner.modules import unread_values
+from hetstream.mpi_dataworkers.partitioner.modules import check_hooks, unread_values
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
 from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, is_plain
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
@@ -164,8 +164,7 @@ def _check_forward(effects: Effects, state: ModelState) -> None:
     """
     if effects.reasons:
         raise NotCaptured("; ".join(effects.reasons))
-    if hooked := state.hooked():
-        raise NotCaptured(f"the module {hooked}, which a graph does not call")
+    check_hooks(state)
 
 
 def _origins(flat: Sequence[Any], delivery: Delivery | None) -> dict[int, tuple[Delivery, int]]:

@@ -36,6 +36,16 @@ def release(module: torch.nn.Module) -> None:
         forward.withdraw("another loader feeds this model now")
 
 
+def check_hooks(state: ModelState) -> None:
+    """Refuse a model in which modules have hooks.
+
+    Raises:
+        NotCaptured: naming the first.
+    """
+    if hooked := state.hooked():
+        raise NotCaptured(f"the module {hooked}, which a graph does not call")
+
+
 def check_module(module: torch.nn.Module) -> None:
     """Refuse modules whose forward is not one to be captured.
 
@@ -63,9 +73,7 @@ def watched(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[float, Effe
     """
     twin = _twin(module)
     state = ModelState(twin, [])
-    if hooked := state.hooked():
-        raise NotCaptured(f"the module {hooked}, which a graph does not call")
-
+    check_hooks(state)
     changes: list[bool] = []
 
     def call() -> Any:

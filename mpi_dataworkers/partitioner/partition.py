@@ -133,7 +133,7 @@ class Partition:
         before = self.decision.moved if self.decision is not None else frozenset()
         self.decision, self.reason = decision, decision.reason
         if self.analysis.why_not_all:
-            self.reason += f"; of the forward's beginning alone, since of the rest: {self.analysis.why_not_all}"
+            self.reason += f"; that is the forward's beginning alone; the rest stays: {self.analysis.why_not_all}"
         if decision.moved == before and not self._changes_what_is_sent(decision):
             return
         if not decision.moved:

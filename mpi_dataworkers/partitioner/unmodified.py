@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward, saving_nothing
 from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call, leaves_of
-from hetstream.mpi_dataworkers.partitioner.modules import CHANGES_ITS_ARGUMENTS, check_module, release
+from hetstream.mpi_dataworkers.partitioner.modules import CHANGES_ITS_ARGUMENTS, check_hooks, check_module, release
 from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition
 from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
@@ -170,6 +170,7 @@ class Follower:
         result, effects = watch(call)
         change = state.change()
         try:
+            check_hooks(state)
             if change:
                 raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
             if call.has_changed:

@@ -20,13 +20,14 @@ SAID = {
     "wrapped": "data workers run",
     "defaults": "data workers run",
     "hooks": "data workers run",
+    "hooks_inside": "nothing of Clean moves: the module layer has a hook (kinds_of_programs.py:",
     "compiled_for_any_size": "the model is compiled by torch.compile as a whole",
     "autocast_in_some_steps": "data workers run",
     "changes_its_batch": "the forward changes a list or dictionary that it is given",
     "changes_a_tensor_in_place": "data workers run",
     "two_models": "its batches go to several models",
     "accumulated": "data workers run",
-    "evaluated_in_between": "of the forward's beginning alone",
+    "evaluated_in_between": "that is the forward's beginning alone",
 }
 
 

@@ -60,7 +60,7 @@ def test_a_program_that_knows_nothing_has_its_losses(
         assert train(PROGRAMS[name], 6) == expected
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "data workers run" in said
-    beginning = "of the forward's beginning alone, since of the rest: "
+    beginning = "; that is the forward's beginning alone; the rest stays: "
     assert (beginning in said) == (name == "depends_on_data")
     assert ("the forward takes a decision that depends on the data (others.py:" in said) == (beginning in said)
     assert not _calls.followers

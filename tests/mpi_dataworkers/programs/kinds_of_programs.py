@@ -145,6 +145,14 @@ def hooks() -> list[str]:
     return [*trainer.losses, *map(float.hex, seen)]
 
 
+def hooks_inside() -> list[str]:
+    trainer = Trainer(model := Clean())
+    model.layer.register_forward_hook(lambda _, __, output: output * 2.0)
+    for batch in DataLoader(Rows(), BATCH):
+        trainer.step(loss_of(model(batch["numbers"]), batch["label"]))
+    return trainer.losses
+
+
 def compiled_for_any_size() -> list[str]:
     trainer = Trainer(model := Clean())
     compiled = torch.compile(model, backend="eager", dynamic=True)
@@ -240,6 +248,7 @@ def evaluated_in_between() -> list[str]:
 
 
 PROGRAMS: tuple[Callable[[], list[str]], ...] = (
-    *(keywords, names_in_keywords, wrapped, defaults, hooks, compiled_for_any_size, autocast_in_some_steps),
-    *(changes_its_batch, changes_a_tensor_in_place, two_models, accumulated, evaluated_in_between),
+    *(keywords, names_in_keywords, wrapped, defaults, hooks, hooks_inside, compiled_for_any_size),
+    *(autocast_in_some_steps, changes_its_batch, changes_a_tensor_in_place, two_models, accumulated),
+    evaluated_in_between,
 )

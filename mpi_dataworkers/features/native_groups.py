@@ -51,7 +51,8 @@ class NativeGroup:
         self._width, self._is_jagged = given.width, given.is_jagged
         self._source_widths = [graph.types[chain.source].width for chain in chains]
         self._has_one_width = len({*self._source_widths}) == 1
-        self._tables: dict[ops.Operator, torch.Tensor] = {}  # whose addresses stand among the numbers
+        # Whose addresses stand among the numbers.
+        self._tables: dict[tuple[ops.Operator, np.dtype[Any]], torch.Tensor] = {}
         steps, numbers = [], np.zeros((len(operators), len(chains), _NUMBERS), dtype=np.int64)
         for at, operator in enumerate(operators):
             for number, chain in enumerate(chains):
@@ -163,8 +164,8 @@ class NativeGroup:
         return ()
 
     def _address_of(self, operator: ops.Operator, table: np.ndarray[Any, Any]) -> int:
-        """Where a table is kept; equal operators share one, which then stays in the caches."""
-        return self._tables.setdefault(operator, torch.from_numpy(table)).data_ptr()
+        """Where a table is kept; equal operators of one dtype share one, which then stays in the caches."""
+        return self._tables.setdefault((operator, table.dtype), torch.from_numpy(table)).data_ptr()
 
 
 _OPCODES = {kind: at for at, kind in enumerate(ops.OPERATORS)}

@@ -248,6 +248,12 @@ def test_one_class_of_lists_is_a_value_for_each_row(rows: list[list[Any]]) -> No
     check([(jagged("x") >> ops.Cast("float32") >> ops.Onehot(0.0, 1.0, 1), rows)], len(rows))
 
 
+def test_equal_borders_in_two_dtypes_are_two_tables() -> None:
+    bucketize = ops.Bucketize((0.0, 1.0, 1.0))
+    chain = dense("x", "float64") >> bucketize >> ops.Cast("float32") >> bucketize
+    check([(chain, [[0.0], [2.0], [NAN], [-7.0], [1.0]])], 5)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_one_operator_with_other_numbers_for_each_of_many_features(data: st.DataObject) -> None:

@@ -33,6 +33,15 @@ _MOST_WAIT_SHARE = 0.95
 # Where this many in a row are so far from the mean, another phase of the program has begun.
 _OTHER, _OTHERS = 0.25, 3
 GRADIENT, EMBEDDING, UPDATE, SYNCHRONISATION = "T_grad", "T_emb", "T_upd", "T_sync"
+# What a reader of the names may not know.
+_MEANINGS = {
+    GRADIENT: "computing gradients",
+    EMBEDDING: "looking up embeddings",
+    UPDATE: "updating parameters",
+    SYNCHRONISATION: "synchronising ranks",
+    "T_features": "the trainer's part of the feature graph",
+    "T_data": "loading data",
+}
 
 
 class StepTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,9 +60,10 @@ class StepTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
     def __str__(self) -> str:
+        name = f"{self.name} ({_MEANINGS[self.name]})" if self.name in _MEANINGS else self.name
         if self.seconds is None or self.error_s is None:
-            return f"{self.name}: not identified: {self.reason}"
-        return f"{self.name}: {1e3 * self.seconds:.3g} ms ± {1e3 * self.error_s:.2g} ms: {self.reason}"
+            return f"{name}: not identified: {self.reason}"
+        return f"{name}: {1e3 * self.seconds:.3g} ms ± {1e3 * self.error_s:.2g} ms: {self.reason}"
 
 
 class _TimedReadings:
@@ -127,7 +137,7 @@ class _Phase:
         self.readings: deque[float] = deque(maxlen=_MOST_READINGS)
         self.features: deque[float] = deque(maxlen=_MOST_READINGS)
         self.updates = _TimedReadings(UPDATE, "timed calls of the optimizer")
-        self.lookups = _TimedReadings(EMBEDDING, "steps with timed lookups of embeddings")
+        self.lookups = _TimedReadings(EMBEDDING, "timed steps")
         self._num_others = 0
 
     def is_over(self, step_s: float) -> bool:

@@ -101,12 +101,12 @@ def test_timed_lookups_of_embeddings_are_a_term_and_there_is_none_without_embedd
     found = after(*([looking_up(num)] for num in range(10)))
     assert list(found) == ["T_grad + T_emb + T_upd", "T_upd", "T_emb", "T_grad", "T_sync", "T_data"]
     assert found["T_emb"].seconds == pytest.approx(0.004)
-    assert found["T_emb"].reason == "9 readings, 18 steps with timed lookups of embeddings"
+    assert found["T_emb"].reason == "9 readings, 18 timed steps"
     assert found["T_grad"].seconds == pytest.approx(0.026)
     assert found["T_grad"].reason == "T_grad + T_emb + T_upd without T_upd and T_emb"
     # Too few readings of one of them: it stays with the gradients.
     found = after(*([updating(num)] for num in range(5)), *([looking_up(num)] for num in range(5, 10)))
-    assert found["T_emb"].reason == "4 of 8 readings of steps with timed lookups of embeddings"
+    assert found["T_emb"].reason == "4 of 8 readings of timed steps"
     assert found["T_grad + T_emb"].seconds == pytest.approx(0.030)
     found = after(*([looking_up(num)] for num in range(8)))
     assert found["T_grad"].reason == "T_grad + T_emb + T_upd is known, and T_upd and T_emb is not"
@@ -187,5 +187,5 @@ def test_the_terms_are_kept_for_why_and_shown_in_the_summary(tmp_path: Path) -> 
     at = lines.index("parts of a step:")
     assert lines[at + 1 : at + 3] == [
         "  T_grad + T_upd: 30 ms ± 1 ms: 8 readings",
-        "  T_data: not identified: nothing was tried",
+        "  T_data (loading data): not identified: nothing was tried",
     ]

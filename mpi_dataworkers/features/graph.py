@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 
 import msgspec
 
@@ -165,8 +164,7 @@ class FeatureGraph:
         def place(chain: Feature) -> str:
             inputs.setdefault(chain.input)
             at = chain.input.name
-            for operator, line in zip_longest(chain.operators, chain.lines, fillvalue=""):
-                assert isinstance(operator, Operator)
+            for operator, line in zip(chain.operators, (*chain.lines, *[""] * len(chain.operators)), strict=False):
                 if (at, operator) not in steps:
                     name = f"{at}.{operator.name}"
                     names[name] += 1

@@ -50,10 +50,12 @@ class RowGroup:
     Attributes:
         columns: by name.
         origin: file and group, in words.
+        first_row: of the file, counted from 0.
     """
 
     columns: Mapping[str, Column]
     origin: str = ""
+    first_row: int = 0
 
 
 class Row(Mapping[str, Any]):
@@ -73,8 +75,8 @@ class Row(Mapping[str, Any]):
 
     @property
     def origin(self) -> str:
-        """Where it is from, in words: file, row group, row of the group."""
-        return f"{self.group.origin}, row {self.place}"
+        """Where it is from, in words: file, row group, row of the group and of the file, all counted from 0."""
+        return f"{self.group.origin}, row {self.place} (row {self.group.first_row + self.place} of the file)"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.group.columns)
@@ -238,7 +240,8 @@ class TableDataset(ABC):
                     f"({file.num_bytes:,} bytes then, {now.st_size:,} now); write a new file instead"
                 )
             try:
-                group = RowGroup(self.read_group(file.path, of_file), printable(f"{file.path}: row group {of_file}"))
+                origin = printable(f"{file.path}: row group {of_file}")
+                group = RowGroup(self.read_group(file.path, of_file), origin, sum(file.group_rows[:of_file]))
             except OSError as exc:
                 raise SourceError(f"{file.path}: row group {of_file}: cannot be read: {exc}") from exc
         self._groups[number] = group

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,8 @@ def test_a_step_that_cannot_work_is_named_with_its_line() -> None:
     chain = dense("price") >> ops.Bucketize((3.0, 1.0))
     with pytest.raises(FeatureError, match=rf"step price.Bucketize \(test_feature_graph.py:{line}\): .* not decrease"):
         FeatureGraph.of({"bucket": chain})
+    bare = FeatureGraph.of({"price": replace(chain, operators=())})
+    assert not bare.steps, "a chain may be made anew with other operators"
 
 
 def test_lines_are_no_part_of_a_graph() -> None:

@@ -44,7 +44,7 @@ def test_a_length_below_zero_is_named_with_its_file(loaders: Any, tmp_path: Path
     path.write_text("number\n" + "".join(f"{number}\n" for number in range(40)))
     dataset = CsvDataset(path, {"number": "int64"}, group_rows=10)
     named = re.escape(f"{tmp_path}/rows\\x1b[31m\\n.csv")
-    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {named}: row group 1, row 3"):
+    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {named}: row group 1, row 3 .row 13 of the file"):
         list(loaders(dataset, collate_fn=collate, batch_stage=STAGE))
 
 

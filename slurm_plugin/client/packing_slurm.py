@@ -85,6 +85,10 @@ class PackingSlurm(CommandSlurm):
         """Submit a job of this user; its number."""
         return self.submit(script, options)
 
+    def hold(self, job_id: str) -> None:
+        """Keep a pending job from starting, by the owner's hold in Slurm's books: one that is an operator's is his."""
+        self._act(["scontrol", "uhold", job_id], job_id)
+
     def requeue_held(self, job_id: str) -> None:
         """End a running job, and keep it as a held one."""
         self._act(["scontrol", "requeuehold", job_id], job_id)

@@ -4,6 +4,7 @@
 -- An error in here never stops a job: Slurm 26.05 would reject it, 22.05 would keep half of the changes.
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534                -- what Slurm has in numbers that nobody gave
+local RELEASED = 4294967295                               -- the priority that `scontrol release` asks for
 local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
 local READ_FIELDS = {
   "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task", "cpus_per_tres", "partition", "qos"
@@ -12,6 +13,9 @@ local MAX_FIELD_BYTES = 4096                              -- Slurm's own limits 
 local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
 local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/node_scripts.py
 local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
+-- Word of a Comment: its owner holds the job. Slurm alone cannot tell that from the guard's hold; packing/words.py
+local HOLD = "hetstream:hold"
+local RELEASING = "  "                                    -- ends the Comment of a released job: 22.05 writes no empty one
 local PLACE_FIELDS = {
   "account", "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
   "tres_per_task"
@@ -87,6 +91,28 @@ local function is_manager(rule, uid)
     if uid == manager then return true end
   end
   return false
+end
+
+local function has_hold(comment) return (" " .. (comment or "") .. " "):find(" " .. HOLD .. " ", 1, true) ~= nil end
+
+local function with_hold(comment)
+  if has_hold(comment) then return comment end
+  local text = (comment or ""):gsub("%s+$", "")
+  return text == "" and HOLD or text .. " " .. HOLD
+end
+
+local function without_hold(comment)
+  local words = {}
+  for word in (comment or ""):gmatch("%S+") do
+    if word ~= HOLD then words[#words + 1] = word end
+  end
+  return table.concat(words, " ")
+end
+
+-- Hold a job until the packer releases it; and if its owner held it already, until he does, too.
+local function hold(job)
+  if job.priority == 0 then job.comment = with_hold(job.comment) end
+  job.priority = 0
 end
 
 -- The class of a job, and why.
@@ -176,13 +202,13 @@ local function too_long(job)
 end
 
 -- What nobody but the packer writes: the GRES of shared GPUs, and the mark by which the Prolog knows which GPU a job shares.
-local function packers_own(policy, job)
+local function packers_own(policy, job, comment)
   if not policy.opportunistic then return end
   if asks_for(job, SHARED) then
     return refuse("opportunistic", "the site gives out GRES " .. SHARED .. ". Remove it from --gres")
   end
   for _, mark in ipairs(MARKS) do
-    if (job.comment or ""):sub(1, #mark) == mark then
+    if (comment or ""):sub(1, #mark) == mark then
       return refuse("opportunistic", "a comment that begins with " .. mark .. " is the site's. Write another one")
     end
   end
@@ -207,11 +233,12 @@ end
 -- Where GPUs have quotas, jobs that ask for them wait until the packer has counted.
 local function hold_for_quota(policy, job, names, uid)
   local partition = listed(names, (policy.quota or {}).partitions)
-  if not partition or is_manager(policy.opportunistic or {}, uid) then return slurm.SUCCESS end
-  local why = why_not_counted(job)
+  if not partition then return slurm.SUCCESS end
+  local manager = is_manager(policy.opportunistic or {}, uid)
+  local why = not manager and why_not_counted(job)
   if why then return not_counted(partition, why) end
-  if not asks_for(job, "gpu") then return slurm.SUCCESS end
-  job.priority = 0
+  if not asks_for(job, "gpu") or manager and job.priority ~= 0 then return slurm.SUCCESS end
+  hold(job)
   slurm.log_info("hetstream: held for quota in partition %s", partition)
   return slurm.SUCCESS
 end
@@ -229,9 +256,9 @@ local function keeps_quota(policy, change, record)
     return refuse("quota", "GPUs of partition " .. from .. " have quotas. scancel the job and submit another one")
   end
   if not asks_for(record, "gpu") then return end
-  if given(change.priority) or given(change.nice) then
-    return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no release, hold, Priority "
-      .. "or Nice")
+  if given(change.priority) and change.priority ~= 0 or given(change.nice) then
+    return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no Priority, no Nice, and "
+      .. "no release of what you do not hold")
   end
   for _, field in ipairs({ "account", "min_nodes", "max_nodes", "num_tasks" }) do
     if given(change[field]) and change[field] ~= record[field] then
@@ -246,7 +273,7 @@ local function submit(policy, job, part_list, uid)
   if refused then return refused end
   local names = partitions(job, part_list)
   local rule = policy.opportunistic or {}
-  local own = not is_manager(rule, uid) and packers_own(policy, job)
+  local own = not is_manager(rule, uid) and packers_own(policy, job, job.comment)
   if own then return own end
   local class, why = class_of(policy, names, job.qos)
   if class == "guaranteed" then
@@ -264,15 +291,45 @@ local function submit(policy, job, part_list, uid)
       .. "sbatch")
   end
   job.requeue = 1
-  if rule.hold then job.priority = 0 end
+  if rule.hold then hold(job) end
   slurm.log_info("hetstream: class=opportunistic because of %s%s", why, rule.hold and ": held" or "")
   return slurm.SUCCESS
 end
 
+-- Whether the site starts a job, so that its owner's hold and release are a word of its Comment.
+local function is_started_by_site(policy, record)
+  if class_of(policy, record.partition, record.qos) == "opportunistic" then return policy.opportunistic.hold end
+  return listed(record.partition, (policy.quota or {}).partitions) and asks_for(record, "gpu")
+end
+
+-- `scontrol hold`, `uhold` and `release` by the owner of a job that the site starts: the word comes or goes, the job stays
+-- held. Whether the change was one of these; nothing else takes the word away.
+-- One change is handed to all records of an array: a hold keeps its priority, and a release leaves RELEASING for the next.
+local function owners_hold(policy, change, record, uid)
+  if not is_started_by_site(policy, record) then return false end
+  local is_owner, comment = uid == record.user_id, change.comment or ""
+  if is_owner and change.priority == 0 then
+    change.comment = with_hold(record.comment)
+    return true
+  end
+  local asks = change.priority == RELEASED and has_hold(record.comment)
+  if is_owner and (asks or comment:sub(-#RELEASING) == RELEASING) then
+    change.comment, change.priority = without_hold(record.comment) .. RELEASING, NO_VAL
+    return true
+  end
+  if change.comment ~= nil and has_hold(record.comment) then change.comment = with_hold(comment) end
+  return false
+end
+
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
-  if is_manager(rule, uid) then return slurm.SUCCESS end
-  local refused = too_long(change) or packers_own(policy, change) or keeps_quota(policy, change, record)
+  if is_manager(rule, uid) then
+    owners_hold(policy, change, record, uid)
+    return slurm.SUCCESS
+  end
+  local comment = change.comment                          -- as it was asked for
+  if owners_hold(policy, change, record, uid) then comment = nil end
+  local refused = too_long(change) or packers_own(policy, change, comment) or keeps_quota(policy, change, record)
   if refused then return refused end
   local class, why = class_of(policy, record.partition, record.qos)
   local becomes, because = class_of(policy, change.partition, change.qos)
@@ -282,9 +339,9 @@ local function modify(policy, change, record, uid)
       .. "it there")
   end
   local job = "an opportunistic job (" .. why .. ")"
-  if rule.hold and (given(change.priority) or given(change.nice)) then    -- a release sets the priority; Nice, too
-    return refuse("opportunistic", job .. " is started by the site: no release, Priority or Nice. Wait, or scancel it "
-      .. "and submit to another partition")
+  if rule.hold and (given(change.priority) and change.priority ~= 0 or given(change.nice)) then    -- Nice sets it, too
+    return refuse("opportunistic", job .. " is started by the site: no Priority, no Nice, and no release of what you do "
+      .. "not hold. Wait, or scancel it and submit to another partition")
   end
   if given(change.partition) and change.partition ~= record.partition then
     return refuse("opportunistic", job .. " keeps its partition. scancel it and submit to the other one")
@@ -298,7 +355,9 @@ local function modify(policy, change, record, uid)
   end
   if (record.comment or ""):sub(1, #MARK) ~= MARK then return slurm.SUCCESS end
   for _, field in ipairs(PLACE_FIELDS) do
-    if change[field] ~= nil then                          -- "" takes away what there is
+    local wanted = change[field]
+    if field == "comment" then wanted = comment end
+    if wanted ~= nil then                                 -- "" takes away what there is
       return refuse("opportunistic", job .. " has a place, which the site chose: no other " .. field)
     end
   end

@@ -28,6 +28,7 @@ from hetstream.slurm_plugin.packing.words import (
     EvictedRecord,
     GpuWish,
     PackingRecord,
+    is_held_by_owner,
     read_record,
     says_place,
     wish_of,
@@ -36,6 +37,7 @@ from hetstream.slurm_plugin.packing.words import (
 GRES = "opp"
 _TYPE = re.compile(r"p(\d{1,3})")
 _HELD = re.compile(r"JobHeld(User|Admin)|job_requeued_in_held_state")
+_HELD_BY_OPERATOR = re.compile("JobHeldAdmin")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
 # An agent keeps to the orders for one GPU (`hetjob/gpu/config.py`).
 MOST_GPUS_OF_A_NODE = 1
@@ -146,6 +148,18 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
     return None
 
 
+def who_holds(job: Job, name: str) -> str:
+    """Who else holds a held job than the guard and the packer, and how it goes on; empty if nobody does.
+
+    The packer holds by `uhold` and `requeuehold`, and Slurm calls neither an operator's.
+    """
+    if _HELD_BY_OPERATOR.match(job.reason.replace(" ", "_")):
+        return f"an operator holds it, who hands it back by: scontrol uhold {name}"
+    if is_held_by_owner(job.comment):
+        return f"its owner holds it, who lets it wait for its turn by: scontrol release {name}"
+    return ""
+
+
 def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: PackingRules) -> WaitingJob:
     record, num_nodes = job.job, max(1, job.job.num_nodes)
     gone = job.record.evicted
@@ -179,6 +193,8 @@ def _closed_job(job: OpportunisticJob, now_s: float) -> str:
         return "it is a component of a heterogeneous job, whose start cannot be chosen. Submit it as a job of its own"
     if not job.is_held:
         return "nobody holds it, so Slurm starts it without a GPU: job_submit.lua is not in place, or without `hold`"
+    if holds := who_holds(record, job.name):
+        return holds
     if job.wish.problem:
         return job.wish.problem
     if job.wish.gpus > MOST_GPUS_OF_A_NODE:

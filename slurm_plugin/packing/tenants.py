@@ -7,14 +7,19 @@ guaranteed one (`hetstream:class=guaranteed` in the Comment). Slurm's books say 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
-from hetstream.slurm_plugin.packing.jobs import MOST_GPUS_OF_A_NODE, OpportunisticJob, task_names, why_it_failed
+from hetstream.slurm_plugin.packing.jobs import (
+    MOST_GPUS_OF_A_NODE,
+    OpportunisticJob,
+    task_names,
+    who_holds,
+    why_it_failed,
+)
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
@@ -96,14 +101,18 @@ def quota_view(
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
-        if job.is_pending and (reason := _not_in_line(job, now_s)):
+        if job.is_pending and (reason := _not_in_line(name, job, now_s)):
             reasons[name] = reason
             continue
         problems[name] = why_not_opportunistic(job)
         line.append(_guaranteed_job(name, job))
     seen = SeenGpus(readings, now_s, rules or PackingRules())
     # Who has become guaranteed has quota, whatever his Comment says by now.
-    wishing = [job for job in jobs if (wants_guarantee(job.job.comment) and not job.job.het) or is_upgraded(job)]
+    wishing = [
+        job
+        for job in jobs
+        if (wants_guarantee(job.job.comment) and not job.job.het and not _is_kept(job)) or is_upgraded(job)
+    ]
     line += [_opportunistic_job(job, seen) for job in wishing]
     upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
@@ -211,14 +220,17 @@ def _guaranteed(snapshot: Snapshot, quotas: Quotas) -> dict[str, Job]:
     return found
 
 
-def _not_in_line(job: Job, now_s: float) -> str:
+def _is_kept(job: OpportunisticJob) -> bool:
+    """Whether an opportunistic job is held by somebody who would not let it run now."""
+    return job.is_held and bool(who_holds(job.job, job.name))
+
+
+def _not_in_line(name: str, job: Job, now_s: float) -> str:
     """Why a pending job stands in no line; empty if it does."""
-    if re.match("JobHeldAdmin", job.reason.replace(" ", "_")):
-        return "an operator holds it: scontrol release"
     if job.priority != 0:
         return ""
-    if failed := why_it_failed(job):
-        return failed
+    if reason := why_it_failed(job) or who_holds(job, name):
+        return reason
     if job.dependency:
         return f"it waits for {job.dependency}"
     if job.eligible_s is not None and job.eligible_s > now_s:

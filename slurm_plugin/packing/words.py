@@ -4,6 +4,8 @@ The owner's wishes are words of the job's Comment:
 
     hetstream:gpus=2 hetstream:gpu-memory=16G      GPUs on each node, memory of each
 
+    hetstream:hold                                 its owner holds it: written and taken away by job_submit.lua
+
 The packer writes before them which GPUs it has chosen, for the prolog, and what it must remember into AdminComment,
 which owners cannot change. So the packer keeps nothing of its own:
 
@@ -31,6 +33,7 @@ from hetstream.slurm_plugin.install.node_scripts import COMMENT_MARK, HOLDS_MARK
 from hetstream.slurm_plugin.packing.state import Place
 
 OWN_MARKS = (HOLDS_MARK, UPGRADE_MARK)
+HOLD_WORD = "hetstream:hold"  # written by `slurm_plugin/lua/job_submit.lua` alone
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
@@ -134,6 +137,11 @@ def wish_of(comment: str) -> GpuWish:
 def wants_guarantee(comment: str) -> bool:
     """Whether the owner of an opportunistic job would rather have a guaranteed one."""
     return _value(comment, CLASS_MARK) == GUARANTEED
+
+
+def is_held_by_owner(comment: str) -> bool:
+    """Whether the owner of a job holds it. Slurm's reason does not say it: other holds have the same."""
+    return HOLD_WORD in comment.split()
 
 
 def opportunistic_after_s(comment: str) -> float | None:

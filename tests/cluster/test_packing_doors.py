@@ -131,8 +131,27 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
         return bool(re.search(held, shown, re.DOTALL)) and "opp" not in re.findall(r"(?:TresPer\w+|Gres)=(\S+)", shown)
 
     assert is_held(), cluster.show(job)
+    # What its owner holds the packer sees in the Comment; Slurm's own word for both holds is the same.
+    for door, word in (("uhold", " hetstream:hold"), ("release", ""), ("hold", " hetstream:hold"), ("release", "")):
+        assert cluster.run(*OWNER, "scontrol", door, job).returncode == 0, door
+        assert re.search(rf"Comment=hetstream:gpu-memory=64M{word} *$", cluster.show(job), re.MULTILINE), door
+        assert is_held(), (door, cluster.show(job))
+    # An operator's hold is told apart by Slurm, and is handed back by uhold.
+    for who, door, reason in (
+        ((), "hold", "Admin"),
+        (OWNER, "uhold", "Admin"),
+        (OWNER, "release", "Admin"),
+        ((), "uhold", "User"),
+    ):
+        assert cluster.run(*who, "scontrol", door, job).returncode == 0, (who, door)
+        assert f"Reason=JobHeld{reason} " in cluster.show(job), (who, door)
+    own = cluster.submit("-popp", "--hold")
+    assert "Comment=hetstream:hold" in cluster.show(own)
+    assert cluster.run(*OWNER, "scontrol", "release", own).returncode == 0
+    assert "hetstream:hold" not in cluster.show(own)
+    assert "Priority=0 " in cluster.show(own)
     doors = [
-        ("release", job), ("uhold", job), ("hold", job),
+        ("release", job),
         *(
             ("update", f"JobId={job}", change)
             for change in (

@@ -171,10 +171,12 @@ class Site:
         """All that runs on the node is gone at once: slurmd, the coordinator, the jobs with their agents."""
         kept = [" ".join(self.planned(name)["argv"]) for name in ("munged", "slurmctld")]
         self.coordinator_died = True
-        for process in cluster_processes(self.record):
-            if not any(command in process.command for command in kept):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        # Stopped first: a slurmstepd that lives on for a moment would say that its job's script has failed.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in cluster_processes(self.record):
+                if not any(command in process.command for command in kept):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, number)
 
     def start_again(self, daemon: str) -> None:
         """Start it as `up` did, and as systemd would."""
@@ -397,6 +399,9 @@ def test_a_job_that_the_packer_takes_away_keeps_its_state(site: Site, job: Check
 def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
     site: Site, job: CheckpointJob, tmp_path: Path
 ) -> None:
+    def node_state() -> str:
+        return site.run("sinfo", "-h", "-N", "-n", "gpu0", "-O", "StateComplete:100")
+
     truth = undisturbed(tmp_path / "truth", STEPS)
     site.pack_until(lambda: site.happened("started"), "a start")
     job.wait_for_steps(SAVE_EVERY + 1)
@@ -405,8 +410,8 @@ def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
     job.wait(lambda: job.state() == "PENDING", "its requeueing")
     site.start_again("coordinator gpu0")
     site.start_again("slurmd gpu0")
-    site.wait_until(lambda: "NOT_RESPONDING" not in site.run("scontrol", "show", "node", "gpu0"), 60, "slurmd")
-    site.run("scontrol", "update", "NodeName=gpu0", "State=RESUME")
+    # By ReturnToService=2 it is up again when its slurmd has registered; then Slurm refuses to resume it.
+    site.wait_until(lambda: not re.search("NOT_RESPONDING|DOWN", node_state()), 60, "slurmd")
     losses = site.directory / "losses"
     losses.unlink()
     site.wait_until(losses.exists, 180, "the guaranteed job's second start")

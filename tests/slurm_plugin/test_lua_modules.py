@@ -281,6 +281,39 @@ def test_nobody_gets_round_the_quotas(lua: object, change: str, record: str, sai
     assert said is None or said in lines[0]
 
 
+@pytest.mark.parametrize(
+    "record", ['partition = "opp"', 'partition = "gpu", tres_per_job = "gres/gpu:1"'], ids=["opportunistic", "quota"]
+)
+def test_an_owners_hold_is_a_word_of_the_comment(lua: object, record: str) -> None:
+    text = guard(QUOTA)
+    text += f"""
+    local held = job{{script = "x", priority = 0, comment = "mine", {record}}}
+    slurm_job_submit(held, {{}}, 1000)
+    print(held.priority, held.comment)
+    local function change(uid, fields, comment)
+      local changed = job(fields)
+      local rc = slurm_job_modify(changed, {{user_id = 1000, priority = 0, comment = comment, {record}}}, {{}}, uid)
+      print(rc, changed.priority, changed.comment)
+      return changed
+    end
+    change(1000, {{priority = 0}}, "mine")
+    change(7, {{priority = 0}}, "mine")
+    change(1000, {{priority = 4294967295}}, "mine hetstream:hold")
+    change(7, {{comment = "packer"}}, "mine hetstream:hold")
+    change(1000, {{comment = ""}}, "mine hetstream:hold")
+    -- One change is handed to all records of an array.
+    local released = change(1000, {{priority = 4294967295}}, "hetstream:hold a")
+    local task = {{user_id = 1000, priority = 0, comment = "hetstream:gpu=1 hetstream:hold", {record}}}
+    print(slurm_job_modify(released, task, {{}}, 1000), released.priority, released.comment)
+    """
+    found = [line for line in lua(text) if not line.startswith("log: ")]  # type: ignore[operator]
+    assert found == [
+        "0\tmine hetstream:hold", "0\t0\tmine hetstream:hold", "0\t0\tnil", "0\t4294967294\tmine  ",
+        "0\tnil\tpacker hetstream:hold", "0\tnil\thetstream:hold", "0\t4294967294\ta  ",
+        "0\t4294967294\thetstream:gpu=1  ",
+    ]  # fmt: skip
+
+
 def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> None:
     site = """
     function slurm_job_submit(j, parts, uid)

@@ -149,7 +149,7 @@ class PackedSlurm:
 
     def hold(self, job_id: str) -> None:
         self._called("hold", job_id)
-        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=0, reason="JobHeldAdmin")
+        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=0, reason="JobHeldUser")
 
     def release(self, job_id: str) -> None:
         self._called("release", job_id)

@@ -100,6 +100,18 @@ def test_observing_says_what_it_would_do_and_does_nothing(site: Site) -> None:
     assert site.slurm.calls == []
 
 
+def test_what_its_owner_holds_waits_until_he_releases_it(site: Site) -> None:
+    """Also if he holds it after it was placed; the guard writes the word."""
+    slurm = site.slurm
+    slurm.submit(7, "mine hetstream:hold")
+    assert site.look() == ["waits"]
+    slurm.jobs[7] = replace(slurm.jobs[7], comment="mine  ")
+    assert site.look() == ["placed"]
+    slurm.jobs[7] = replace(slurm.jobs[7], comment=slurm.jobs[7].comment + " hetstream:hold", priority=0)
+    assert site.look(200) == []  # it was said before
+    assert [call[0] for call in slurm.calls] == ["update", "release"]
+
+
 def test_others_jobs_are_not_touched(site: Site) -> None:
     slurm = site.slurm
     slurm.submit(6, partitions=("gpu",))
@@ -295,6 +307,8 @@ def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
         ({"comment": "hetstream:gpus=many"}, "write a number"),
         ({"comment": "hetstream:gpu-memory=big"}, "write a size such as 16G"),
         ({"comment": "hetstream:gpus=2"}, "its agents keep to one"),
+        ({"comment": "mine hetstream:hold"}, "who lets it wait for its turn by: scontrol release 7"),
+        ({"reason": "JobHeldAdmin"}, "an operator holds it, who hands it back by: scontrol uhold 7"),
         ({"dependency": "afterok:3"}, "it waits for afterok:3"),
         ({"eligible_s": NOW_S + 100}, "it may begin in 90 s"),
         ({"reason": "launch_failed_requeued_held"}, "Slurm could not start it"),

@@ -118,6 +118,18 @@ def test_a_partial_gang_keeps_gpus_and_opportunistic_jobs_use_them(site: Site) -
     assert "granted 2" in site.look()
 
 
+def test_what_somebody_holds_waits_outside_the_line(site: Site) -> None:
+    site.slurm.ask(1, comment="hetstream:hold")
+    site.slurm.ask(2, reason="JobHeldAdmin")
+    site.slurm.submit(3, "hetstream:class=guaranteed hetstream:hold", account="a")
+    site.slurm.ask(4)
+    assert set(site.look()) == {"waits 1", "waits 2", "waits 3", "granted 4"}
+    reasons = {event.job: event.reason for event in site.events}
+    assert reasons["1"].endswith("scontrol release 1")
+    assert reasons["2"].endswith("scontrol uhold 2")
+    assert reasons["3"].endswith("scontrol release 3")
+
+
 def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
     site.slurm.ask(1)
     two = replace(site.slurm.jobs[1].gres_per_node[0], count=2)

@@ -15,6 +15,7 @@ from hetstream.slurm_plugin.packing.state import Place
 from hetstream.slurm_plugin.packing.words import (
     COMMENT_MARK,
     DEFAULT_GPU_BYTES,
+    HOLD_WORD,
     EvictedRecord,
     PackingRecord,
     PlacedRecord,
@@ -69,6 +70,7 @@ def test_guard_prolog_and_packer_know_places_by_the_same_mark() -> None:
     assert node_scripts.COMMENT_MARK == COMMENT_MARK
     guard = Path(slurm_plugin.__file__).parent / "lua" / "job_submit.lua"
     assert re.findall(r'^local MARK = "(.*?)"', guard.read_text(), re.M) == [COMMENT_MARK]
+    assert re.findall(r'^local HOLD = "(.*?)"', guard.read_text(), re.M) == [HOLD_WORD]
 
 
 def test_the_place_comes_first_and_the_owners_words_stay() -> None:

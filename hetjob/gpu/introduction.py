@@ -116,7 +116,7 @@ class Connection:
                 self._work = Page(descriptors[2], Work, writable=self._writes_work)
                 if self._writes_work:
                     self._work.clear()
-            except (ValueError, PermissionError) as error:  # a file that is shorter than a page, or of another mode
+            except (ValueError, OSError) as error:  # a file that is shorter than a page, of another mode, or none
                 raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
             finally:
                 for descriptor in descriptors:

@@ -142,7 +142,8 @@ def seen_by(
     except SiteError as error:
         missing.append(str(error))
     try:
-        known = quota_file(quotas, slurm, partitions).first(snapshot) if quotas else None
+        # Accounts are the packer's to check, and slurmdbd may be slow, or closed to users.
+        known = QuotaFile(quotas, partitions, lambda _: None).first(snapshot) if quotas else None
     except QuotaError as error:
         missing.append(str(error))
     now_s = time.time()
@@ -193,7 +194,12 @@ def packing_reasons(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, str]:
     seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions, quotas)
     found = reasons(seen, plan, missing)
     records = {name: job.job for name, job in seen.jobs.items()} | {**seen.quota.guaranteed}
-    return {records[name].label: reason for name, reason in reversed(found.items())}
+    found_by_label = {records[name].label: reason for name, reason in reversed(found.items())}
+    if quotas is not None and not seen.quota.quotas.partitions:  # nobody can say here whose jobs have quotas
+        held = [job.label for job in pending if job.priority == 0 and job.count("gpu")]
+        why = f"it is held, perhaps for quota, and why cannot be told here: {missing}"
+        found_by_label = dict.fromkeys(held, why) | found_by_label
+    return found_by_label
 
 
 def _names(text: str) -> frozenset[str]:

@@ -134,6 +134,11 @@ local function no_gpus(why)
     .. "shares. Remove --gpus and --gres=gpu, or submit to another partition")
 end
 
+local function no_whole_nodes(why)
+  return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot have whole nodes, since it would get all of "
+    .. "their GPUs. Remove --exclusive")
+end
+
 -- CPUs of each task and of each GPU that a request names: --cpus-per-task, --tres-per-task=cpu:N, --cpus-per-gpu.
 local function cpus_named(job)
   local task = given(job.cpus_per_task) and job.cpus_per_task or nil
@@ -281,6 +286,7 @@ local function submit(policy, job, part_list, uid)
     return rc == slurm.SUCCESS and hold_for_quota(policy, job, names, uid) or rc
   end
   if asks_for(job, "gpu") then return no_gpus(why) end
+  if job.shared == 0 then return no_whole_nodes(why) end
   if listed(names, rule.partitions) and not all_opportunistic(rule, names) then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
       .. "--partition with opportunistic ones only")
@@ -350,6 +356,7 @@ local function modify(policy, change, record, uid)
     return refuse("opportunistic", job .. " keeps its QOS. scancel it and submit with the other one")
   end
   if asks_for(change, "gpu") then return no_gpus(why) end
+  if change.shared == 0 then return no_whole_nodes(why) end
   if change.requeue == 0 then
     return refuse("opportunistic", job .. " can be requeued, or it could not come back after it gave way")
   end

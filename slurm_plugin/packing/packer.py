@@ -142,7 +142,7 @@ class Packer:
         now_s = self._clock()
         jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
         switches = self._slurm.switches()
-        tenants = Tenants(self._quotas(snapshot), os.geteuid())
+        tenants = Tenants(self._quotas(snapshot), os.geteuid(), self._quota_packer.resting())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job

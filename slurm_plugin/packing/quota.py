@@ -142,6 +142,7 @@ class QuotaJob:
         runs_on: the GPUs that a running opportunistic job is on, by names that differ within the cluster.
         is_ready: of a running opportunistic job: all of its processes are there, each on a GPU that no guaranteed job
             has, so that the whole gang can become guaranteed where it is.
+        not_now: why it cannot, though its processes and GPUs are ready.
     """
 
     name: str
@@ -153,6 +154,7 @@ class QuotaJob:
     opportunistic_after_s: float | None = None
     runs_on: frozenset[str] = frozenset()
     is_ready: bool = False
+    not_now: str = ""
 
     @property
     def can_upgrade(self) -> bool:
@@ -259,8 +261,8 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
         why = f"it asks for {job.gpus} GPUs, and tenant {tenant} has a quota of {whole}: it can never be guaranteed"
         return _without_quota(job, why, 0.0, 0.0, now_s)
     if job.runs_as is JobClass.OPPORTUNISTIC and not job.is_ready:
-        why = "opportunistic until all of its processes are on GPUs that no guaranteed job has"
-        return QuotaDecision(job, Verdict.KEEP, why)
+        why = f": {job.not_now}" if job.not_now else " until its processes are all on GPUs that no guaranteed job has"
+        return QuotaDecision(job, Verdict.KEEP, f"opportunistic{why}")
     beside = next((left.upgraded[gpu] for gpu in sorted(job.runs_on) if gpu in left.upgraded), None)
     if beside is not None:
         return QuotaDecision(job, Verdict.KEEP, f"opportunistic: job {beside} on its GPU becomes guaranteed")

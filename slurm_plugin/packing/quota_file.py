@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.quota import Quotas, QuotaSite, read_quotas
@@ -76,7 +77,11 @@ class QuotaFile:
         return text
 
     def _checked(self, text: bytes, snapshot: Snapshot) -> Quotas:
-        return read_quotas(str(self._path), text, quota_site(snapshot, self._opportunistic, self._accounts(snapshot)))
+        try:
+            accounts = self._accounts(snapshot)
+        except SlurmCommandError as error:
+            raise QuotaError(f"{self._path}: which accounts there are cannot be found out: {error}") from error
+        return read_quotas(str(self._path), text, quota_site(snapshot, self._opportunistic, accounts))
 
 
 def quota_site(snapshot: Snapshot, opportunistic: Collection[str], accounts: Collection[str] | None) -> QuotaSite:

@@ -113,9 +113,13 @@ class QuotaPacker:
         self._alone, self._take_away = alone, take_away
         self._rules, self._clock = rules, clock
         self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
-        self._rests: dict[str, float] = {}
+        self._rests: dict[str, tuple[float, str]] = {}  # whose upgrade was given up, until when, and why
         self._said: dict[str, str] = {}
         self._above: Mapping[str, int] = {}
+
+    def resting(self) -> dict[str, str]:
+        """Jobs whose upgrade was given up for now, and why: meanwhile their quota is for others."""
+        return {name: reason for name, (_, reason) in self._rests.items()}
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
         """Carry out what was decided: upgrades first, since a job that starts could take a GPU that one of them is on.
@@ -174,7 +178,7 @@ class QuotaPacker:
                     self._slurm.cancel(str(placeholder.job_id))
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
         self._said = {name: said for name, said in self._said.items() if name in seen.jobs}
-        self._rests = {name: until_s for name, until_s in self._rests.items() if now_s < until_s}
+        self._rests = {name: given_up for name, given_up in self._rests.items() if now_s < given_up[0]}
         takes_gpus = False
         for key, job in running.items():
             held = [other for other in own if held_for(other.comment) == key]
@@ -228,8 +232,7 @@ class QuotaPacker:
 
     def _give_up(self, job: OpportunisticJob, reason: str, *, rests: bool = True) -> None:
         self._trials.pop(job.name, None)
-        if rests:
-            self._rests[job.name] = self._clock() + self._rules.refused_s
+        self._rests[job.name] = self._clock() + (self._rules.refused_s if rests else 0.0), reason
         if self._said.get(job.name) != reason:
             self._said[job.name] = reason
             self._say(PackingEvent("not upgraded", job.name, reason))

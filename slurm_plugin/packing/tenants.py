@@ -65,10 +65,12 @@ class Tenants:
     Attributes:
         quotas: of the tenants.
         packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
+        resting: jobs whose upgrade was given up for now, and why.
     """
 
     quotas: Quotas = Quotas()  # noqa: RUF009
     packer_uid: int | None = None
+    resting: Mapping[str, str] = field(default_factory=dict)
 
     def is_own(self, job: Job) -> bool:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
@@ -113,7 +115,7 @@ def quota_view(
         for job in jobs
         if (wants_guarantee(job.job.comment) and not job.job.het and not _is_kept(job)) or is_upgraded(job)
     ]
-    line += [_opportunistic_job(job, seen) for job in wishing]
+    line += [_opportunistic_job(job, seen, tenants.resting) for job in wishing]
     upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
     free_gpus -= sum(job.gpus for job in line if job.runs_as is JobClass.GUARANTEED and _is_pending(guaranteed, job))
@@ -250,10 +252,11 @@ def _guaranteed_job(name: str, job: Job) -> QuotaJob:
     )
 
 
-def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus) -> QuotaJob:
+def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus, resting: Mapping[str, str]) -> QuotaJob:
     """One that waits has the class of one that runs: it starts on a GPU of another, whatever the quota is."""
     placed = job.record.placed if job.job.is_running else None
     place = placed.place if placed else None
+    not_now = "" if is_being_upgraded(job) else resting.get(job.name, "")
     return QuotaJob(
         job.name,
         job.job.account or NO_ACCOUNT,
@@ -261,7 +264,8 @@ def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus) -> QuotaJob:
         job.job.submit_s or 0.0,
         runs_as=JobClass.GUARANTEED if is_upgraded(job) else JobClass.OPPORTUNISTIC,
         runs_on=frozenset(f"{node}:{index}" for node, index in place.gpus()) if place else frozenset(),
-        is_ready=place is not None and job.job.state == "RUNNING" and seen.is_ready(job),
+        is_ready=place is not None and job.job.state == "RUNNING" and not not_now and seen.is_ready(job),
+        not_now=not_now,
     )
 
 

@@ -230,6 +230,7 @@ def test_jobs_with_gpus_wait_where_these_have_quotas(lua: object, fields: str, u
     ("fields", "said"),
     [
         ("shared = 0", "--exclusive takes all GPUs"),
+        ('shared = 0, partition = "opp", script = "x"', "cannot have whole nodes"),
         ('shared = 0, tres_per_node = "gres:gpu:1"', "--exclusive takes all GPUs"),
         ('tres_per_socket = "gres:gpu:1"', "--gpus-per-socket"),
         ('tres_per_node = "gres:gpu:1", min_nodes = 1, max_nodes = 2', "--nodes=N"),

@@ -213,6 +213,10 @@ def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Pat
     assert text in slurm.run("opp why 43", **environ).stdout
     assert "As an opportunistic job it could start now: --opportunistic-after" in slurm.run("opp ls", **environ).stdout
     assert "release" not in slurm.run("why 43 --fresh", **environ).stdout
+    (tmp_path / "quotas.json").unlink()
+    said = slurm.run("why 43 --fresh", **environ).stdout
+    assert "perhaps for quota" in said
+    assert "release" not in said
 
 
 def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class TestCases:
     def test_a_gang_that_is_not_ready_stays_as_it_is_and_holds_up_nobody(self) -> None:
         jobs = [QuotaJob("1", "a", 4, 0.0, runs_as=OPPORTUNISTIC), QuotaJob("2", "a", 4, 1.0)]
         assert verdicts(jobs) == {"1": "keep", "2": "guaranteed"}
-        assert "until all of its processes are on GPUs" in reason(jobs, "1")
+        assert "until its processes are all on GPUs" in reason(jobs, "1")
 
     def test_of_two_on_one_gpu_one_is_upgraded(self) -> None:
         both = [

@@ -16,6 +16,7 @@ from tenant_slurm import NOW_S, TenantSlurm, names
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
@@ -365,13 +366,24 @@ class TestFile:
         path, snapshot = tmp_path / "quotas.json", TenantSlurm().snapshot()
         good = {"partitions": ["gpu"], "tenants": {"a": 1}}
         path.write_text(json.dumps(good))
-        file = QuotaFile(path, ["opp"], lambda _: ("a", "b"))
+        is_down: list[bool] = []
+
+        def accounts(_: Snapshot) -> tuple[str, ...]:
+            if is_down:
+                raise SlurmCommandError(["sacctmgr"], 1, "", "slurmdbd: Connection refused")
+            return "a", "b"
+
+        file = QuotaFile(path, ["opp"], accounts)
         assert file.first(snapshot).of("a") == 1
         for garbage in ('{"tenants"', '{"partitions": ["gpu"], "tenants": {"c": 1}}', "\0", "[" * 100_000):
             caplog.clear()
             path.write_text(garbage)
             assert [file.now(snapshot).of("a") for _ in range(3)] == [1, 1, 1]
             assert [record.levelname for record in caplog.records] == ["WARNING"], garbage
+        path.write_text(json.dumps({**good, "tenants": {"a": 3}}))
+        is_down.append(True)
+        assert file.now(snapshot).of("a") == 1
+        is_down.clear()
         path.unlink()
         os.mkfifo(path)  # nobody ever writes into it
         assert file.now(snapshot).of("a") == 1
@@ -419,6 +431,11 @@ def test_what_keeps_a_gpu_takes_no_cpu_of_the_job_that_it_is_for(sharing: Site) 
     assert "lacks a GPU or 2 CPUs" in sharing.events[0].reason
     assert sharing.look() == []
     assert slurm.holders(2) == []
+    # Meanwhile it does not keep its quota from others.
+    slurm.num_gpus = 2
+    slurm.ask(3)
+    sharing.looks_until("granted 3")
+    slurm.end(3)
     slurm.jobs[2] = replace(slurm.jobs[2], num_cpus=14)
     sharing.looks_until("upgraded 2")
 

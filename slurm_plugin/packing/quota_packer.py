@@ -40,6 +40,7 @@ from hetstream.slurm_plugin.packing.words import (
     held_for,
     holds_comment,
     upgrade_comment,
+    upgrades,
     with_record,
 )
 
@@ -176,6 +177,11 @@ class QuotaPacker:
             if held_for(placeholder.comment) not in alive:
                 with self._alone(str(placeholder.job_id)):
                     self._slurm.cancel(str(placeholder.job_id))
+        for late in quota.upgraders:  # on a node that takes no jobs; Prologs would refuse it by now
+            if late.is_pending and now_s - (late.submit_s or now_s) > _UPGRADE_VALID_S:
+                with self._alone(str(late.job_id)):
+                    self._slurm.cancel(str(late.job_id))
+        upgrading = {upgrades(job.comment) for job in quota.upgraders}
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
         self._said = {name: said for name, said in self._said.items() if name in seen.jobs}
         self._rests = {name: given_up for name, given_up in self._rests.items() if now_s < given_up[0]}
@@ -187,7 +193,7 @@ class QuotaPacker:
                 steps = upgrade_steps(
                     job, [self._placeholder(other) for other in held], look.gpus,
                     {node.name: node for node in seen.snapshot.nodes}, is_wanted=is_wanted,
-                    is_upgrading=key[0] in quota.upgrading, rules=self._rules,
+                    is_upgrading=key[0] in upgrading, rules=self._rules,
                 )  # fmt: skip
                 for step in steps:
                     self._do(step, job, look)

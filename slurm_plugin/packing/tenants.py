@@ -45,7 +45,7 @@ class QuotaView:
         reasons: why others wait that are in no line, by name.
         guaranteed: jobs of the partitions with quotas, by name.
         placeholders: the packer's jobs that keep a GPU for an opportunistic one.
-        upgrading: numbers of jobs that a job of the packer's is to make guaranteed just now.
+        upgraders: the packer's jobs whose Prologs are to make another one guaranteed just now.
         free_gpus: that no guaranteed job has.
     """
 
@@ -54,7 +54,7 @@ class QuotaView:
     reasons: Mapping[str, str] = field(default_factory=dict)
     guaranteed: Mapping[str, Job] = field(default_factory=dict)
     placeholders: tuple[Job, ...] = ()
-    upgrading: frozenset[int] = frozenset()
+    upgraders: tuple[Job, ...] = ()
     free_gpus: int = 0
 
 
@@ -98,7 +98,7 @@ def quota_view(
     quotas = tenants.quotas
     own = [job for job in snapshot.jobs if job.comment.startswith(OWN_MARKS) and tenants.is_own(job)]
     placeholders = tuple(job for job in own if held_for(job.comment) is not None and job.state != "COMPLETING")
-    upgrading = frozenset(number for job in own if (number := upgrades(job.comment)) is not None)
+    upgraders = tuple(job for job in own if upgrades(job.comment) is not None)
     numbers = {job.job_id for job in own}
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
@@ -122,7 +122,7 @@ def quota_view(
     decisions = decide(quotas, line, free_gpus, now_s)
     return QuotaView(
         quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, placeholders,
-        upgrading, max(0, free_gpus),
+        upgraders, max(0, free_gpus),
     )  # fmt: skip
 
 

@@ -131,8 +131,9 @@ def upgrade_steps(
         if seen.is_guaranteed(job):
             return [Note()]
         full = next((name for name in place.nodes if name not in nodes or nodes[name].cpus_free < 1), "")
-        if full and not has_begun:
-            return [*_drop(held), _no_room(full, rests=True)]
+        closed = next((name for name in place.nodes if name in nodes and not nodes[name].is_usable), "")
+        if (full or closed) and not has_begun:
+            return [*_drop(held), _no_room(full or closed, rests=True)]
         return [] if is_upgrading or full else [Upgrade()]
     others = seen.others(job)
     if others and (upgraded or has_begun):
@@ -168,7 +169,10 @@ def _keep(
 
 
 def _no_room(node: str, *, rests: bool) -> GiveUp:
-    return GiveUp(f"{node} lacks a GPU or {_LEAST_CPUS} CPUs for the jobs that keep its GPU and upgrade it", rests)
+    return GiveUp(
+        f"{node} lacks a GPU or {_LEAST_CPUS} CPUs for the jobs that keep its GPU and upgrade it, or takes none",
+        rests,
+    )
 
 
 def _drop(placeholders: Iterable[Placeholder]) -> list[Step]:

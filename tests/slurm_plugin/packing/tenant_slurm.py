@@ -24,12 +24,14 @@ class TenantSlurm(PackedSlurm):
         gpus_of: node and number of the GPUs of each guaranteed job that runs.
         upgraded: numbers of jobs that their nodes call guaranteed.
         deaf: nodes whose Prolog upgrades nobody.
+        drained: nodes that take no more jobs.
         silent: nodes of which nothing was read lately.
     """
 
     gpus_of: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     upgraded: set[int] = field(default_factory=set)
     deaf: set[str] = field(default_factory=set)
+    drained: set[str] = field(default_factory=set)
     silent: bool = False
 
     def ask(self, number: int, account: str = "a", comment: str = "", **more: object) -> None:
@@ -49,6 +51,8 @@ class TenantSlurm(PackedSlurm):
     def start_guaranteed(self) -> None:
         for number, job in sorted(self.jobs.items()):
             if not (job.is_pending and job.priority and "gpu" in job.partitions):
+                continue
+            if not self.drained.isdisjoint(job.required_nodes):
                 continue
             spots: list[tuple[str, int]] = []
             for name in job.required_nodes or self.names:
@@ -131,7 +135,8 @@ class TenantSlurm(PackedSlurm):
 
     def _node(self, name: str) -> Node:
         self.guaranteed = self.taken
-        return super()._node(name)
+        node = super()._node(name)
+        return replace(node, states=node.states | {"DRAIN"}) if name in self.drained else node
 
     def _gpu(self, name: str, index: int) -> GpuNow:
         spot = name, index

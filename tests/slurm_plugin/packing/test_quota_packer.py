@@ -246,6 +246,29 @@ def test_nodes_that_do_not_hear_are_told_again_and_then_left_alone(sharing: Site
     sharing.looks_until("upgraded 2", 60)
 
 
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_a_node_that_takes_no_more_jobs_ends_the_upgrade(sharing: Site, is_submitted: bool) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.look()
+    assert slurm.holders(2)
+    if is_submitted:
+        for _ in range(3):  # Slurm starts nothing meanwhile
+            slurm.now_s += 10
+            sharing.packer.step()
+        assert any(job.comment.startswith("hetstream:upgrade=2:") for job in slurm.jobs.values())
+    slurm.drained.add("g1")
+    for _ in range(20):
+        sharing.look(61)
+        if not any(job.name.startswith("hetstream-") for job in slurm.jobs.values()):
+            break
+    else:
+        pytest.fail(f"GPUs are kept for ever: {slurm.jobs}")
+    assert slurm.jobs[2].num_restarts == 0
+    slurm.drained.clear()
+    sharing.looks_until("upgraded 2", 60)
+
+
 def test_where_nothing_is_read_nothing_is_given_up(sharing: Site) -> None:
     slurm = sharing.slurm
     slurm.end(1)

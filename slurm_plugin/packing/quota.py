@@ -317,7 +317,9 @@ def _without_quota(job: QuotaJob, why: str, after_s: float, offer_s: float, now_
         if waited_s < offer_s:
             return QuotaDecision(job, Verdict.WAIT, since)
         return QuotaDecision(
-            job, Verdict.OFFER, f"{since}. As an opportunistic job it could start now: --opportunistic-after=TIME"
+            job,
+            Verdict.OFFER,
+            f"{since}. As an opportunistic job it could start now: submit it again with --opportunistic-after",
         )
     if waited_s < after_s:
         return QuotaDecision(job, Verdict.WAIT, since)

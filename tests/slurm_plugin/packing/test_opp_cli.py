@@ -211,7 +211,7 @@ def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Pat
     text = "tenant vision has 0 of its 1 GPUs left, and it asks for 1"
     assert text in slurm.run("why 43 --fresh", **environ).stdout
     assert text in slurm.run("opp why 43", **environ).stdout
-    assert "As an opportunistic job it could start now: --opportunistic-after" in slurm.run("opp ls", **environ).stdout
+    assert "it could start now: submit it again with --opp" in slurm.run("opp ls", **environ).stdout
     assert "release" not in slurm.run("why 43 --fresh", **environ).stdout
     (tmp_path / "quotas.json").unlink()
     said = slurm.run("why 43 --fresh", **environ).stdout

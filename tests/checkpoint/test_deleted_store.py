@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -37,11 +38,18 @@ SAID = "somebody has deleted this checkpoint store"
 
 
 def delete(path: Path, names: str = "*") -> None:
-    """As logind does it: file by file, then the directory."""
-    for one in path.glob(names):
-        one.unlink()
-    if names == "*":
-        path.rmdir()
+    """As logind does it: file by file, then the directory; again, where a process has made a file meanwhile."""
+    for _ in range(100):
+        for found in path.glob(names):
+            found.unlink(missing_ok=True)
+        if names != "*":
+            return
+        try:
+            return path.rmdir()
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+    pytest.fail(f"{path} is never empty")
 
 
 # The store

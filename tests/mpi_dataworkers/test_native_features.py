@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_features import as_bytes, random_batch, random_graph
 
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import native
@@ -117,6 +119,31 @@ def test_native_code_does_what_torch_does(rows: int) -> None:
     assert_same(transform(batch), FeatureTransform(graph)(batch))
     assert_same(transform(batch), transform(batch))
     assert pickle.dumps(batch) == before, "the batch that it is given stays as it is"
+
+
+def check_random_graphs(first: int, count: int) -> None:
+    """Byte for byte, so without the two operators that native code computes with functions of its own."""
+    draw = random.Random(first)
+    while count:
+        graph, chains = random_graph(draw)
+        if any(isinstance(each, (ops.Logit, ops.BoxCox)) for chain in chains.values() for each in chain.operators):
+            continue
+        for rows in (0, draw.randint(1, 300)):
+            batch = random_batch(chains, rows, draw)
+            assert as_bytes(FeatureTransform(graph, native=True)(batch)) == as_bytes(FeatureTransform(graph)(batch))
+        count -= 1
+
+
+@needs_compiler
+def test_native_code_does_what_torch_does_on_random_graphs() -> None:
+    check_random_graphs(0, 100)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 11))
+def test_native_code_does_what_torch_does_on_a_thousand_random_graphs(first: int) -> None:
+    check_random_graphs(first, 100)
 
 
 @needs_compiler

@@ -314,7 +314,8 @@ end
 local function owners_hold(policy, change, record, uid)
   if not is_started_by_site(policy, record) then return false end
   local is_owner, comment = uid == record.user_id, change.comment or ""
-  if is_owner and change.priority == 0 then
+  -- (The packer holds the jobs of its own user, too, and means no more than the guard.)
+  if is_owner and change.priority == 0 and not is_manager(policy.opportunistic or {}, uid) then
     change.comment = with_hold(record.comment)
     return true
   end

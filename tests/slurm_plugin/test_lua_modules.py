@@ -291,6 +291,8 @@ def test_an_owners_hold_is_a_word_of_the_comment(lua: object, record: str) -> No
     local held = job{{script = "x", priority = 0, comment = "mine", {record}}}
     slurm_job_submit(held, {{}}, 1000)
     print(held.priority, held.comment)
+    local own = job{{priority = 0}}
+    print(slurm_job_modify(own, {{user_id = 7, priority = 5, {record}}}, {{}}, 7), own.priority, own.comment)
     local function change(uid, fields, comment)
       local changed = job(fields)
       local rc = slurm_job_modify(changed, {{user_id = 1000, priority = 0, comment = comment, {record}}}, {{}}, uid)
@@ -309,7 +311,7 @@ def test_an_owners_hold_is_a_word_of_the_comment(lua: object, record: str) -> No
     """
     found = [line for line in lua(text) if not line.startswith("log: ")]  # type: ignore[operator]
     assert found == [
-        "0\tmine hetstream:hold", "0\t0\tmine hetstream:hold", "0\t0\tnil", "0\t4294967294\tmine  ",
+        "0\tmine hetstream:hold", "0\t0\tnil", "0\t0\tmine hetstream:hold", "0\t0\tnil", "0\t4294967294\tmine  ",
         "0\tnil\tpacker hetstream:hold", "0\tnil\thetstream:hold", "0\t4294967294\ta  ",
         "0\t4294967294\thetstream:gpu=1  ",
     ]  # fmt: skip

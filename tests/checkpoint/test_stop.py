@@ -212,6 +212,8 @@ def begin_to_close(job: Job) -> tuple[subprocess.Popen[bytes], subprocess.Popen[
     writer = job.writer()
     trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
     job.until_trained(1)
+    # Else a trainer whose store it has not found yet starts one of its own.
+    job.wait_until(lambda: job.directory.exists() and commit.committed(job.directory), TIMEOUT_S, "a step on disk")
     writer.send_signal(signal.SIGSTOP)
     trainer.send_signal(signal.SIGTERM)
     job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")

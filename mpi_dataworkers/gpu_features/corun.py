@@ -45,6 +45,7 @@ from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
 
+_END = object()
 _log = logging.getLogger(__name__)
 
 
@@ -304,15 +305,17 @@ class CoRun:
         """Take a batch and begin to copy it; whether there was one."""
         batch = self._batches[action.batch] = _Batch()
         try:
-            batch.raw = next(iteration.batches)
+            batch.raw = next(iteration.batches, _END)
+            if batch.raw is _END:
+                del self._batches[action.batch]
+                return False
             batch.state = _state_of(iteration.loader)
             try:
                 self._begin_copy(action.batch, batch)
             except torch.OutOfMemoryError as error:
                 self._compute_elsewhere(batch, error)
-        except StopIteration:
-            del self._batches[action.batch]
-            return False
+        except StopIteration as error:  # not the loader's own: what a batch is made of must not look like the end
+            batch.error = FeatureError(f"batch {action.batch}: StopIteration was raised while it was taken: {error}")
         except Exception as error:  # noqa: BLE001, raised when the loop comes to it
             batch.error = error
         return True

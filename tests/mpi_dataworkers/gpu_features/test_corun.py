@@ -318,6 +318,18 @@ def test_an_error_of_a_batch_comes_when_the_loop_comes_to_it_and_the_next_batch_
             next(iteration)
 
 
+def test_a_stray_stop_iteration_is_no_end() -> None:
+    class Strange(list[Any]):
+        calls = 0
+
+        def state_dict(self) -> Any:
+            self.calls += 1
+            return {} if self.calls == 1 else next(iter(()))
+
+    with corun(Model()) as beside, pytest.raises(FeatureError, match="StopIteration was raised while it was taken"):
+        list(beside(Strange(BATCHES)))
+
+
 def test_what_an_iteration_has_taken_ahead_is_never_left_out_in_silence() -> None:
     with corun(Model()) as beside:
         first = beside(BATCHES)

@@ -26,7 +26,7 @@ from hetstream.hetjob.gpu.pages import VERSION, Page
 
 MOST_BYTES = 4096
 NEWS = b"!"
-# From the coordinator: the job is guaranteed from now on.
+# From the coordinator: the job is guaranteed from now on. The descriptor by which it writes the page of work comes along.
 UPGRADED = b"^"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0
@@ -146,7 +146,7 @@ class Connection:
         return work.since_ns if work else 0
 
     def say_busy(self, now_ns: int) -> None:
-        """Of a guaranteed process: it uses the GPU from now on. An upgraded one leaves that to the coordinator."""
+        """Of a guaranteed process: it uses the GPU from now on."""
         if self._writes_work:
             self._work.write(Work(now_ns))
 
@@ -154,15 +154,26 @@ class Connection:
         """Take what the coordinator has sent; whether it is there. But for an upgrade, what it says is in the page."""
         try:
             while not self.is_lost:
-                message = self._connection.recv(1)
+                message, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 self.is_lost = message == b""
                 if message == UPGRADED:
                     self.job_class = JobClass.GUARANTEED
+                    self._write_work(descriptors)
         except BlockingIOError:
             pass
         except OSError:
             self.is_lost = True
         return not self.is_lost
+
+    def _write_work(self, descriptors: list[int]) -> None:
+        """Write the page of work from now on. A coordinator of before this was sent leaves that to itself."""
+        for descriptor in descriptors:
+            with contextlib.suppress(ValueError, OSError):  # it is no page
+                written = Page(descriptor, Work, writable=True)
+                self._work.close()
+                self._work, self._writes_work = written, True
+                self._work.clear()
+            os.close(descriptor)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the coordinator has news, at most so long; where it has gone, that long."""

@@ -354,8 +354,9 @@ class Coordinator:
                     member.gpu, member.job, other,
                 )  # fmt: skip
             return
+        work_descriptor = self._gpus[member.gpu].work_of(JobClass.GUARANTEED)
         try:
-            member.connection.send(UPGRADED, socket.MSG_DONTWAIT)
+            socket.send_fds(member.connection, [UPGRADED], [work_descriptor], socket.MSG_DONTWAIT)
         except OSError:
             return  # it does not read now, and is told the next time; or it has gone: seen at its connection
         member.job_class = JobClass.GUARANTEED

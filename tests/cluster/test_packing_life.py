@@ -213,6 +213,8 @@ def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) ->
     site = Site(running.record, directory, wait_until)
     site.start_guaranteed()
     yield site
+    print(*site.events, sep="\n")  # all that is printed is shown if the test failed
+    print((Path(running.record.state_dir) / "log" / "slurmctld.log").read_text()[-20_000:])
     site.run("scancel", "--user=root")
     wait_until(lambda: not site.run("squeue", "-h"), 60, "the end of all jobs")
     wait_until(lambda: not list(site.sharing.glob("*/[0-9]*")), 10, "the end of all that the Prolog wrote")

@@ -335,3 +335,20 @@ class TestGrants:
             file.unlink()
             wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
             assert caplog.text.count("has the GPU") == 1
+
+    def test_a_job_that_was_upgraded_says_itself_that_it_is_busy(
+        self, grants: Path, path: Path, wait_until: WaitUntil
+    ) -> None:
+        grant(grants, "7", JobClass.OPPORTUNISTIC)
+        grant(grants, "8", JobClass.OPPORTUNISTIC)
+        with (
+            running(path, GrantedJobs(grants, lambda _: None)),
+            closing(connect(path, JobClass.OPPORTUNISTIC, "7")) as beside,
+            closing(connect(path, JobClass.OPPORTUNISTIC, "8")) as upgraded,
+        ):
+            upgraded.say_busy(5)
+            assert beside.busy_since_ns() == 0, "it was not guaranteed yet"
+            grant(grants, "8", JobClass.GUARANTEED)
+            wait_until(lambda: upgraded.look() and upgraded.job_class is JobClass.GUARANTEED)
+            upgraded.say_busy(7)
+            assert beside.busy_since_ns() == 7

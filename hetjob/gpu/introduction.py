@@ -26,7 +26,7 @@ from hetstream.hetjob.gpu.pages import VERSION, Page
 
 MOST_BYTES = 4096
 NEWS = b"!"
-# From the coordinator: the job is guaranteed from now on. The descriptor by which it writes the page of work comes along.
+# From the coordinator: the job is guaranteed from now on. With it comes the descriptor by which it writes its work.
 UPGRADED = b"^"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0

@@ -269,7 +269,7 @@ def _place_options(args: argparse.Namespace) -> str:
 def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
     root = root_of(args.slurm, args.cache_dir.absolute()).paths if needs_root(args.slurm) else None
     spec = plan_cluster(request, root)
-    texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
+    texts = {"slurm.conf": render.slurm_conf(spec, args.slurm if root else ""), "gres.conf": render.gres_conf(spec)}
     if ACCOUNTING in spec.sites:
         texts["slurmdbd.conf"] = slurmdbd_conf(spec)
     then = [" ".join(command) for command in commands(spec)]

@@ -226,7 +226,7 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
         (directory / "spool" / node).mkdir()
     for number in range(max(group.gpus for group in spec.groups)):
         _make_fake_gpu(spec.gpu_device(number), number)
-    spec.slurm_conf.write_text(render.slurm_conf(spec))
+    spec.slurm_conf.write_text(render.slurm_conf(spec, programs.version))
     (directory / "gres.conf").write_text(render.gres_conf(spec))
     if spec.network is not None:
         spec.hosts_file.write_text(spec.network.hosts_file(socket.gethostname()))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
 from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, node_script
+from hetstream.slurm_plugin.packing.upgrade import FIRST_THAT_EXEMPTS
 
 # The partition of opportunistic jobs, and the GRES by which they stand on GPUs that others hold: type pN is GPU N.
 PARTITION, GRES = "opp", "opp"
@@ -73,14 +74,16 @@ def sharing_nodes(spec: ClusterSpec) -> tuple[SharingNode, ...]:
     )
 
 
-def settings(spec: ClusterSpec) -> Iterator[str]:
-    """Lines of slurm.conf."""
+def settings(spec: ClusterSpec, version: tuple[int, ...]) -> Iterator[str]:
+    """Lines of slurm.conf for a Slurm of this version."""
     if spec.packing:
         yield f"Prolog={spec.state_dir / SCRIPTS['Prolog']}"
         yield f"Epilog={spec.state_dir / SCRIPTS['Epilog']}"
         yield "PrologFlags=Alloc"
         yield "PreemptType=preempt/partition_prio"
         yield "PreemptMode=REQUEUE"
+        if version >= FIRST_THAT_EXEMPTS:  # slurmctld of an older one would not start
+            yield "PreemptParameters=min_exempt_priority=4294967000"
 
 
 def node_gres(spec: ClusterSpec, group: NodeGroup) -> str:

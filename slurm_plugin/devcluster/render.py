@@ -23,9 +23,14 @@ SLURMD_TIMEOUT_S = 10
 CRED_EXPIRE_S = 10
 
 
-def slurm_conf(spec: ClusterSpec) -> str:
-    """The text of slurm.conf."""
-    return "\n".join(_slurm_conf_lines(spec)) + "\n"
+def slurm_conf(spec: ClusterSpec, version: str = "") -> str:
+    """The text of slurm.conf.
+
+    Args:
+        spec: the cluster.
+        version: Slurm's, for example `24.11.5`; empty: what every release takes.
+    """
+    return "\n".join(_slurm_conf_lines(spec, version_tuple(version))) + "\n"
 
 
 def gres_conf(spec: ClusterSpec) -> str:
@@ -79,7 +84,7 @@ def hostlist(prefix: str, count: int, first: int = 0) -> str:
     return f"{prefix}{first}" if count == 1 else f"{prefix}[{first}-{first + count - 1}]"
 
 
-def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
+def _slurm_conf_lines(spec: ClusterSpec, version: tuple[int, ...]) -> Iterator[str]:
     directory = spec.state_dir
     yield f"# Written by `hetstream devcluster up`; removed by `hetstream devcluster down --state-dir {directory}`."
     yield f"ClusterName={spec.cluster_name}"
@@ -117,7 +122,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield "PriorityType=priority/basic"
     yield "MpiDefault=none"
     yield from sites.settings(spec)
-    yield from packing.settings(spec)
+    yield from packing.settings(spec, version)
     yield "ReturnToService=2"
     if spec.network is not None:
         yield f"SlurmdTimeout={SLURMD_TIMEOUT_S}"

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.node_scripts import RUN_DIR, SCRIPTS, SCRIPTS_VERSION, script_version
+from hetstream.slurm_plugin.packing.upgrade import FIRST_THAT_EXEMPTS, exempt_priority
 
 GRES = "opp"
 # Since then Slurm gives a job the device files of any GRES; before, of those alone that have a plugin of their own.
@@ -70,6 +72,7 @@ def packing(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     yield from _slots(facts)
     yield from _rules(config)
+    yield from _upgraded(facts.snapshot)
     for option in SCRIPTS:
         yield from _script(option, facts.node_scripts.get(option, {}))
     if facts.is_gpu_node:
@@ -112,6 +115,18 @@ def _rules(config: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING, "PreemptMode", mode or "none", "opportunistic jobs that give way do not come back",
             "PreemptMode=REQUEUE",
+        )  # fmt: skip
+
+
+def _upgraded(snapshot: Snapshot) -> Iterator[Finding]:
+    """An upgraded job stays in its partition, whose jobs give way."""
+    said, works = snapshot.config.get("PreemptParameters", ""), exempt_priority(snapshot) is not None
+    if snapshot.config.get("PreemptType", "") == "preempt/partition_prio" and not works:
+        newer = release_of(snapshot.version) < FIRST_THAT_EXEMPTS
+        yield Finding(
+            Level.NOTE, "PreemptParameters", said or "none",
+            "a job that was upgraded is still requeued if a guaranteed one needs its CPUs",
+            f"{'Slurm 23.02, and ' if newer else ''}PreemptParameters=min_exempt_priority=4294967000",
         )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from hetstream.slurm_plugin.packing.upgrade import (
     Placeholder,
     Step,
     Upgrade,
+    exempt_priority,
+    priority_of,
     upgrade_steps,
 )
 from hetstream.slurm_plugin.packing.words import (
@@ -75,14 +77,15 @@ class QuotaSlurm(Protocol):
 
 @dataclass(frozen=True)
 class _Look:
-    """What all jobs of one look have in common: the GPUs, Slurm, partitions with quotas, decisions for an upgrade, and
-    nodes with placeholders that are new.
+    """What all jobs of one look have in common: the GPUs, Slurm, partitions with quotas, decisions for an upgrade, the
+    least Priority with which Slurm preempts no job, and nodes with placeholders that are new.
     """
 
     gpus: SeenGpus
     snapshot: Snapshot
     partitions: tuple[str, ...]
     wanted: Mapping[str, QuotaDecision]
+    exempt: int | None
     kept: set[str] = field(default_factory=set)
 
 
@@ -168,6 +171,7 @@ class QuotaPacker:
         look = _Look(
             SeenGpus(seen.readings, now_s, self._rules), seen.snapshot, quota.quotas.partitions,
             {decision.job.name: decision for decision in quota.decisions if decision.verdict is Verdict.UPGRADE},
+            exempt_priority(seen.snapshot),
         )  # fmt: skip
         own = quota.placeholders
         running = {(job.job.job_id, job.job.num_restarts): job for job in seen.running}
@@ -190,6 +194,8 @@ class QuotaPacker:
             held = [other for other in own if held_for(other.comment) == key]
             is_wanted = job.name in look.wanted and job.name not in self._rests and not rests(job.name)
             with self._alone(job.name):
+                if changed := priority_of(job, look.exempt):
+                    self._slurm.update(job.name, changed)
                 steps = upgrade_steps(
                     job, [self._placeholder(other) for other in held], look.gpus,
                     {node.name: node for node in seen.snapshot.nodes}, is_wanted=is_wanted,
@@ -220,7 +226,7 @@ class QuotaPacker:
             case Upgrade():
                 self._upgrade(job, look)
             case Note():
-                self._note(job, UpgradedRecord(self._clock(), job.job.num_restarts))
+                self._note(job, UpgradedRecord(self._clock(), job.job.num_restarts), look)
                 reach("packer.noted")
                 decision = look.wanted.get(job.name)
                 reason = decision.reason if decision else "its nodes call it guaranteed"
@@ -232,9 +238,10 @@ class QuotaPacker:
             case GiveUp(reason, rests):
                 self._give_up(job, reason, rests=rests)
 
-    def _note(self, job: OpportunisticJob, upgraded: UpgradedRecord | None) -> None:
+    def _note(self, job: OpportunisticJob, upgraded: UpgradedRecord | None, look: _Look) -> None:
         record = replace(job.record, upgraded=upgraded)
-        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+        noted = {"AdminComment": with_record(job.notes.admin_comment, record)}
+        self._slurm.update(job.name, noted | priority_of(replace(job, record=record), look.exempt))
 
     def _give_up(self, job: OpportunisticJob, reason: str, *, rests: bool = True) -> None:
         self._trials.pop(job.name, None)
@@ -260,11 +267,11 @@ class QuotaPacker:
         if 0 <= now_s - at_s < self._rules.upgrade_s:
             return
         if count >= self._rules.most_upgrade_trials:
-            self._note(job, None)
+            self._note(job, None, look)
             self._give_up(job, "its nodes do not call it guaranteed. Look there: journalctl -t hetstream-prolog")
             return
         if not is_being_upgraded(job):
-            self._note(job, UpgradedRecord(now_s, job.job.num_restarts, is_done=False))
+            self._note(job, UpgradedRecord(now_s, job.job.num_restarts, is_done=False), look)
             reach("packer.began")
         self._trials[job.name] = count + 1, now_s
         assert job.record.placed is not None

@@ -15,10 +15,12 @@ Each look begins with what is there, so whoever dies in between, the next packer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetstream.slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.client.model import Node, Snapshot
+from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.tenants import SeenGpus, is_being_upgraded, is_upgraded
@@ -29,6 +31,10 @@ PLACEHOLDER_MB = 32
 # Of a node: one for a placeholder, and one for the job that upgrades. Both are of a partition that could preempt the
 # very job that they are for.
 _LEAST_CPUS = 2
+# slurm.conf(5), PreemptParameters: a running job whose Priority is above this number is not preempted.
+_EXEMPT = re.compile(r"\bmin_exempt_priority=(\d{1,10})\b", re.ASCII)
+FIRST_THAT_EXEMPTS = (23, 2)
+_MOST_PRIORITY = 4_294_967_293  # the next numbers have other meanings
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,22 @@ class GiveUp:
 
 
 Step = Keep | Drop | Upgrade | Note | GiveWay | GiveUp
+
+
+def exempt_priority(snapshot: Snapshot) -> int | None:
+    """The least Priority with which Slurm preempts a running job no more; None where it preempts whatever that is."""
+    found = _EXEMPT.search(snapshot.config.get("PreemptParameters", ""))
+    if found is None or release_of(snapshot.version) < FIRST_THAT_EXEMPTS:
+        return None
+    least = int(found[1]) + 1
+    return least if 1 < least <= _MOST_PRIORITY else None
+
+
+def priority_of(job: OpportunisticJob, exempt: int | None) -> dict[str, str]:
+    """What is to be changed of a running job's Priority, so that Slurm preempts it exactly if it is opportunistic."""
+    if exempt is None or is_being_upgraded(job) or is_upgraded(job) == (job.job.priority >= exempt):
+        return {}
+    return {"Priority": str(exempt if is_upgraded(job) else exempt - 1)}
 
 
 def upgrade_steps(

@@ -16,7 +16,9 @@ from hetstream.slurm_plugin.install.findings import Facts, Finding, Level
 from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, SCRIPTS_VERSION, node_script
 
 GOOD = {
-    "GresTypes": "gpu,opp", "JobSubmitPlugins": "lua", "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"
+    "GresTypes": "gpu,opp", "JobSubmitPlugins": "lua",
+    "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
+    "PreemptParameters": "min_exempt_priority=4294967000",
 }  # fmt: skip
 OURS = {option: {f"/p/{name}": node_script(option, Path("/e"))} for option, name in SCRIPTS.items()}
 CONSTRAINED = "CgroupPlugin=autodetect\nConstrainDevices=yes\n"
@@ -58,7 +60,8 @@ def test_a_good_cluster_has_no_findings_and_one_that_shares_no_gpus_none_either(
 def test_22_05_with_constrained_devices_needs_a_plugin(
     version: str, cgroup_conf: str | None, has_plugin: bool | None, closed: bool
 ) -> None:
-    findings = found(version=version, cgroup_conf=cgroup_conf, has_gres_opp_plugin=has_plugin)
+    config = {"PreemptType": "preempt/qos"}
+    findings = found(config, version=version, cgroup_conf=cgroup_conf, has_gres_opp_plugin=has_plugin)
     reason = why_no_packing(version, GOOD, cgroup_conf, has_gres_opp_plugin=has_plugin)
     assert ("gres_opp.so" in reason) == closed
     assert [(finding.level, finding.check, finding.text) for finding in findings] == (
@@ -89,6 +92,9 @@ def test_a_second_slot_and_constrained_devices_do_not_go_together() -> None:
 def test_rules_of_slurm_conf() -> None:
     assert only({"JobSubmitPlugins": "(null)"}).check == "JobSubmitPlugins"
     assert only({"PreemptMode": "CANCEL"}).check == "PreemptMode"
+    assert only({"PreemptParameters": "(null)"}).fix == "PreemptParameters=min_exempt_priority=4294967000"
+    assert only(version="22.05.8", has_gres_opp_plugin=True).fix.startswith("Slurm 23.02, and ")
+    assert found({"PreemptType": "preempt/qos", "PreemptParameters": "(null)"}) == []
 
 
 @pytest.mark.parametrize("option", list(SCRIPTS))

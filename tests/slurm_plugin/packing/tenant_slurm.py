@@ -26,6 +26,8 @@ class TenantSlurm(PackedSlurm):
         deaf: nodes whose Prolog upgrades nobody.
         drained: nodes that take no more jobs.
         silent: nodes of which nothing was read lately.
+        version: of Slurm.
+        config: of Slurm.
     """
 
     gpus_of: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
@@ -33,6 +35,8 @@ class TenantSlurm(PackedSlurm):
     deaf: set[str] = field(default_factory=set)
     drained: set[str] = field(default_factory=set)
     silent: bool = False
+    version: str = "24.11.5"
+    config: dict[str, str] = field(default_factory=dict)
 
     def ask(self, number: int, account: str = "a", comment: str = "", **more: object) -> None:
         """A guaranteed job with a GPU, held by the guard."""
@@ -123,14 +127,16 @@ class TenantSlurm(PackedSlurm):
         job = self.jobs[int(job_id)]
         if "Partition" in fields:
             self.jobs[int(job_id)] = replace(job, partitions=(fields["Partition"],))
+        if "Priority" in fields:
+            self.jobs[int(job_id)] = replace(job, priority=int(fields["Priority"]))
 
     def snapshot(self) -> Snapshot:
         partitions = [
             Partition(name, tuple(self.names), priority_tier=tier) for name, tier in (("gpu", 10), ("opp", 1))
         ]
         return Snapshot(
-            self.now_s, "24.11.5", "test", tuple(self.jobs.values()), tuple(self._node(name) for name in self.names),
-            tuple(partitions),
+            self.now_s, self.version, "test", tuple(self.jobs.values()), tuple(self._node(name) for name in self.names),
+            tuple(partitions), self.config,
         )  # fmt: skip
 
     def _node(self, name: str) -> Node:

@@ -16,7 +16,7 @@ from tenant_slurm import NOW_S, TenantSlurm, names
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
-from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
@@ -332,6 +332,37 @@ def test_an_upgraded_job_that_is_requeued_shares_again_and_is_upgraded_again(sha
     assert slurm.holders(2) == []
     sharing.look(130)
     sharing.looks_until("upgraded 2")
+
+
+def test_slurm_preempts_no_upgraded_job_where_the_site_has_a_number_for_that(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.config = {"PreemptParameters": "youngest_first,min_exempt_priority=4294967000"}
+    before = slurm.jobs[2].priority
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    assert (before, slurm.jobs[2].priority) == (100, 4294967001)
+    slurm.preempt(2)  # its node was lost; and Slurm starts it again by itself, before anybody looks
+    slurm.jobs[2] = replace(slurm.jobs[2], state="RUNNING", nodes=("g1",))
+    slurm.given[2] = (Gres("opp", "p0", 1),)
+    sharing.look()
+    assert slurm.jobs[2].priority == 4294967000, "it is opportunistic by now, and would give way to nobody"
+
+
+def test_an_upgraded_job_is_protected_later_where_the_number_comes_later(sharing: Site) -> None:
+    slurm = sharing.slurm
+    slurm.end(1)
+    sharing.looks_until("upgraded 2")
+    sharing.restart()
+    slurm.config = {"PreemptParameters": "min_exempt_priority=500"}
+    slurm.version = "22.05.8"  # which does not know it
+    sharing.look()
+    assert slurm.jobs[2].priority == 100
+    slurm.version = "23.02.1"
+    sharing.look()
+    assert slurm.jobs[2].priority == 501
+    assert [call for call in slurm.calls if "Priority=501" in call] == [("update", "2", "Priority=501")]
+    sharing.look()
+    assert sum("Priority=501" in call for call in slurm.calls) == 1
 
 
 @pytest.mark.parametrize("comment", ["hetstream:holds=2@0", "hetstream:upgrade=2:0@9999999999"])

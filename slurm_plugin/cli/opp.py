@@ -21,6 +21,7 @@ from hetstream.slurm_plugin.cli.packing_arguments import (
     quotas_path,
     reasons,
     seen_by,
+    upgrade_in_words,
 )
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
@@ -138,7 +139,7 @@ def ls_report(snapshot: Snapshot, seen: PackingView, waits: dict[str, str], miss
         Column("gpus", "GPUS"), Column("gpu_memory_gib", "GIB EACH", show=lambda value: f"{value:.1f}"),
         Column("place", "WHERE", left=True), Column("class", "CLASS", left=True),
         Column("num_evictions", "EVICTED"),
-        Column("reason", "WAITS BECAUSE", left=True),
+        Column("reason", "WAITS BECAUSE", left=True), Column("not_upgraded", "NOT UPGRADED BECAUSE", left=True),
     )  # fmt: skip
     section = Section("jobs", columns, rows, empty="no opportunistic job is pending or running")
     notes = [missing] if missing else []
@@ -205,6 +206,7 @@ def why_report(
     asks = f"{each} on each of {max(1, job.job.num_nodes)} node(s)"
     lines = [f"job {job.name} of {job.job.user}: {row['state']}{place}", f"asks for  {asks}"]
     lines += [f"waits     {row['reason']}"] if row["reason"] else []
+    lines += [f"upgrade   {row['not_upgraded']}"] if row["not_upgraded"] else []
     section = Section("gpus", columns, rows)
     return Report(meta_of("opp why", snapshot), row, lines, (section,), [missing] if missing else [])
 
@@ -216,6 +218,7 @@ def _row(job: OpportunisticJob, reason: str) -> Row:
         "gpus": job.wish.gpus * max(1, job.job.num_nodes), "gpu_memory_gib": job.wish.gpu_bytes / _GIB,
         "place": where(placed.place) if placed else "", "class": "guaranteed" if is_upgraded(job) else "opportunistic",
         "num_evictions": job.record.evicted.count if job.record.evicted else 0, "reason": reason,
+        "not_upgraded": upgrade_in_words(job),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
@@ -20,11 +20,11 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
-from hetstream.slurm_plugin.packing.jobs import served_jobs
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, served_jobs
 from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile
-from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants
+from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants, why_not_upgraded
 from hetstream.slurm_plugin.packing.words import where
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
@@ -176,8 +176,14 @@ def quota_reasons(quota: QuotaView) -> dict[str, str]:
     return found
 
 
-def packing_reasons(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, str]:
-    """Why those of some jobs wait that are opportunistic, by their labels; nothing where none of them is.
+def upgrade_in_words(job: OpportunisticJob) -> str:
+    """Why a job that runs is still opportunistic although it was to be upgraded; empty if that was not tried."""
+    reason = why_not_upgraded(job)
+    return f"its upgrade was given up, and is tried again: {reason}" if reason else ""
+
+
+def packing_reasons(snapshot: Snapshot, jobs: Collection[Job]) -> dict[str, str]:
+    """Why those of some jobs wait, or are not upgraded, that are opportunistic, by their labels; nothing of others.
 
     Args:
         snapshot: the cluster.
@@ -189,10 +195,11 @@ def packing_reasons(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, str]:
     partitions, quotas = named_partitions(), quotas_path()
     pending = [job for job in jobs if job.is_pending]
     waits_for_quota = quotas is not None and any(job.priority == 0 and job.count("gpu") for job in pending)
-    if not waits_for_quota and not any(partitions.issuperset(job.partitions) for job in pending):
+    if not waits_for_quota and not any(partitions.issuperset(job.partitions) for job in jobs):
         return {}
     seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions, quotas)
     found = reasons(seen, plan, missing)
+    found |= {name: reason for name, job in seen.jobs.items() if (reason := upgrade_in_words(job))}
     records = {name: job.job for name, job in seen.jobs.items()} | {**seen.quota.guaranteed}
     found_by_label = {records[name].label: reason for name, reason in reversed(found.items())}
     if quotas is not None and not seen.quota.quotas.partitions:  # nobody can say here whose jobs have quotas

@@ -112,7 +112,7 @@ def report_of(
         jobs: the records that it names.
         snapshot: the cluster.
         notices: of running jobs, by label.
-        packing: why opportunistic jobs wait for the packer, by label.
+        packing: why opportunistic jobs wait for the packer, or are not upgraded, by label.
     """
     notices = notices or {}
     explainer = Explainer(snapshot)
@@ -120,6 +120,8 @@ def report_of(
     lines: list[str] = []
     for explanation in found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
+        if not explanation.job.is_pending and (reason := (packing or {}).get(explanation.job.label)):
+            lines.append(f"packer    {reason}")
         lines += _told_lines(notices.get(explanation.job.label, Told()))
     if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
         lines.append("all components start together, and only when the backfill scheduler has a turn")
@@ -131,6 +133,7 @@ def report_of(
     facts = [
         {
             **_facts(explanation, snapshot.taken_s),
+            "packer": (packing or {}).get(explanation.job.label),
             **{
                 key: [*map(msgspec.structs.asdict, rows)]
                 for key, rows in zip(

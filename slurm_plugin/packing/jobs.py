@@ -116,7 +116,9 @@ def served_jobs(
 
 def _with_known_times(record: PackingRecord, now_s: float) -> PackingRecord:
     """A record without times to come: when it was written the clock was wrong, and nobody waits until that is right."""
-    placed, gone = record.placed, record.evicted
+    placed, gone, given_up = record.placed, record.evicted, record.given_up
+    if given_up and given_up.at_s > now_s + _CLOCK_S:
+        record = replace(record, given_up=replace(given_up, at_s=0.0))
     if placed and placed.at_s > now_s + _CLOCK_S:
         record = replace(record, placed=replace(placed, at_s=0.0))
     if gone and gone.at_s > now_s + _CLOCK_S:
@@ -131,7 +133,8 @@ def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Packing
         return job.record
     is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
     count = 1 if is_old or before is None else before.count + 1
-    return replace(job.record, placed=None, evicted=EvictedRecord(count, now_s, placed.place), upgraded=None)
+    gone = EvictedRecord(count, now_s, placed.place)
+    return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None)
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:

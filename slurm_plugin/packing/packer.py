@@ -22,7 +22,6 @@ from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Snapshot
-from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
 from hetstream.slurm_plugin.packing.events import PackingEvent
@@ -49,9 +48,6 @@ class PackerSlurm(QuotaSlurm, Protocol):
 
     def snapshot(self) -> Snapshot:
         """The cluster."""
-
-    def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
-        """What stands in the jobs of these partitions."""
 
     def switches(self) -> dict[str, tuple[str, ...]]:
         """Above each node, the highest first."""
@@ -142,7 +138,7 @@ class Packer:
         now_s = self._clock()
         jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
         switches = self._slurm.switches()
-        tenants = Tenants(self._quotas(snapshot), os.geteuid(), self._quota_packer.resting())
+        tenants = Tenants(self._quotas(snapshot), os.geteuid())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
@@ -212,9 +208,11 @@ class Packer:
             yield
         except SlurmCommandError as error:
             text = f"Slurm refused: {error}"
-            self._refused[name] = self._clock() + self._rules.refused_s, text
+            failure = failure_of(error)
+            rest_s = self._rules.busy_s if failure is Failure.BUSY else self._rules.refused_s
+            self._refused[name] = self._clock() + rest_s, text
             self._say(PackingEvent("refused", name, text))
-            if failure_of(error) is not Failure.REFUSED:
+            if failure is not Failure.REFUSED:
                 self._num_unanswered += 1
             if self._num_unanswered > 1:  # each attempt takes long: all jobs would be tried in vain, and then wait
                 raise

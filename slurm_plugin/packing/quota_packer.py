@@ -16,6 +16,7 @@ from typing import Protocol
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, keeps_gres
 from hetstream.slurm_plugin.packing.observe import PackingView
@@ -37,6 +38,7 @@ from hetstream.slurm_plugin.packing.upgrade import (
     upgrade_steps,
 )
 from hetstream.slurm_plugin.packing.words import (
+    GivenUpRecord,
     PackingRecord,
     UpgradedRecord,
     held_for,
@@ -58,6 +60,9 @@ _WOULD = {Verdict.GUARANTEED: "grant", Verdict.OPPORTUNISTIC: "move", Verdict.UP
 
 class QuotaSlurm(Protocol):
     """What is asked of Slurm; `PackingSlurm` does it."""
+
+    def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
+        """What stands in the jobs of these partitions."""
 
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         """Change a job."""
@@ -117,13 +122,8 @@ class QuotaPacker:
         self._alone, self._take_away = alone, take_away
         self._rules, self._clock = rules, clock
         self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
-        self._rests: dict[str, tuple[float, str]] = {}  # whose upgrade was given up, until when, and why
         self._said: dict[str, str] = {}
         self._above: Mapping[str, int] = {}
-
-    def resting(self) -> dict[str, str]:
-        """Jobs whose upgrade was given up for now, and why: meanwhile their quota is for others."""
-        return {name: reason for name, (_, reason) in self._rests.items()}
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
         """Carry out what was decided: upgrades first, since a job that starts could take a GPU that one of them is on.
@@ -159,8 +159,12 @@ class QuotaPacker:
         """A guaranteed job that may start as an opportunistic one becomes one that waits for a place."""
         wants = {"TresPerNode": job.gres_per_node, "TresPerJob": job.gres_per_job}
         cleared = {field: "" for field, gres in wants.items() if any(asked.name == "gpu" for asked in gres)}
-        note = with_record("", PackingRecord(asked=frozenset({"gpu"}))) if keeps_gres(snapshot) else ""
-        noted = {"AdminComment": note} if note else {}
+        noted = {}
+        if keeps_gres(snapshot):
+            notes = self._slurm.notes(job.partitions).get(job.job_id)
+            if notes is None:
+                return  # it has gone
+            noted["AdminComment"] = with_record(notes.admin_comment, PackingRecord(asked=frozenset({"gpu"})))
         self._slurm.update(name, {"Partition": self._partition, "Requeue": "1", **cleared, **noted})
         reach("packer.moved")
         self._say(PackingEvent("moved", name, decision.reason))
@@ -188,11 +192,10 @@ class QuotaPacker:
         upgrading = {upgrades(job.comment) for job in quota.upgraders}
         self._trials = {name: trial for name, trial in self._trials.items() if name in seen.jobs}
         self._said = {name: said for name, said in self._said.items() if name in seen.jobs}
-        self._rests = {name: given_up for name, given_up in self._rests.items() if now_s < given_up[0]}
         takes_gpus = False
         for key, job in running.items():
             held = [other for other in own if held_for(other.comment) == key]
-            is_wanted = job.name in look.wanted and job.name not in self._rests and not rests(job.name)
+            is_wanted = job.name in look.wanted and not rests(job.name)
             with self._alone(job.name):
                 if changed := priority_of(job, look.exempt):
                     self._slurm.update(job.name, changed)
@@ -236,16 +239,20 @@ class QuotaPacker:
             case GiveWay(reason):
                 self._take_away(job, reason)
             case GiveUp(reason, rests):
-                self._give_up(job, reason, rests=rests)
+                self._give_up(job, reason, look, rests=rests)
 
     def _note(self, job: OpportunisticJob, upgraded: UpgradedRecord | None, look: _Look) -> None:
-        record = replace(job.record, upgraded=upgraded)
+        given_up = job.record.given_up if upgraded is None else None
+        record = replace(job.record, upgraded=upgraded, given_up=given_up)
         noted = {"AdminComment": with_record(job.notes.admin_comment, record)}
         self._slurm.update(job.name, noted | priority_of(replace(job, record=record), look.exempt))
 
-    def _give_up(self, job: OpportunisticJob, reason: str, *, rests: bool = True) -> None:
+    def _give_up(self, job: OpportunisticJob, reason: str, look: _Look, *, rests: bool = True) -> None:
+        """Note why, for who looks, and for the next packer. Its quota is for others meanwhile."""
         self._trials.pop(job.name, None)
-        self._rests[job.name] = self._clock() + (self._rules.refused_s if rests else 0.0), reason
+        now = GivenUpRecord(self._clock() if rests else 0.0, job.job.num_restarts, rests, reason)
+        if job.record.upgraded is None and now != job.record.given_up:
+            self._note(replace(job, record=replace(job.record, given_up=now)), None, look)
         if self._said.get(job.name) != reason:
             self._said[job.name] = reason
             self._say(PackingEvent("not upgraded", job.name, reason))
@@ -267,8 +274,8 @@ class QuotaPacker:
         if 0 <= now_s - at_s < self._rules.upgrade_s:
             return
         if count >= self._rules.most_upgrade_trials:
-            self._note(job, None, look)
-            self._give_up(job, "its nodes do not call it guaranteed. Look there: journalctl -t hetstream-prolog")
+            reason = "its nodes do not call it guaranteed. Look there: journalctl -t hetstream-prolog"
+            self._give_up(replace(job, record=replace(job.record, upgraded=None)), reason, look)
             return
         if not is_being_upgraded(job):
             self._note(job, UpgradedRecord(now_s, job.job.num_restarts, is_done=False), look)
@@ -290,7 +297,7 @@ class QuotaPacker:
         """Submit a job of the packer's own, in the partition of guaranteed jobs and the tenant's account."""
         partition = _partition_of(nodes, look)
         if partition is None:
-            self._give_up(job, f"no partition with quotas has all of {compress(nodes)}")
+            self._give_up(job, f"no partition with quotas has all of {compress(nodes)}", look)
             return
         account = [f"--account={job.job.account}"] if job.job.account else []
         fixed = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={PLACEHOLDER_MB}", "--no-requeue", "--chdir=/"]

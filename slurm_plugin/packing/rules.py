@@ -23,6 +23,8 @@ class PackingRules:
         upgrade_s: nodes that do not call a job guaranteed so long after they were told to are told again.
         most_upgrade_trials: then that job stays what it is for a while.
         refused_s: so long, as one does that Slurm refused to place or to upgrade.
+        busy_s: and so long where nothing was decided: 26.05 takes no other partition of a job that is new, at times
+            for longer than the client tries.
     """
 
     most_used: float = 0.8
@@ -38,6 +40,7 @@ class PackingRules:
     upgrade_s: float = 60.0  # longer than a reading counts
     most_upgrade_trials: int = 3
     refused_s: float = 300.0
+    busy_s: float = 30.0
 
     def delay_s(self, num_evictions: int) -> float:
         """How long to wait after so many evictions."""

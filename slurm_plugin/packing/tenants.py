@@ -65,12 +65,10 @@ class Tenants:
     Attributes:
         quotas: of the tenants.
         packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
-        resting: jobs whose upgrade was given up for now, and why.
     """
 
     quotas: Quotas = Quotas()  # noqa: RUF009
     packer_uid: int | None = None
-    resting: Mapping[str, str] = field(default_factory=dict)
 
     def is_own(self, job: Job) -> bool:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
@@ -115,7 +113,7 @@ def quota_view(
         for job in jobs
         if (wants_guarantee(job.job.comment) and not job.job.het and not _is_kept(job)) or is_upgraded(job)
     ]
-    line += [_opportunistic_job(job, seen, tenants.resting) for job in wishing]
+    line += [_opportunistic_job(job, seen) for job in wishing]
     upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
     free_gpus -= sum(job.gpus for job in line if job.runs_as is JobClass.GUARANTEED and _is_pending(guaranteed, job))
@@ -153,6 +151,19 @@ def is_being_upgraded(job: OpportunisticJob) -> bool:
     return upgraded is not None and not upgraded.is_done and _is_of_this_start(job)
 
 
+def why_not_upgraded(job: OpportunisticJob) -> str:
+    """Why its upgrade was given up when that was tried last in this start; empty if it was not."""
+    gone = job.record.given_up
+    is_now = gone is not None and job.job.is_running and gone.num_restarts == job.job.num_restarts
+    return gone.reason if gone is not None and is_now and job.record.upgraded is None else ""
+
+
+def rests(job: OpportunisticJob, now_s: float, rules: PackingRules) -> bool:
+    """Whether its upgrade is not tried now, because it was given up a short time ago."""
+    gone = job.record.given_up
+    return bool(why_not_upgraded(job)) and gone is not None and gone.rests and now_s < gone.at_s + rules.refused_s
+
+
 def _is_of_this_start(job: OpportunisticJob) -> bool:
     upgraded = job.record.upgraded
     return upgraded is not None and job.job.is_running and upgraded.num_restarts == job.job.num_restarts
@@ -168,7 +179,7 @@ class SeenGpus:
     """
 
     def __init__(self, readings: ShowGpus | None, now_s: float, rules: PackingRules) -> None:
-        self.now_s = now_s
+        self.now_s, self.rules = now_s, rules
         self._gpus = {
             (node.node, gpu.index): gpu
             for node in (readings.nodes if readings else ())
@@ -252,11 +263,11 @@ def _guaranteed_job(name: str, job: Job) -> QuotaJob:
     )
 
 
-def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus, resting: Mapping[str, str]) -> QuotaJob:
+def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus) -> QuotaJob:
     """One that waits has the class of one that runs: it starts on a GPU of another, whatever the quota is."""
     placed = job.record.placed if job.job.is_running else None
     place = placed.place if placed else None
-    not_now = "" if is_being_upgraded(job) else resting.get(job.name, "")
+    not_now = why_not_upgraded(job) if rests(job, seen.now_s, seen.rules) else ""
     return QuotaJob(
         job.name,
         job.job.account or NO_ACCOUNT,

@@ -12,6 +12,7 @@ which owners cannot change. So the packer keeps nothing of its own:
     hetstream:gpu=0,1 hetstream:gpus=2 ...                                          Comment
     hetstream:placed=g[1-2]:0,1@1795000000@0 hetstream:evicted=2@1794990000@g3:0    AdminComment
     hetstream:upgraded=1795000100@0                                                 AdminComment
+    hetstream:not-upgraded=1795000100@0@1@gpu0%20lacks%20a%20GPU                    AdminComment
 
 Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 from hetstream.hetjob.convert_class import AFTER_MARK, CLASS_MARK
 from hetstream.hetjob.spec import GUARANTEED
@@ -37,6 +39,7 @@ HOLD_WORD = "hetstream:hold"  # written by `slurm_plugin/lua/job_submit.lua` alo
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
+_GIVEN_UP = "hetstream:not-upgraded="
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -48,6 +51,7 @@ _GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
 _UPGRADED_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
+_GIVEN_UP_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})@([01])@([\w.~%-]{1,2048})", re.ASCII)
 _ASKED_TEXT = re.compile(r"gpu|p\d{1,3}", re.ASCII)
 _HOLDS_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _AFTER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
@@ -104,6 +108,21 @@ class UpgradedRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUpRecord:
+    """When a job's upgrade was given up, and why.
+
+    Attributes:
+        num_restarts: how often the job had been requeued by then.
+        rests: it is not tried again for a while.
+    """
+
+    at_s: float
+    num_restarts: int
+    rests: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PackingRecord:
     """What the packer has written into AdminComment.
 
@@ -113,6 +132,7 @@ class PackingRecord:
         nodelist: nodes that its owner asked for, before the packer named others.
         upgraded: None if it is not guaranteed.
         asked: types of GRES that it has asked for before, where Slurm does not forget them; see `jobs.py`.
+        given_up: None if its upgrade was not given up lately.
     """
 
     placed: PlacedRecord | None = None
@@ -120,6 +140,7 @@ class PackingRecord:
     nodelist: tuple[str, ...] = ()
     upgraded: UpgradedRecord | None = None
     asked: frozenset[str] = frozenset()
+    given_up: GivenUpRecord | None = None
 
 
 def wish_of(comment: str) -> GpuWish:
@@ -199,6 +220,7 @@ def read_record(admin_comment: str) -> PackingRecord:
     evicted = _EVICTED_TEXT.fullmatch(_value(admin_comment, _EVICTED))
     done = _value(admin_comment, _UPGRADED)
     upgraded = _UPGRADED_TEXT.fullmatch(done or _value(admin_comment, _UPGRADING))
+    gone = _GIVEN_UP_TEXT.fullmatch(_value(admin_comment, _GIVEN_UP))
     try:
         return PackingRecord(
             PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
@@ -206,6 +228,7 @@ def read_record(admin_comment: str) -> PackingRecord:
             expand(_value(admin_comment, _NODELIST)),
             UpgradedRecord(float(upgraded[1]), int(upgraded[2]), bool(done)) if upgraded else None,
             frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
+            GivenUpRecord(float(gone[1]), int(gone[2]), gone[3] == "1", unquote(gone[4])) if gone else None,
         )
     except ValueError:  # a hostlist that is none
         return PackingRecord()
@@ -213,7 +236,7 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
     """An AdminComment with this record in the place of an earlier one; others' words stay."""
-    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED)
+    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
         placed = record.placed
@@ -223,6 +246,9 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
     if record.upgraded:
         mark = _UPGRADED if record.upgraded.is_done else _UPGRADING
         found.append(f"{mark}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
+    if record.given_up:
+        gone = record.given_up
+        found.append(f"{_GIVEN_UP}{gone.at_s:.0f}@{gone.num_restarts}@{int(gone.rests)}@{quote(gone.reason, safe='')}")
     if record.asked:
         found.append(f"{_ASKED}{','.join(sorted(record.asked))}")
     if record.nodelist:

@@ -53,7 +53,7 @@ QUOTAS = Quotas({"vision": 1}, partitions=("gpu",))
 GUARANTEED = Path(__file__).parents[1] / "slurm_plugin" / "coordinator" / "programs" / "train.py"
 GUARANTEED_WORDS = ("1000000", "128", "40")
 # A test has no minutes to wait for.
-RULES = PackingRules(settle_s=0.0, first_delay_s=1.0, longest_delay_s=1.0)
+RULES = PackingRules(settle_s=0.0, first_delay_s=1.0, longest_delay_s=1.0, busy_s=1.0)
 
 
 @dataclass

@@ -219,6 +219,18 @@ def test_users_hear_why_their_jobs_wait_for_quota(slurm: Recorded, tmp_path: Pat
     assert "release" not in said
 
 
+def test_users_hear_that_an_upgrade_was_given_up_and_why(slurm: Recorded) -> None:
+    running = job("45", "RUNNING", NodeList="g1", **{"Partition": "opp", "Comment": f"hetstream:gpu=0 {COMMENT}"})
+    slurm.write("queue", running)
+    note = "hetstream:placed=g1:0@1@0 hetstream:not-upgraded=5@0@1@g1%20lacks%20a%20GPU"
+    slurm.write("notes", f"45{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
+    text = "its upgrade was given up, and is tried again: g1 lacks a GPU"
+    for verb in ("why 45 --fresh", "opp why 45", "opp ls"):
+        assert text in slurm.run(verb, **OPP).stdout, verb
+    (row,) = json.loads(slurm.run("opp ls --json", **OPP).stdout)["jobs"]
+    assert (row["reason"], row["not_upgraded"]) == ("", text)
+
+
 def test_the_partitions_must_be_named(slurm: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in ("packer --once", "opp ls"):
         done = slurm.run(line, HETSTREAM_OPPORTUNISTIC_PARTITIONS="")

@@ -16,13 +16,16 @@ from tenant_slurm import NOW_S, TenantSlurm, names
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.cli.packing_arguments import upgrade_in_words
 from hetstream.slurm_plugin.client.model import Gres, Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.jobs import served_jobs
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile
 from hetstream.slurm_plugin.packing.rules import PackingRules
+from hetstream.slurm_plugin.packing.words import read_record
 
 WISH = "hetstream:class=guaranteed hetstream:opportunistic-after=60"
 RULES = PackingRules(settle_s=0.0)
@@ -346,6 +349,50 @@ def test_slurm_preempts_no_upgraded_job_where_the_site_has_a_number_for_that(sha
     slurm.given[2] = (Gres("opp", "p0", 1),)
     sharing.look()
     assert slurm.jobs[2].priority == 4294967000, "it is opportunistic by now, and would give way to nobody"
+
+
+def test_why_an_upgrade_was_given_up_stands_in_the_job(sharing: Site) -> None:
+    """For users, who are not the packer, and for the next packer, which does not try again at once."""
+    slurm = sharing.slurm
+    slurm.deaf = {"g1"}
+    slurm.end(1)
+    sharing.looks_until("not upgraded 2", 40)
+    record = read_record(slurm.admin_comments[2])
+    assert record.upgraded is None
+    assert record.given_up is not None
+    assert record.given_up.reason.startswith("its nodes do not call it guaranteed. Look there: journalctl -t")
+    (job,) = served_jobs(slurm.snapshot(), slurm.notes(["opp"]), ["opp"], slurm.now_s)
+    assert upgrade_in_words(job).startswith("its upgrade was given up, and is tried again: its nodes do not call it")
+    slurm.deaf = set()
+    sharing.restart()
+    num_calls = len(slurm.calls)
+    sharing.look()
+    assert not [call for call in slurm.calls[num_calls:] if call[0] == "submit"]
+    sharing.look(300)
+    sharing.looks_until("upgraded 2")
+    assert "not-upgraded" not in slurm.admin_comments[2]
+
+
+def test_an_operators_words_stay_when_a_job_is_moved(site: Site) -> None:
+    slurm = site.slurm
+    slurm.version = "22.05.8"  # which needs a note, as it forgets no GRES
+    slurm.ask(1)
+    site.look()
+    slurm.ask(2, comment=WISH, submit_s=slurm.now_s)
+    slurm.admin_comments[2] = "ticket=5"
+    site.looks_until("moved 2")
+    assert slurm.admin_comments[2] == "ticket=5 hetstream:asked=gpu"
+
+
+def test_what_slurm_has_not_decided_is_tried_again_soon(site: Site) -> None:
+    slurm = site.slurm
+    slurm.ask(1)
+    site.look()
+    slurm.ask(2, comment=WISH, submit_s=slurm.now_s)
+    slurm.refuse = {"update": "Resource temporarily unavailable for job 2"}
+    site.looks_until("refused 2")
+    slurm.refuse = {}
+    assert "moved 2" in site.look(31)
 
 
 def test_an_upgraded_job_is_protected_later_where_the_number_comes_later(sharing: Site) -> None:

@@ -62,12 +62,14 @@ class Sizes:
     grow_ms: float | None = None
 
 
-# Of the GPU's memory the one needs about 90 %, most of it activations, and the other 13 %: both do not fit. Parts of a
-# kernel's length are what a guaranteed job can lose at the end of a gap.
+# Of the GPU's memory the one needs about 90 %, most of it activations, and the other 13 %: both do not fit. What the
+# other one keeps between its mini-batches does, as in AntMan's table 2 ("Job-B uses 30 GB GPU memory and Job-A uses the
+# 2 GB left over, and 1.5 GB host memory"): nobody moves what is in use. Parts of a kernel's length are what a
+# guaranteed job can lose at the end of a gap.
 ON_CPU = Sizes(
     capacity_bytes=64 * MIB,
     large={"width": 512, "rows": 2700, "layers": 5},
-    small={"width": 384, "rows": 256, "layers": 4},
+    small={"width": 256, "rows": 640, "layers": 4},
     small_bytes=12 * MIB,
     guaranteed={"width": 512, "rows": 128, "layers": 6},
     beside={"width": 256, "rows": 64, "layers": 4},

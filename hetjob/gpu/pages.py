@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import zlib
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Generic, TypeVar
 
 from hetstream.hetjob.gpu.orders import Order, Statistics, Work
@@ -46,7 +46,8 @@ class Page(Generic[T]):
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._memory = mmap.mmap(descriptor, SIZE_BYTES, mmap.MAP_SHARED, protection)
         self._kind: type[T] = kind
-        self._body = struct.Struct(f"<{len(fields(kind))}q")
+        self._names = [field.name for field in fields(kind)]
+        self._body = struct.Struct(f"<{len(self._names)}q")
         self._length = _HEAD.size + self._body.size + _CHECKSUM.size
         self._number = 0
         self._seen: tuple[bytes, bytes] | None = None
@@ -55,7 +56,9 @@ class Page(Generic[T]):
     def write(self, record: T) -> None:
         """Make this the newest record."""
         self._number += 1
-        content = _HEAD.pack(_MAGIC[self._kind], VERSION, self._number) + self._body.pack(*astuple(record))
+        content = _HEAD.pack(_MAGIC[self._kind], VERSION, self._number) + self._body.pack(
+            *[getattr(record, name) for name in self._names]
+        )
         content += _CHECKSUM.pack(zlib.crc32(content))
         start = self._number % 2 * _PLACE_BYTES
         self._memory[start : start + len(content)] = content

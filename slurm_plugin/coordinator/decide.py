@@ -85,7 +85,7 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
     if guaranteed and guaranteed.statistics:
         advanced = pacing.advance(state.pacing, guaranteed.name, guaranteed.statistics, bool(seen.opportunistic))
         if advanced.phase is Phase.MEASURING and any(_is_leaving(state, job, now_ns) for job in seen.opportunistic):
-            advanced = replace(advanced, history=advanced.history.changed())
+            advanced = replace(advanced, history=replace(advanced.history.changed(), alone=()))
         state = replace(state, pacing=advanced)
     elif not guaranteed and not seen.is_reserved:
         state = replace(state, pacing=Pacing())
@@ -183,7 +183,10 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     if pacing.is_silent(state.pacing, record, now_ns):
         return Order(), "the guaranteed job has been at one mini-batch for long: paused"
     order = Order(
-        verdict=Verdict.RUN, share=state.pacing.share, open_until_ns=open_until_ns, idle_since_ns=record.boundary_ns
+        verdict=Verdict.RUN,
+        share=pacing.share_now(state.pacing, record),
+        open_until_ns=open_until_ns,
+        idle_since_ns=record.boundary_ns,
     )
     return (
         order,
@@ -227,13 +230,16 @@ def _watched(
     lowered_ns, paused = {}, {}
     record = seen.guaranteed.statistics if seen.guaranteed else None
     is_short = record is None or record.host_bytes > 0  # of memory, the guaranteed job
+    is_known = record is not None and len(state.pacing.history.recent) >= _SETTLED
     for job in seen.opportunistic:
         decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
         complaint = ""
         if job in memory.overdrawn([job], state.limits):
             lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
-            gives = _has_given_back(state, job) and not is_short
-            if now_ns - lowered_ns[job.name] > _OBEY_NS and not gives:
+            gives = _has_given_back(state, job)
+            # Who has given back all that he can, and still keeps the guaranteed job short, will not do better later.
+            patience_ns = _FINISH_NS if gives and is_known else _OBEY_NS
+            if now_ns - lowered_ns[job.name] > patience_ns and (is_short or not gives):
                 complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
         if decision.order.verdict == Verdict.PAUSE:
             paused[job.name] = state.paused.get(job.name, (now_ns, made))

@@ -1,11 +1,12 @@
 """How much of the GPU's time opportunistic jobs have beside a guaranteed one, by feedback on its mini-batches. Pure.
 
-They use two kinds of time. *Gaps*, in which the guaranteed job has nothing on the GPU, cost it little, and about the
-same however much of them is used: caches, and what is running when a gap ends. So where all gaps would cost it too
-much, some are left out, and the others are used nearly to where they are likely to end; where it may lose more, all are
-used, each to its end. A *share* of the rest costs it about as much as they get. So gaps come first, up to all that the
-guaranteed job may lose. A share is raised in small steps while the job hardly loses anything, and halved when it has
-lost what it may.
+There is one rule: they get more while that costs the guaranteed job less than it may lose, and less when it costs more.
+What it costs is the difference between mini-batches in which they may launch and others, spread evenly among them, in
+which nobody may. So a job that becomes slower by itself, or a machine that does, is not taken for one that is held up.
+
+More is, in this order: more of its *gaps*, in which it has nothing on the GPU, each nearly to where it is likely to
+end; then all of them, later and later, at last each to its end; then a *share* of the rest of its time. What was too
+much is tried again when the cost of the last trial is spread over so many mini-batches that it is hardly felt.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import math
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import FULL_SHARE, Statistics
-from hetstream.slurm_plugin.coordinator.batches import BatchHistory, Pace, merged
+from hetstream.slurm_plugin.coordinator.batches import SURE, BatchHistory, Pace
 
-# A guaranteed job may lose so much of its speed, at most, for others to use its gaps, and for them to have a share of
-# its busy time. The goal for users is 3 %; the rest is for what is not seen.
-_GAP_TOLERANCE, TOLERANCE = 0.025, 0.02
-_FIRST_GAP_USE = 500
-_GAP_USE_STEP = 100
-_LEAST_GAP_USE = 200
-# Unless all gaps are used to their ends, so much of a likely gap is.
-_LIKELY_USE = 900
+# A guaranteed job may lose so much of its speed, at most, for others to use its gaps. What brings them less, the ends
+# of gaps and a share of its busy time, may cost this part of that. The goal for users is 3 %; the rest is for what is
+# not seen.
+TOLERANCE, _DEAR = 0.0225, 0.75
+# Of what may be lost, trials of what turns out to be too much may cost so much more.
+_TRIAL_PART = 0.4
+# Of the mini-batches, others get nothing in this part, to see how long they take then.
+_ALONE_PART = 1 / 20
+# Up to `_ALL_GAPS`, the use of gaps is how many of them are used; from there on, how far each.
+_FIRST_GAP_USE, _LEAST_GAP_USE, _ALL_GAPS = 500, 100, 900
+_MORE_GAPS, _LONGER_GAPS = 200, 25
+# Where a gap is likely to end: it is shorter in this part of the cases. So much of that is used.
+_SHORTER_PART, _LIKELY_USE = 1 / 2, 0.98
 _SHARE_STEP = 10
-# Gaps below this part of a mini-batch are none. What is tried beside a job without gaps may cost it so much, at most.
-_LEAST_GAP = _TRIAL_COST = 0.01
+# Gaps below this part of a mini-batch are none.
+_LEAST_GAP = 0.01
 _MOST_SHARE = 950
-# After so many judgements in a row that chance may explain, the pace alone was measured in a lucky moment.
-_UNDECIDED = 10
+_GOLDEN = (math.sqrt(5) - 1) / 2
 # Gaps are opened for so long at a time. A coordinator that is stopped closes them by saying nothing.
 OPEN_NS = 30_000_000
 # A gap that is so much longer than any of late is no gap between two mini-batches: the job decodes, saves, or waits.
@@ -58,10 +63,9 @@ class Pacing:
         phase: of `Phase`.
         history: of the guaranteed job's mini-batches.
         alone: its pace without others; None: not known.
-        gap_use: how much of the likely gaps is used, in thousandths; all of them: each gap to its end.
+        gap_use: how much of the gaps is used, in thousandths; all of them: each gap to its end.
         share: of the time outside of gaps, in thousandths.
-        undecided: judgements in a row by which mini-batches are slower than they may be, unless that is chance.
-        trial_at: of a job without gaps, the mini-batch at which a share of its busy time is tried again.
+        trial_at: the mini-batch from which on more is tried.
         reason: why this is so.
     """
 
@@ -71,7 +75,6 @@ class Pacing:
     alone: Pace | None = None
     gap_use: int = _FIRST_GAP_USE
     share: int = 0
-    undecided: int = 0
     trial_at: int = 0
     reason: str = "no guaranteed job is there"
 
@@ -79,6 +82,26 @@ class Pacing:
     def has_no_gaps(self) -> bool:
         """Whether the guaranteed job keeps the GPU busy all the time, as far as its last mini-batches show."""
         return self.alone is not None and self.history.longest_gap_ns < _LEAST_GAP * self.alone.mean_ns
+
+    @property
+    def part_beside(self) -> float:
+        """In which part of the mini-batches others may launch."""
+        if self.has_no_gaps:
+            return 1 - _ALONE_PART if self.share else 0.0
+        return min(1.0, self.gap_use / _ALL_GAPS) * (1 - _ALONE_PART)
+
+    @property
+    def tolerance(self) -> float:
+        """What the others may cost as they are told now."""
+        is_dear = (self.share or self.gap_use > _ALL_GAPS) and not self.has_no_gaps
+        return _DEAR * TOLERANCE if is_dear else TOLERANCE
+
+    def is_left_alone(self, number: int) -> bool:
+        """Whether nobody may launch after this boundary until the next one.
+
+        Such boundaries are spread evenly, and have no period that the job's own mini-batches could have, too.
+        """
+        return self.phase is not Phase.SHARING or number * _GOLDEN % 1 >= self.part_beside
 
 
 def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Pacing:
@@ -92,70 +115,78 @@ def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Paci
     """
     if name != pacing.guaranteed:
         return Pacing(name, Phase.MEASURING, BatchHistory(seen=record.boundaries), reason="a guaranteed job has come")
-    pacing = replace(pacing, history=pacing.history.after(record))
-    pace = pacing.history.pace()
-    if pace is None:
+    if record.boundaries == pacing.history.seen:
+        return pacing
+    is_alone = not others or pacing.is_left_alone(record.boundaries - 1)
+    known = len(pacing.history.alone)
+    pacing = replace(pacing, history=pacing.history.after(record, is_alone=is_alone))
+    if is_alone:
+        # What was too much at another pace may not be at this one.
+        trial_at = pacing.trial_at if len(pacing.history.alone) >= known else 0
+        pacing = replace(pacing, alone=pacing.history.pace_alone() or pacing.alone, trial_at=trial_at)
+    if pacing.alone is None:
         return pacing
     if pacing.phase is Phase.MEASURING or not others:
-        gap_use = pacing.gap_use if others else _FIRST_GAP_USE
-        reason = f"alone a mini-batch takes {_ms(pace.mean_ns)}"
-        return Pacing(name, Phase.SHARING, pacing.history.changed(), pace, gap_use, reason=reason)
-    return _judge(pacing, pace)
+        reason = f"alone a mini-batch takes {_ms(pacing.alone.mean_ns)}"
+        return Pacing(name, Phase.SHARING, pacing.history.changed(), pacing.alone, reason=reason)
+    if pacing.has_no_gaps and not pacing.share:
+        return _try_share(pacing)
+    cost = pacing.history.cost() if pacing.history.is_due and not is_alone else None
+    return pacing if cost is None else _judge(pacing, pacing.alone, cost)
 
 
-def _judge(pacing: Pacing, pace: Pace) -> Pacing:
-    """Compare mini-batches of late with those alone."""
-    assert pacing.alone is not None
+def _judge(pacing: Pacing, alone: Pace, cost: Pace) -> Pacing:
+    """Give others more or less of the guaranteed job's time, by what they cost it, or wait until that is clearer."""
+    slowdown = cost.mean_ns * pacing.part_beside / alone.mean_ns
+    by_chance = SURE * cost.error_ns * pacing.part_beside / alone.mean_ns
+    seen = f"mini-batches take {_ms(alone.mean_ns)} alone and {slowdown:+.1%} beside others"
+    most, is_full = pacing.tolerance, pacing.history.is_full
+    if slowdown - by_chance > most or (is_full and slowdown > most):
+        return _less(pacing, slowdown, seen)
+    is_little = slowdown + by_chance <= most or (is_full and slowdown <= most / 2)
+    if is_little and pacing.history.seen >= pacing.trial_at:
+        return _more(pacing, slowdown, by_chance, seen)
+    return replace(pacing, reason=f"{seen}: left as it is")
+
+
+def _less(pacing: Pacing, slowdown: float, seen: str) -> Pacing:
+    history = pacing.history
+    excess = slowdown if pacing.has_no_gaps else slowdown - pacing.tolerance
+    trial_at = history.seen + math.ceil(history.lasted * excess / (_TRIAL_PART * pacing.tolerance))
+    pacing = replace(pacing, history=history.changed(), trial_at=trial_at)
+    if pacing.share:
+        share = pacing.share // 2 if pacing.share >= 2 * _SHARE_STEP else 0
+        return replace(pacing, share=share, reason=f"{seen}: less of its busy time")
+    if pacing.gap_use > _ALL_GAPS:
+        return replace(pacing, gap_use=pacing.gap_use - _LONGER_GAPS, reason=f"{seen}: shorter gaps")
+    gap_use = max(_LEAST_GAP_USE, pacing.gap_use // 2, int(pacing.gap_use * TOLERANCE / slowdown))
+    return replace(pacing, gap_use=gap_use, reason=f"{seen}: less of its gaps")
+
+
+def _more(pacing: Pacing, slowdown: float, by_chance: float, seen: str) -> Pacing:
     history = pacing.history.changed()
-    slowdown = pace.mean_ns / pacing.alone.mean_ns - 1
-    by_chance = (pace.error_ns + pacing.alone.error_ns) / pacing.alone.mean_ns
-    tolerance = TOLERANCE if pacing.has_no_gaps or pacing.share else _GAP_TOLERANCE
-    seen = f"mini-batches take {_ms(pace.mean_ns)}, {slowdown:+.1%} of alone"
-    if pacing.has_no_gaps and pacing.share == 0:
-        return _try_share(replace(pacing, history=history, alone=merged(pacing.alone, pace)), seen)
-    undecided = pacing.undecided + 1 if tolerance < slowdown <= tolerance + by_chance else 0
-    pacing = replace(pacing, undecided=undecided % _UNDECIDED)
-    if undecided >= _UNDECIDED:
-        return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=f"{seen}: measured anew")
-    if slowdown > tolerance + by_chance:
-        if pacing.share > 0:
-            share = pacing.share // 2 if pacing.share >= 2 * _SHARE_STEP else 0
-            # What this trial has cost is spread over so many mini-batches that it comes to the cost that is allowed.
-            trial_at = history.seen + math.ceil(pacing.history.lasted * slowdown / _TRIAL_COST)
-            return replace(
-                pacing, history=history, share=share, trial_at=trial_at, reason=f"{seen}: less of its busy time"
-            )
-        if pacing.gap_use > _LEAST_GAP_USE:
-            gap_use = max(_LEAST_GAP_USE, pacing.gap_use - 2 * _GAP_USE_STEP, _affordable(pacing.gap_use, slowdown))
-            return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: less of its gaps")
-        return replace(
-            pacing, history=history, phase=Phase.MEASURING, alone=None, gap_use=_FIRST_GAP_USE,
-            reason=f"{seen}: measured anew",
-        )  # fmt: skip
-    if slowdown < -tolerance - by_chance:
-        return replace(pacing, history=history, alone=pace, reason=f"{seen}: it has become faster")
-    if slowdown <= tolerance and pacing.gap_use < FULL_SHARE and not pacing.has_no_gaps:
-        gap_use = min(FULL_SHARE, pacing.gap_use + _GAP_USE_STEP, _affordable(pacing.gap_use, slowdown))
+    if not pacing.has_no_gaps and pacing.gap_use < _ALL_GAPS:
+        affordable = int(pacing.gap_use * TOLERANCE / slowdown) if slowdown > 0 else FULL_SHARE
+        gap_use = min(_ALL_GAPS, pacing.gap_use + _MORE_GAPS, max(affordable, pacing.gap_use))
         return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: more of its gaps")
+    if not pacing.has_no_gaps and pacing.gap_use < FULL_SHARE and slowdown <= _DEAR * TOLERANCE:
+        gap_use = pacing.gap_use + _LONGER_GAPS
+        return replace(pacing, history=history, gap_use=gap_use, reason=f"{seen}: longer gaps")
     if slowdown > TOLERANCE / 2:
-        return replace(pacing, history=history, reason=f"{seen}: left as it is")
+        return replace(pacing, reason=f"{seen}: left as it is")
     # Beside a job without gaps, a share costs as much as it is, also where chance hides that.
     hidden = pacing.has_no_gaps and by_chance > TOLERANCE
-    most = int(TOLERANCE * FULL_SHARE) if hidden else _MOST_SHARE
+    most = int(TOLERANCE * FULL_SHARE) // _SHARE_STEP * _SHARE_STEP if hidden else _MOST_SHARE
     share = min(most, pacing.share + _SHARE_STEP)
     return replace(pacing, history=history, share=share, reason=f"{seen}: more of its busy time")
 
 
-def _affordable(gap_use: int, slowdown: float) -> int:
-    """The use of gaps that would cost what may be lost, if so much use has cost this slowdown."""
-    return int(gap_use * _GAP_TOLERANCE / slowdown) if slowdown > 0 else FULL_SHARE
-
-
-def _try_share(pacing: Pacing, seen: str) -> Pacing:
-    """Nobody else was on the GPU: what was seen is the pace alone, however unlucky an earlier judgement was."""
+def _try_share(pacing: Pacing) -> Pacing:
+    """Nobody else is on a GPU whose guaranteed job has no gaps, until it is time for a trial."""
     if pacing.history.seen < pacing.trial_at:
-        return replace(pacing, reason=f"{seen}: nothing is left until mini-batch {pacing.trial_at}")
-    return replace(pacing, share=_SHARE_STEP, reason=f"{seen}: a little of its busy time is tried")
+        return replace(pacing, reason=f"it has no gaps: nothing is left until mini-batch {pacing.trial_at}")
+    history = pacing.history.changed()
+    return replace(pacing, history=history, share=_SHARE_STEP, reason="it has no gaps: a little of its time is tried")
 
 
 def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
@@ -165,19 +196,18 @@ def open_until_ns(pacing: Pacing, record: Statistics, now_ns: int) -> int:
     idle_ns = now_ns - record.boundary_ns
     if idle_ns > max(_LONG_IDLE_NS, _LONG_IDLE_FACTOR * pacing.history.longest_gap_ns):
         return now_ns + OPEN_NS
-    if pacing.phase is not Phase.SHARING or pacing.has_no_gaps:
+    if pacing.has_no_gaps or pacing.is_left_alone(record.boundaries):
         return 0
     if pacing.gap_use >= FULL_SHARE:
         return now_ns + OPEN_NS
-    if not _is_used(record.boundaries, pacing.gap_use):
-        return 0
-    end_ns = record.boundary_ns + _LIKELY_USE * pacing.history.likely_gap_ns // FULL_SHARE
-    return min(end_ns, now_ns + OPEN_NS)
+    longer = max(0, pacing.gap_use - _ALL_GAPS) / (FULL_SHARE - _ALL_GAPS)
+    likely_ns = pacing.history.gap_quantile_ns(_SHORTER_PART + (1 - _SHORTER_PART) * longer)
+    return min(record.boundary_ns + int(_LIKELY_USE * likely_ns), now_ns + OPEN_NS)
 
 
-def _is_used(number: int, gap_use: int) -> bool:
-    """Whether the gap with this number is among those that are used: as many as come to such a use, evenly spread."""
-    return number * gap_use // _LIKELY_USE > (number - 1) * gap_use // _LIKELY_USE
+def share_now(pacing: Pacing, record: Statistics) -> int:
+    """The share of the guaranteed job's busy time that others have in this mini-batch."""
+    return 0 if pacing.is_left_alone(record.boundaries) else pacing.share
 
 
 def is_silent(pacing: Pacing, record: Statistics, now_ns: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import overhead
 from benchmarks.clients.images import file_class
-from benchmarks.gpu_machines import CLIENTS, ON_CUDA, why_no_gpu
+from benchmarks.gpu_machines import CLIENTS, ON_CPU, ON_CUDA, Sizes, why_no_gpu
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
 
@@ -278,6 +278,14 @@ def test_gpu_sharing_asks_of_a_real_gpu_what_antman_shows() -> None:
     assert needed_bytes(large) + needed_bytes(small) > 0.95 * ON_CUDA.capacity_bytes
     assert (ON_CUDA.guaranteed_at_most, ON_CUDA.opportunistic_at_most) == (1.01, 1.03)
     assert (ON_CUDA.shrink_ms, ON_CUDA.grow_ms) == (17, 60)
+
+
+@pytest.mark.parametrize("sizes", [ON_CPU, ON_CUDA], ids=["emulated", "CUDA"])
+def test_what_the_smaller_job_of_table_2_keeps_fits_beside_the_larger_one(sizes: Sizes) -> None:
+    """As AntMan's: "Job-B uses 30 GB GPU memory and Job-A uses the 2 GB left over", of 32."""
+    width, rows, layers = (int(sizes.small[name]) for name in ("width", "rows", "layers"))
+    kept_bytes = 4 * (2 * layers * width * width + width * rows)  # parameters, gradients and a batch
+    assert kept_bytes <= 2 / 32 * sizes.capacity_bytes
 
 
 @pytest.mark.slow

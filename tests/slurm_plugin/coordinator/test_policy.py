@@ -209,11 +209,33 @@ def test_where_all_gaps_would_cost_too_much_some_are_left_out(cold_ms: float, le
 
 def test_a_gap_ends_with_the_first_launch_however_late_the_coordinator_hears_of_it() -> None:
     """Else each gap would cost what is launched in the meantime."""
-    guaranteed = steady(13, 32, jitter=0.05)
-    mean, _, rest = share(guaranteed, 0.2, heard_ms=1.0, cold_ms=0.3)
-    without, _, _ = share(guaranteed, 0.2, heard_ms=1.0, cold_ms=0.3, has_work_page=False)
+    guaranteed = steady(20, 32, jitter=0.05)
+    mean, _, rest = share(guaranteed, 0.5, heard_ms=1.0, cold_ms=0.3)
+    without, _, _ = share(guaranteed, 0.5, heard_ms=1.0, cold_ms=0.3, has_work_page=False)
     assert rest >= 0.85
     assert mean <= without - 0.002
+
+
+def test_phases_of_a_job_cost_it_nothing_and_the_others_little() -> None:
+    """Every 300 mini-batches its sequences are twice as long, or half as long again."""
+    job = steady(20, 40)()
+    batches = itertools.count()
+
+    def gap_ms() -> float:
+        job.kernels = 40 if next(batches) // 300 % 2 else 80
+        return 20
+
+    job.gap_ms = gap_ms
+    model = Model(job, 0.2)
+    model.run(20_000)
+    settled, kernels = len(job.durations_ns), model.kernels
+    model.run(60_000)
+    took_ns = job.durations_ns[settled:]
+    alone_ns = [
+        20 * MS + (40 if number // 300 % 2 else 80) * MS // 2 for number in range(settled, len(job.durations_ns))
+    ]
+    assert sum(took_ns) / sum(alone_ns) <= 1.03
+    assert (model.kernels - kernels) * 0.2 / (len(took_ns) * 20) >= 0.7
 
 
 def test_a_guaranteed_job_without_gaps_loses_no_more_than_it_may() -> None:

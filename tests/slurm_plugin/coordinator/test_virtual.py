@@ -155,6 +155,18 @@ def test_gaps_are_used_and_the_guaranteed_job_does_not_feel_it(wait_ms: float) -
     assert shared.rate(8) / other.rate(0) / left >= 0.85
 
 
+def test_several_opportunistic_jobs_together_are_felt_as_little_as_one() -> None:
+    alone, solo, node = Node(), Node(), Node()
+    first, other = guaranteed(alone, 30), opportunistic(solo)
+    together(alone, first, seconds=4)
+    together(solo, other, seconds=1)
+    beside = guaranteed(node, 30)
+    shared = [Training(node, f"o{number}", JobClass.OPPORTUNISTIC, 10, MS // 5) for number in range(3)]
+    together(node, beside, *shared, seconds=11)
+    assert first.rate(0) / beside.rate(8) <= 1.03
+    assert sum(job.rate(8) for job in shared) / other.rate(0) / (30 / 45) >= 0.85
+
+
 def test_a_guaranteed_job_that_comes_has_the_gpu_after_one_mini_batch_of_the_other() -> None:
     """AntMan's table 2: it needs nearly all of the memory, and its first mini-batches take no longer than alone."""
 

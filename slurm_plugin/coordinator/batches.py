@@ -91,10 +91,10 @@ class BatchHistory:
     def _after_alone(self, batch: MiniBatch) -> BatchHistory:
         """Two in a row that are far from all others on the same side are the first ones of another pace."""
         if len(self.alone) > _JUDGED:
-            durations = [one.duration_ns for one in self.alone[:-1]]
+            durations = [before.duration_ns for before in self.alone[:-1]]
             others = [min(duration, _FAR * statistics.median(durations)) for duration in durations]
             far_ns = max(_OTHER_PACE * statistics.stdev(others), _LEAST_CHANGE * statistics.fmean(others))
-            off_ns = [one.duration_ns - statistics.fmean(others) for one in (self.alone[-1], batch)]
+            off_ns = [late.duration_ns - statistics.fmean(others) for late in (self.alone[-1], batch)]
             if min(off_ns) > far_ns or max(off_ns) < -far_ns:
                 return replace(self, alone=(self.alone[-1], batch), beside=(), fresh=0)
         return replace(self, alone=(*self.alone, batch)[-_KEPT_ALONE:])
@@ -168,5 +168,5 @@ def _mean(values: Sequence[float], most: float) -> Pace:
 def _difference(beside: Sequence[float], alone: Sequence[float]) -> Pace:
     """By how much the one mean is above the other."""
     most = _FAR * max(statistics.median(beside), statistics.median(alone))
-    one, other = _mean(beside, most), _mean(alone, most)
-    return Pace(one.mean_ns - other.mean_ns, math.hypot(one.error_ns, other.error_ns))
+    pace_beside, pace_alone = _mean(beside, most), _mean(alone, most)
+    return Pace(pace_beside.mean_ns - pace_alone.mean_ns, math.hypot(pace_beside.error_ns, pace_alone.error_ns))

@@ -15,6 +15,9 @@ local MARK = "hetstream:gpu="                             -- of its Comment; slu
 local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
 -- Word of a Comment: its owner holds the job. Slurm alone cannot tell that from the guard's hold; packing/words.py
 local HOLD = "hetstream:hold"
+-- And one of an operator's hold of a job that was let go, which `uhold` does not let Slurm tell from the packer's.
+local OPERATORS_HOLD = "hetstream:operators-hold"
+local TAKING = "hetstream:taking"                         -- of an AdminComment: the packer itself is about to hold the job
 local RELEASING = "  "                                    -- ends the Comment of a released job: 22.05 writes no empty one
 local PLACE_FIELDS = {
   "account", "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
@@ -93,21 +96,25 @@ local function is_manager(rule, uid)
   return false
 end
 
-local function has_hold(comment) return (" " .. (comment or "") .. " "):find(" " .. HOLD .. " ", 1, true) ~= nil end
+local function has_word(text, word) return (" " .. (text or "") .. " "):find(" " .. word .. " ", 1, true) ~= nil end
 
-local function with_hold(comment)
-  if has_hold(comment) then return comment end
+local function with_word(comment, word)
+  if has_word(comment, word) then return comment end
   local text = (comment or ""):gsub("%s+$", "")
-  return text == "" and HOLD or text .. " " .. HOLD
+  return text == "" and word or text .. " " .. word
 end
 
-local function without_hold(comment)
+local function without_word(comment, word)
   local words = {}
-  for word in (comment or ""):gmatch("%S+") do
-    if word ~= HOLD then words[#words + 1] = word end
+  for found in (comment or ""):gmatch("%S+") do
+    if found ~= word then words[#words + 1] = found end
   end
   return table.concat(words, " ")
 end
+
+local function has_hold(comment) return has_word(comment, HOLD) end
+local function with_hold(comment) return with_word(comment, HOLD) end
+local function without_hold(comment) return without_word(comment, HOLD) end
 
 -- Hold a job until the packer releases it; and if its owner held it already, until he does, too.
 local function hold(job)
@@ -324,20 +331,38 @@ local function owners_hold(policy, change, record, uid)
     change.comment, change.priority = without_hold(record.comment) .. RELEASING, NO_VAL
     return true
   end
-  if change.comment ~= nil and has_hold(record.comment) then change.comment = with_hold(comment) end
+  if change.comment ~= nil then
+    for _, word in ipairs({ HOLD, OPERATORS_HOLD }) do
+      if has_word(record.comment, word) then change.comment = with_word(change.comment, word) end
+    end
+  end
   return false
+end
+
+-- A hold by anybody but the owner and the packer. Of a job that was let go it leaves a word; of one that waits held, `uhold`
+-- hands that back, and after `hold` Slurm's own reason says whose it is. An operator's release takes it away, too.
+local function operators_hold(policy, change, record, uid)
+  if uid == record.user_id and not is_manager(policy.opportunistic or {}, uid) then return end
+  if not is_started_by_site(policy, record) or has_word(record.admin_comment, TAKING) then return end
+  if change.priority == 0 and given(record.priority) and record.priority ~= 0 then
+    change.comment = with_word(record.comment, OPERATORS_HOLD)
+  elseif (change.priority == 0 or change.priority == RELEASED) and has_word(record.comment, OPERATORS_HOLD) then
+    change.comment = without_word(record.comment, OPERATORS_HOLD) .. RELEASING
+  end
 end
 
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
   if is_manager(rule, uid) then
     owners_hold(policy, change, record, uid)
+    operators_hold(policy, change, record, uid)
     return slurm.SUCCESS
   end
   local comment = change.comment                          -- as it was asked for
   if owners_hold(policy, change, record, uid) then comment = nil end
   local refused = too_long(change) or packers_own(policy, change, comment) or keeps_quota(policy, change, record)
   if refused then return refused end
+  if uid ~= record.user_id then operators_hold(policy, change, record, uid) end
   local class, why = class_of(policy, record.partition, record.qos)
   local becomes, because = class_of(policy, change.partition, change.qos)
   if class == "guaranteed" then

@@ -28,6 +28,7 @@ from hetstream.slurm_plugin.packing.words import (
     EvictedRecord,
     GpuWish,
     PackingRecord,
+    is_held_by_operator,
     is_held_by_owner,
     read_record,
     says_place,
@@ -87,11 +88,13 @@ class Settlement:
 
     Attributes:
         record: what is to stand in its AdminComment.
+        is_kept: somebody has held it, who is to release it.
     """
 
     job: OpportunisticJob
     record: PackingRecord
     reason: str
+    is_kept: bool = False
 
 
 def served_jobs(
@@ -134,7 +137,7 @@ def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Packing
     is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
     count = 1 if is_old or before is None else before.count + 1
     gone = EvictedRecord(count, now_s, placed.place)
-    return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None)
+    return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None, taking=False)
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:
@@ -143,6 +146,14 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
     if placed is None or not job.job.is_pending:
         return None
     after = evicted(job, now_s, rules)
+    if (
+        job.job.num_restarts > placed.num_restarts
+        and job.is_held
+        and not job.record.taking
+        and not why_it_failed(job.job)
+    ):
+        # Slurm holds a requeued job only if it is told to, and the packer writes down before that it will.
+        return Settlement(job, after, "somebody requeued and held it (scontrol requeuehold)", is_kept=True)
     if job.job.num_restarts > placed.num_restarts:
         return Settlement(job, after, "it was requeued, and waits for a place again")
     # Also if its owner had it begin later meanwhile: otherwise it would keep its GPUs from others until then.
@@ -156,7 +167,7 @@ def who_holds(job: Job, name: str) -> str:
 
     The packer holds by `uhold` and `requeuehold`, and Slurm calls neither an operator's.
     """
-    if _HELD_BY_OPERATOR.match(job.reason.replace(" ", "_")):
+    if _HELD_BY_OPERATOR.match(job.reason.replace(" ", "_")) or is_held_by_operator(job.comment):
         return f"an operator holds it, who hands it back by: scontrol uhold {name}"
     if is_held_by_owner(job.comment):
         return f"its owner holds it, who lets it wait for its turn by: scontrol release {name}"

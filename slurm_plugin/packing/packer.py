@@ -38,7 +38,14 @@ from hetstream.slurm_plugin.packing.quota import Quotas
 from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, waits, would
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.tenants import Tenants
-from hetstream.slurm_plugin.packing.words import PackingRecord, PlacedRecord, comment_with, gres_of, with_record
+from hetstream.slurm_plugin.packing.words import (
+    PackingRecord,
+    PlacedRecord,
+    comment_with,
+    gres_of,
+    with_hold,
+    with_record,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -220,9 +227,10 @@ class Packer:
     def _settle(self, amiss: Settlement) -> None:
         """Have a job wait again that did not come to run, or was requeued by Slurm."""
         if not amiss.job.is_held:
+            self._announce(amiss.job)
             self._slurm.hold(amiss.job.name)
             reach("packer.held")
-        self._note(amiss.job, amiss.record)
+        self._note(amiss.job, amiss.record, is_kept=amiss.is_kept)
         self._say(PackingEvent("taken back", amiss.job.name, amiss.reason))
 
     def _verify(self, job: OpportunisticJob) -> None:
@@ -239,10 +247,17 @@ class Packer:
         self._say(PackingEvent("started", job.name, "Slurm gave it what it was placed on", place))
 
     def _take_away(self, job: OpportunisticJob, reason: str) -> None:
+        self._announce(job)
         self._slurm.requeue_held(job.name)
         reach("packer.requeued")
         self._note(job, evicted(job, self._clock(), self._rules))
         self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
+
+    def _announce(self, job: OpportunisticJob) -> None:
+        """Write down that the packer itself is about to hold a job: Slurm cannot tell whose hold one is."""
+        record = replace(job.record, taking=True)
+        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+        reach("packer.announced")
 
     def _place(self, job: OpportunisticJob, placement: Placement, *, forgets: bool) -> None:
         """Give a held job its place, and release it."""
@@ -267,10 +282,11 @@ class Packer:
         reach("packer.released")
         self._say(PackingEvent("placed", job.name, placement.reason, place))
 
-    def _note(self, job: OpportunisticJob, record: PackingRecord) -> None:
+    def _note(self, job: OpportunisticJob, record: PackingRecord, *, is_kept: bool = False) -> None:
         """Write down that a job has no place; without one in its Comment no Prolog gives it a GPU."""
+        comment = comment_with(with_hold(job.job.comment) if is_kept else job.job.comment, None)
         notes = {"AdminComment": with_record(job.notes.admin_comment, record)}
-        self._slurm.update(job.name, {"Comment": comment_with(job.job.comment, None), **notes})
+        self._slurm.update(job.name, {"Comment": comment, **notes})
 
     def _say_once(self, events: Iterable[PackingEvent]) -> None:
         """Say what is new; numbers in a reason change all the time."""

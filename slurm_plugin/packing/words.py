@@ -35,11 +35,12 @@ from hetstream.slurm_plugin.install.node_scripts import COMMENT_MARK, HOLDS_MARK
 from hetstream.slurm_plugin.packing.state import Place
 
 OWN_MARKS = (HOLDS_MARK, UPGRADE_MARK)
-HOLD_WORD = "hetstream:hold"  # written by `slurm_plugin/lua/job_submit.lua` alone
+# Written by `slurm_plugin/lua/job_submit.lua`; the first also by the packer, for a requeuehold, which no guard hears.
+HOLD_WORD, OPERATORS_HOLD_WORD = "hetstream:hold", "hetstream:operators-hold"
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
-_GIVEN_UP = "hetstream:not-upgraded="
+_GIVEN_UP, _TAKING = "hetstream:not-upgraded=", "hetstream:taking"
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -133,6 +134,7 @@ class PackingRecord:
         upgraded: None if it is not guaranteed.
         asked: types of GRES that it has asked for before, where Slurm does not forget them; see `jobs.py`.
         given_up: None if its upgrade was not given up lately.
+        taking: the packer is about to hold it, so that this is nobody else's hold.
     """
 
     placed: PlacedRecord | None = None
@@ -141,6 +143,7 @@ class PackingRecord:
     upgraded: UpgradedRecord | None = None
     asked: frozenset[str] = frozenset()
     given_up: GivenUpRecord | None = None
+    taking: bool = False
 
 
 def wish_of(comment: str) -> GpuWish:
@@ -163,6 +166,16 @@ def wants_guarantee(comment: str) -> bool:
 def is_held_by_owner(comment: str) -> bool:
     """Whether the owner of a job holds it. Slurm's reason does not say it: other holds have the same."""
     return HOLD_WORD in comment.split()
+
+
+def is_held_by_operator(comment: str) -> bool:
+    """Whether an operator holds a job by `uhold`."""
+    return OPERATORS_HOLD_WORD in comment.split()
+
+
+def with_hold(comment: str) -> str:
+    """A Comment that says that the owner holds the job."""
+    return comment if is_held_by_owner(comment) else f"{comment} {HOLD_WORD}".strip()
 
 
 def opportunistic_after_s(comment: str) -> float | None:
@@ -229,6 +242,7 @@ def read_record(admin_comment: str) -> PackingRecord:
             UpgradedRecord(float(upgraded[1]), int(upgraded[2]), bool(done)) if upgraded else None,
             frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
             GivenUpRecord(float(gone[1]), int(gone[2]), gone[3] == "1", unquote(gone[4])) if gone else None,
+            _TAKING in admin_comment.split(),
         )
     except ValueError:  # a hostlist that is none
         return PackingRecord()
@@ -236,7 +250,7 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
     """An AdminComment with this record in the place of an earlier one; others' words stay."""
-    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP)
+    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP, _TAKING)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
         placed = record.placed
@@ -246,6 +260,8 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
     if record.upgraded:
         mark = _UPGRADED if record.upgraded.is_done else _UPGRADING
         found.append(f"{mark}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
+    if record.taking:
+        found.append(_TAKING)
     if record.given_up:
         gone = record.given_up
         found.append(f"{_GIVEN_UP}{gone.at_s:.0f}@{gone.num_restarts}@{int(gone.rests)}@{quote(gone.reason, safe='')}")

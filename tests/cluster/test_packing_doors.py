@@ -151,6 +151,7 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
     assert cluster.run(*OWNER, "scontrol", "release", own).returncode == 0
     assert "hetstream:hold" not in cluster.show(own)
     assert "Priority=0 " in cluster.show(own)
+    an_operator_holds(cluster)
     doors = [
         ("release", job),
         *(
@@ -181,6 +182,27 @@ def test_no_door_starts_an_opportunistic_job_but_the_packers(cluster: Cluster, r
     assert all(text in shown for text in ("Priority=0 ", "opp:p1", "Comment=hetstream:gpu=1", "ReqNodeList=gpu0")), (
         shown
     )
+
+
+def an_operator_holds(cluster: Cluster) -> None:
+    """By `uhold`, a job that was let go: that is neither the packer's hold, nor the owner's to release."""
+    job = cluster.submit("-popp", "--begin=now+1hour")
+
+    def held(*words: str, who: tuple[str, ...] = ()) -> tuple[int, bool]:
+        code = cluster.run(*who, "scontrol", *words).returncode
+        return code, "hetstream:operators-hold" in cluster.show(job)
+
+    assert held("release", job) == (0, False)
+    assert "Priority=0 " not in cluster.show(job)
+    assert held("uhold", job) == (0, True)
+    assert held("release", job, who=OWNER) == (1, True)
+    assert held("update", f"JobId={job}", "Comment=mine", who=OWNER) == (0, True)
+    assert held("uhold", job) == (0, False)
+    assert "Priority=0 " in cluster.show(job)
+    assert held("release", job) == (0, False)
+    assert held("update", f"JobId={job}", "AdminComment=hetstream:taking") == (0, False)
+    assert held("uhold", job) == (0, False), "the packer has said that this hold is its own"
+    cluster.cancel(job)
 
 
 def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(

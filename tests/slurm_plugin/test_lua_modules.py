@@ -291,8 +291,9 @@ def test_an_owners_hold_is_a_word_of_the_comment(lua: object, record: str) -> No
     local held = job{{script = "x", priority = 0, comment = "mine", {record}}}
     slurm_job_submit(held, {{}}, 1000)
     print(held.priority, held.comment)
-    local own = job{{priority = 0}}
-    print(slurm_job_modify(own, {{user_id = 7, priority = 5, {record}}}, {{}}, 7), own.priority, own.comment)
+    local own = job{{priority = 0}}  -- a job of the packer's user, which it is about to hold
+    local its = {{user_id = 7, priority = 5, admin_comment = "hetstream:taking", {record}}}
+    print(slurm_job_modify(own, its, {{}}, 7), own.priority, own.comment)
     local function change(uid, fields, comment)
       local changed = job(fields)
       local rc = slurm_job_modify(changed, {{user_id = 1000, priority = 0, comment = comment, {record}}}, {{}}, uid)
@@ -314,6 +315,32 @@ def test_an_owners_hold_is_a_word_of_the_comment(lua: object, record: str) -> No
         "0\tmine hetstream:hold", "0\t0\tnil", "0\t0\tmine hetstream:hold", "0\t0\tnil", "0\t4294967294\tmine  ",
         "0\tnil\tpacker hetstream:hold", "0\tnil\thetstream:hold", "0\t4294967294\ta  ",
         "0\t4294967294\thetstream:gpu=1  ",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "record", ['partition = "opp"', 'partition = "gpu", tres_per_job = "gres/gpu:1"'], ids=["opportunistic", "quota"]
+)
+def test_an_operators_hold_of_a_job_that_was_let_go_is_a_word_too(lua: object, record: str) -> None:
+    text = guard(QUOTA)
+    text += f"""
+    local function change(uid, priority, comment, fields, admin_comment)
+      local changed = job(fields)
+      local record = {{user_id = 1000, priority = priority, comment = comment, admin_comment = admin_comment, {record}}}
+      print(slurm_job_modify(changed, record, {{}}, uid), changed.comment)
+    end
+    for _, uid in ipairs({{0, 7, 55}}) do change(uid, 100, "mine", {{priority = 0}}) end
+    change(7, 100, "mine", {{priority = 0}}, "a hetstream:taking")  -- the packer
+    change(0, 0, "mine", {{priority = 0}})  -- back to the packer: uhold of what `hold` has held, or the guard
+    change(0, 0, "mine hetstream:operators-hold", {{priority = 0}})
+    change(0, 0, "mine hetstream:operators-hold", {{priority = 4294967295}})
+    change(7, 0, "mine hetstream:operators-hold", {{comment = "packer"}})
+    change(1000, 0, "mine hetstream:operators-hold", {{comment = "other"}})
+    """
+    found = [line for line in lua(text) if not line.startswith("log: ")]  # type: ignore[operator]
+    held = "hetstream:operators-hold"
+    assert found == [
+        *[f"0\tmine {held}"] * 3, "0\tnil", "0\tnil", "0\tmine  ", "0\tmine  ", f"0\tpacker {held}", f"0\tother {held}",
     ]  # fmt: skip
 
 

@@ -112,6 +112,38 @@ def test_what_its_owner_holds_waits_until_he_releases_it(site: Site) -> None:
     assert [call[0] for call in slurm.calls] == ["update", "release"]
 
 
+def test_who_requeues_and_holds_a_running_job_holds_it(site: Site, tmp_path: Path) -> None:
+    """Slurm asks no guard then. The packer's own is told apart also if it died right after."""
+    slurm = site.slurm
+    slurm.submit(7, "mine")
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.requeue_held("7")
+    assert "taken back" in site.look()
+    assert slurm.jobs[7].comment == "mine hetstream:hold"
+    assert "placed" not in site.look(400)
+    slurm.jobs[7] = replace(slurm.jobs[7], comment="mine  ")  # as the guard does at his release
+    assert "placed" in site.look(400)
+    slurm.start()
+    site.look()
+    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),), ("g1", 1): (SharingNow("7", 301.0),)}
+    FAULTS.request(f"packer.requeued:1:full:{tmp_path}/marker")
+    with pytest.raises(OSError, match="No space"):
+        site.look()
+    slurm.sharing = {}
+    site.restart()
+    assert "taken back" in site.look()
+    assert slurm.jobs[7].comment == "mine"
+    assert "hetstream:taking" not in slurm.admin_comments[7]
+
+
+def test_what_an_operator_holds_stays_held(site: Site) -> None:
+    site.slurm.submit(7, "mine hetstream:operators-hold")
+    assert site.look() == ["waits"]
+    assert site.events[0].reason == "an operator holds it, who hands it back by: scontrol uhold 7"
+
+
 def test_others_jobs_are_not_touched(site: Site) -> None:
     slurm = site.slurm
     slurm.submit(6, partitions=("gpu",))

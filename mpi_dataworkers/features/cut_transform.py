@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.reading import Reader
-from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.features.reading import Reader, columns_of
+from hetstream.mpi_dataworkers.features.transform import FeatureTransform, in_host_memory
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -23,6 +23,8 @@ class HandedOver(NamedTuple):
         seconds: that the data workers' part took.
         num_rows: of the batch.
         list_length: values in a list of a jagged input, on average.
+        columns: what the batch had, as `columns_of` says it.
+        code: what ran the data workers' part, as `FeatureTransform.code`; "" where that is nothing.
     """
 
     fingerprint: str
@@ -30,6 +32,8 @@ class HandedOver(NamedTuple):
     seconds: float = 0.0
     num_rows: int = 0
     list_length: float = 0.0
+    columns: str = ""
+    code: str = ""
 
 
 class DataWorkersPart:
@@ -47,7 +51,8 @@ class DataWorkersPart:
     def __init__(self, cut: CutGraph) -> None:
         self.cut = cut
         self._check = Reader(cut.graph.inputs)
-        self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers)
+        self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers, native="exact")
+        self._columns: tuple[tuple[Any, ...], str] = (), ""  # of the batch before: its keys, and what it had
 
     def __reduce__(self) -> tuple[object, ...]:
         return DataWorkersPart, (self.cut,)
@@ -57,12 +62,19 @@ class DataWorkersPart:
 
     def __call__(self, batch: Mapping[str, Any]) -> HandedOver:
         began = time.perf_counter()
-        num_rows, features = self._check(batch)
-        made = {} if self._transform is None else self._transform(batch)
-        handed = made | {key: batch[name] for name, key in self.cut.passed}
+        with in_host_memory():
+            num_rows, features = self._check(batch)
         lists = [features.values[name].numel() for name in features.lengths]
         list_length = sum(lists) / (len(lists) * num_rows) if lists and num_rows else 0.0
-        return HandedOver(self.cut.fingerprint, handed, time.perf_counter() - began, num_rows, list_length)
+        made = {} if self._transform is None else self._transform.of_columns(num_rows, features)
+        handed = made | {key: batch[name] for name, key in self.cut.passed}
+        keys, columns = self._columns
+        if keys != tuple(batch):
+            columns = columns_of(batch)
+            self._columns = tuple(batch), columns
+        code = "" if self._transform is None else self._transform.code
+        seconds = time.perf_counter() - began
+        return HandedOver(self.cut.fingerprint, handed, seconds, num_rows, list_length, columns, code)
 
 
 class TrainersPart:
@@ -79,7 +91,7 @@ class TrainersPart:
     def __init__(self, cut: CutGraph, compute: Compute | None = None) -> None:
         self.cut = cut
         if cut.trainer is not None and compute is None:
-            compute = FeatureTransform(cut.trainer)
+            compute = FeatureTransform(cut.trainer, native="exact")
         self._compute = compute if cut.trainer is not None else None
 
     def __call__(self, handed: HandedOver) -> dict[str, Any]:

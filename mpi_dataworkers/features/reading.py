@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,3 +275,48 @@ def _falling(name: str, lengths: torch.Tensor, row: int) -> str:
     border = int(lengths[:row].sum())
     fallen = f"from {border} to {border + int(lengths[row])}"
     return f"{name} has a negative length: row {row} has {int(lengths[row])}, so its borders fall {fallen}"
+
+
+def columns_of(batch: Mapping[str, Any]) -> str:
+    """What a batch has, as JSON, for `missing_columns`: of each column its form, dtype and width."""
+    return json.dumps({str(name): _form_of(value) for name, value in batch.items()})
+
+
+def _form_of(found: Any) -> tuple[str, str, int] | None:
+    """Of a column; None where only its step can say whether it fits."""
+    form = "dense"
+    if isinstance(found, tuple) and len(found) == 2:
+        found, other = found
+        if not isinstance(other, torch.Tensor | np.ndarray):
+            return None
+        form = "nullable" if str(other.dtype).removeprefix("torch.") == "bool" else "jagged"
+    if not isinstance(found, torch.Tensor | np.ndarray) or found.ndim > 2:
+        return None
+    return form, str(found.dtype).removeprefix("torch."), int(found.shape[1]) if found.ndim == 2 else 1
+
+
+def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
+    """What a graph needs and batches with these columns do not have, in words; [] where nothing is known of them.
+
+    Args:
+        inputs: of the graph.
+        columns: as `columns_of` says it; "" where no batch has been seen.
+    """
+    if not columns:
+        return []
+    known = json.loads(columns)
+    problems = []
+    for node in inputs:
+        if node.name not in known:
+            problems.append(f"{node.name!r} is not among {', '.join([*known][:10]) or 'nothing'}")
+            continue
+        found = known[node.name]
+        if found is None:
+            continue
+        form, dtype, width = found
+        wanted = "jagged" if node.type.is_jagged else "dense"
+        if (form == "jagged") != node.type.is_jagged or dtype != node.type.dtype:
+            problems.append(f"{node.name} is {form} {dtype}, and {wanted} {node.type.dtype} in the graph")
+        elif width != node.type.width and not node.type.is_jagged:
+            problems.append(f"{node.name} has {width} values in a row, and {node.type.width} in the graph")
+    return problems

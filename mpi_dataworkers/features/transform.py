@@ -7,13 +7,14 @@ never writes into the batch that it is given.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from hetstream.mpi_dataworkers.features.chains import Chain, groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Kernel
 from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
+from hetstream.mpi_dataworkers.features.native_choice import NativeChoice, is_exact, native_choice
 from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
 from hetstream.mpi_dataworkers.features.operators import MapId
 from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
@@ -48,7 +50,9 @@ class FeatureTransform:
         native: Run code in C++ that the host's compiler makes of `native.cpp` when the first batch comes, in one to
             three seconds: one loop of each operator, and nothing is packed. Integers have the same bits; floating
             point, too, on all hosts that run this code, and differs from torch's within 1e-6. Where there is no C++
-            compiler the graph runs with torch, and a line in the log says so.
+            compiler the graph runs with torch, and a line in the log says so. "exact": only chains that have torch's
+            bits, all but those with Logit or BoxCox, and only once torch has taken as long for this graph as compiling
+            does: results are then the same bytes on hosts with and without a compiler.
         compiled: Make one pass of each chain with `torch.compile` and its C++ backend. The first batches of a process
             then take many seconds. Without a compiler as `native`.
         torchrec: Give torchrec's KeyedJaggedTensor in the place of JaggedBatch.
@@ -64,7 +68,7 @@ class FeatureTransform:
         self,
         graph: FeatureGraph,
         *,
-        native: bool = False,
+        native: bool | Literal["exact"] = False,
         compiled: bool = False,
         torchrec: bool = False,
         outside: str = "",
@@ -73,6 +77,8 @@ class FeatureTransform:
             raise FeatureError(f"graph is a {type(graph).__name__}; give a FeatureGraph, such as a part of a CutGraph")
         if native and compiled:
             raise FeatureError("native=True and compiled=True: take one of them; native is the faster one")
+        if native not in (False, True, "exact"):
+            raise FeatureError(f'native={native!r}: True, False or "exact"')
         if outside in {output.name for output in graph.outputs}:
             raise FeatureError(f"outside={outside!r} is the name of an output, too: take another")
         self.graph = graph
@@ -97,6 +103,8 @@ class FeatureTransform:
         self._shared = frozenset(name for name, num in uses.items() if num > 1)
         self._read = Reader(graph.inputs)
         self._groups: Sequence[_Group | NativeGroup] | None = None
+        self._choice = NativeChoice("undecided" if native else "torch", "")
+        self._spent_s = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
@@ -105,7 +113,8 @@ class FeatureTransform:
         self.__init__(**state)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        chosen = "".join(f", {name}=True" for name in ("native", "compiled", "torchrec") if getattr(self, name))
+        options = ((name, getattr(self, name)) for name in ("native", "compiled", "torchrec"))
+        chosen = "".join(f", {name}={value!r}" for name, value in options if value)
         return f"FeatureTransform({self.graph}{chosen})"
 
     @property
@@ -113,11 +122,22 @@ class FeatureTransform:
         """Of the graph: two transforms that share it make the same of a batch."""
         return f"{self.graph.digest}{'-torchrec' if self.torchrec else ''}{self.outside and f'-{self.outside}'}"
 
+    @property
+    def code(self) -> str:
+        """What runs the graph in this process, and why."""
+        return self._choice.reason or self._choice.runs
+
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        with torch.no_grad(), _in_host_memory():
-            if self._groups is None:
-                self._groups = self._made_groups()
-            num_rows, features = self._read(batch)
+        with in_host_memory():
+            return self.of_columns(*self._read(batch))
+
+    def of_columns(self, num_rows: int, features: Columns) -> dict[str, Any]:
+        """The outputs for inputs that a `Reader` has read; these get the features that are made of them."""
+        began = time.perf_counter()
+        with torch.no_grad(), in_host_memory():
+            if self._groups is None or self._choice.runs == "undecided":
+                self._choose()
+            assert self._groups is not None
             for group in self._groups:
                 features.add(group.run(features, num_rows))
             made: dict[str, Any] = dict(
@@ -130,14 +150,35 @@ class FeatureTransform:
                 }
             if self.outside:
                 made[self.outside] = {name: _outside(features[of], size) for name, of, size in self._maps}
-            return made
+        self._spent_s += time.perf_counter() - began
+        return made
 
-    def _made_groups(self) -> Sequence[_Group | NativeGroup]:
+    def _choose(self) -> None:
+        """Decide what runs the graph, and make its groups where that is another than before."""
         chains = groups_of(self.graph, [of for _, of, _ in self._maps])
-        library = native_code.library() if self.native else None
-        if library is not None:
-            return [NativeGroup(some, self.graph, library) for some in chains]
-        return [_Group(some, self.graph, _compiler(self.compiled)) for some in chains]
+        choice = self._choice
+        if self.native:
+            exact = [is_exact(some) for some in chains]
+            each = list(zip(exact, map(len, chains), strict=True))
+            choice = native_choice(
+                is_asked_for=self.native is True,
+                num_exact=sum(count for is_so, count in each if is_so),
+                num_chains=sum(count for _, count in each),
+                spent_s=self._spent_s,
+                compiler=native_code.compiler(),
+            )
+            if choice.runs == "native" and (library := native_code.library()) is not None:
+                self._groups = [
+                    NativeGroup(some, self.graph, library)
+                    if is_so or self.native is True
+                    else _Group(some, self.graph, None)
+                    for some, is_so in zip(chains, exact, strict=True)
+                ]
+            elif choice.runs == "native":
+                choice = NativeChoice("torch", "torch, because native code could not be compiled here")
+        if self._groups is None:
+            self._groups = [_Group(some, self.graph, _compiler(self.compiled)) for some in chains]
+        self._choice = choice
 
     def _output(self, output: Output, features: Columns, num_rows: int) -> Any:
         if not output.keys:
@@ -282,7 +323,7 @@ def _joined_valid(valid: Sequence[torch.Tensor | None], pieces: Sequence[torch.T
     return torch.cat([torch.ones(len(piece), dtype=torch.bool) if mask is None else mask for mask, piece in each])
 
 
-def _in_host_memory() -> AbstractContextManager[Any]:
+def in_host_memory() -> AbstractContextManager[Any]:
     """A program may have set another default device for new tensors; a data worker has not."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 

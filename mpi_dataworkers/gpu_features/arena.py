@@ -18,6 +18,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
 from hetstream.mpi_dataworkers.features.reading import Columns, Values
 from hetstream.mpi_dataworkers.features.types import DTYPES, FeatureType
+from hetstream.mpi_dataworkers.gpu_features.buckets import padded
 from hetstream.mpi_dataworkers.gpu_features.opcodes import FEATURE_WORDS, LAUNCHES_AT, Program, Words, is_matrix
 
 _WORD_BYTES = 8
@@ -33,6 +34,7 @@ class Place(NamedTuple):
         first, num_values: of its values, in values of its dtype.
         lengths_at: in words; -1 where there are none.
         num_lengths: of them.
+        num_padding: zeros among the values, behind the last list.
     """
 
     dtype: str
@@ -41,6 +43,7 @@ class Place(NamedTuple):
     width: int
     lengths_at: int = -1
     num_lengths: int = 0
+    num_padding: int = 0
 
 
 class Packed(NamedTuple):
@@ -66,10 +69,21 @@ class Packed(NamedTuple):
         """Of both arenas."""
         return self.words.numel() * _WORD_BYTES + self.made_bytes
 
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """Where zeros are to be in the results, which no kernel writes: first byte and end."""
+        found = []
+        for place in self.places:
+            item = np.dtype(place.dtype).itemsize
+            end = place.first + place.num_values
+            if place.num_padding:
+                found.append(((end - place.num_padding) * item, end * item))
+        return found
 
-def fingerprint_of(graph: FeatureGraph, launches: Sequence[Sequence[int]], tile: int) -> str:
+
+def fingerprint_of(graph: FeatureGraph, launches: Sequence[Sequence[int]], tile: int, is_padded: bool = False) -> str:
     """What two packers share if a batch of one is a batch of the other."""
-    text = f"{graph.digest} {[list(chains) for chains in launches]} {tile}"
+    text = f"{graph.digest} {[list(chains) for chains in launches]} {tile}{' padded' * is_padded}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -81,6 +95,7 @@ class Packer:
         program: of the graph.
         tile: values in a tile.
         launches: the chains of each launch of the kernel; default: one of all.
+        is_padded: whether outputs of lists have zeros behind them, as a `LaunchPlan` says.
         pinned: whether arenas are in page-locked memory, from where a GPU reads on its own.
         most_bytes: what a batch and its results may need together; default: anything.
 
@@ -95,6 +110,7 @@ class Packer:
         tile: int,
         *,
         launches: Sequence[Sequence[int]] | None = None,
+        is_padded: bool = False,
         pinned: bool = False,
         most_bytes: int | None = None,
     ) -> None:
@@ -102,7 +118,8 @@ class Packer:
         self._chains = program.chains
         self._tile = tile
         self._launches = [list(range(len(program.chains)))] if launches is None else launches
-        self.fingerprint = fingerprint_of(graph, self._launches, tile)
+        self.fingerprint = fingerprint_of(graph, self._launches, tile, is_padded)
+        self._is_padded = is_padded
         self._pinned = pinned
         self._most_bytes = most_bytes
         self._table = np.zeros((len(program.chains), FEATURE_WORDS), dtype=np.int64)
@@ -121,13 +138,15 @@ class Packer:
         made_lengths = [
             chain.lengths(lengths[chain.source]) if chain.made.is_jagged else None for chain in self._chains
         ]
-        layout = _Layout(self._table.copy(), num_rows)
+        layout = _Layout(self._table.copy(), num_rows, len(self._launches))
         sizes = [
             num_rows * chain.made.width if found is None else int(found.sum())
             for chain, found in zip(self._chains, made_lengths, strict=True)
         ]
         self._check_size(features, sizes)
         layout.table[:, 13] = sizes
+        # First, so that lengths are at one place, whatever the batch's sizes are.
+        places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
         tiles = [_tiles_of(chains, sizes, self._tile) for chains in self._launches]
         num_tiles = tuple(len(of_launch) // 2 for of_launch in tiles)
         layout.add_tiles(np.concatenate(tiles), num_tiles)
@@ -136,7 +155,6 @@ class Packer:
         for at, (chain, found) in enumerate(zip(self._chains, made_lengths, strict=True)):
             if found is not None and chain.is_moved:
                 layout.table[at, 10] = layout.add(_starts(found))
-        places, made_bytes = self._measure(layout, num_rows, made_lengths, sizes)
         return Packed(self.fingerprint, layout.words(self._pinned), num_rows, num_tiles, places, made_bytes)
 
     def _check_size(self, features: Columns, sizes: Sequence[int]) -> None:
@@ -169,16 +187,18 @@ class Packer:
                 layout.table[number, 11] = value
                 layout.table[number, 12] = width if is_matrix(output, kinds) else kind.width
                 value += kind.width if is_matrix(output, kinds) else sizes[number]
-            count = sum(sizes[number] for number in own)
+            is_jagged = any(kind.is_jagged for kind in kinds)
+            filled = sum(sizes[number] for number in own)
+            count = padded(filled) if is_jagged and self._is_padded else filled
             made_bytes += count * item
             place = Place(chains[0].made.dtype, first, count, width)
-            if any(kind.is_jagged for kind in kinds):
+            if is_jagged:
                 all_lengths = [
                     np.full(num_rows, kind.width) if found is None else found
                     for kind, found in zip(kinds, (made_lengths[number] for number in own), strict=True)
                 ]
                 joined = np.concatenate(all_lengths).astype(np.int64)
-                place = Place(place.dtype, first, count, width, layout.add(joined), len(joined))
+                place = Place(place.dtype, first, count, width, layout.add(joined), len(joined), count - filled)
             places.append(place)
         return tuple(places), made_bytes
 
@@ -190,20 +210,18 @@ class _Layout:
         table: of the features.
     """
 
-    def __init__(self, table: Words, num_rows: int) -> None:
+    def __init__(self, table: Words, num_rows: int, num_launches: int) -> None:
         self.table = table
         self._num_rows = num_rows
         self._pieces: list[tuple[int, torch.Tensor]] = []
-        self._header = np.zeros(0, dtype=np.int64)
-        self._bytes = 0
+        self._header = np.zeros(_aligned_words(LAUNCHES_AT + 2 * num_launches), dtype=np.int64)
+        self._bytes = self._header.nbytes + self.table.nbytes
 
     def add_tiles(self, tiles: Words, num_tiles: Sequence[int]) -> None:
-        """Add the tiles of all launches, behind the header and the features."""
+        """Add the tiles of all launches."""
         ends = np.cumsum(num_tiles)
-        self._header = np.zeros(_aligned_words(LAUNCHES_AT + 2 * len(num_tiles)), dtype=np.int64)
         self._header[LAUNCHES_AT::2][: len(num_tiles)] = ends - num_tiles
         self._header[LAUNCHES_AT + 1 :: 2][: len(num_tiles)] = ends
-        self._bytes = self._header.nbytes + self.table.nbytes
         self._header[:3] = self._num_rows, len(self._header), self.add(tiles)
 
     def add(self, numbers: Words) -> int:

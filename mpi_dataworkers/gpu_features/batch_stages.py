@@ -9,7 +9,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer
-from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
+from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, check_plan
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 
 
@@ -28,7 +28,7 @@ class ComputedByDataWorkers:
 
     def __init__(self, graph: FeatureGraph) -> None:
         self.graph = graph
-        self._transform = FeatureTransform(graph)
+        self._transform = FeatureTransform(graph, native="exact")
 
     def __reduce__(self) -> tuple[object, ...]:
         return ComputedByDataWorkers, (self.graph,)
@@ -47,9 +47,11 @@ class PackedByDataWorkers:
     """
 
     def __init__(self, graph: FeatureGraph, plan: LaunchPlan, tile: int = 256) -> None:
+        check_plan(plan, len(program_of(graph).chains))
         self._made_of = graph, plan, tile
         self._read = Reader(graph.inputs)
-        self._pack = Packer(graph, program_of(graph), tile, launches=[each.chains for each in plan.launches])
+        launches = [each.chains for each in plan.launches]
+        self._pack = Packer(graph, program_of(graph), tile, launches=launches, is_padded=plan.is_padded)
 
     def __reduce__(self) -> tuple[object, ...]:
         return PackedByDataWorkers, self._made_of

@@ -6,7 +6,7 @@
 
 A replay is one launch, and kernels begin beside the layers without a word of Python. A graph has fixed memory, so
 there are three slots, for the batch that is trained, the one that is computed and the one that is copied; and three
-graphs, of which each trains one slot and computes the next.
+graphs for each size of batches, of which each trains one slot and computes the next. `buckets.py` says which sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed
+from hetstream.mpi_dataworkers.gpu_features.buckets import MOST_SIZES, Act, decide_step
 from hetstream.mpi_dataworkers.gpu_features.corun import Captured, CoRun, own_memory
 from hetstream.mpi_dataworkers.gpu_features.interleaving import AHEAD
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan
@@ -32,6 +33,10 @@ _SLOTS = AHEAD + 1
 _WARM_UP = 3 * _SLOTS
 # Slots are so many times as large as the first batch.
 _ROOM = 1.25
+# Sizes of which it is known how often they came.
+_MOST_KNOWN = 1024
+# Of all tensors of a batch: where they are, and their shapes.
+Form = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass
@@ -52,14 +57,15 @@ class _Slot:
 class CapturedCoRun:
     """Trains a model by CUDA graphs that compute the next batch, too.
 
-    A graph is for batches whose outputs have the sizes of the batch with which it was captured; other batches, the
-    first nine, and those without room run the step as it is. What a step gives is overwritten by the third step after.
+    A graph is for batches whose outputs have the sizes of the batch with which it was captured. Sizes that come often
+    have graphs, eight of them at most; of lists they are a few if the plan is padded. Other batches, the first nine,
+    and those without room run the step as it is. What a step gives is overwritten by the next one.
 
     Args:
         graph, plan: As in `CoRun`.
         model: The model.
         step: A whole training step on the features of a batch: gradients, forward, backward, optimizer. It must bear to
-            be captured, as `torch.cuda.graph` demands.
+            be captured, as `torch.cuda.graph` demands, and with a padded plan zeros behind the lists.
         layers, optimizer, streams, kernel: As in `CoRun`.
 
     Attributes:
@@ -85,8 +91,10 @@ class CapturedCoRun:
         self.num_replays = 0
         self._step = step
         self._slots: list[_Slot] = []
-        self._graphs: dict[int, tuple[object, Captured]] = {}
-        self._refusal = ""
+        self._graphs: dict[Form, Captured] = {}
+        self._captured_sizes: list[object] = []
+        self._seen: dict[object, int] = {}
+        self._refusal, self._has_said_so = "", False
 
     def __call__(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Train on all batches of an iteration; what the step gives for each."""
@@ -112,40 +120,69 @@ class CapturedCoRun:
         """Train on a batch, by the graph of its slot if it found room there."""
         if not self._is_in_slot(number):
             return self._step(features)
-        at, form = number % _SLOTS, self._form_of(features)
-        if at not in self._graphs and number >= _WARM_UP and self._is_in_slot(number + 1) and not self._refusal:
-            self._capture(at, form, features)
-        own_form, captured = self._graphs.get(at, (None, None))
-        if captured is None or own_form != form:
+        form, sizes = self._form_of(features)
+        num_seen, has_next = self._seen.get(sizes, 0), self._is_in_slot(number + 1)
+        decided = decide_step(
+            is_captured=form in self._graphs,
+            is_warm=number >= _WARM_UP,
+            has_next=has_next,
+            num_seen=num_seen,
+            size_at=self._captured_sizes.index(sizes) if sizes in self._captured_sizes else -1,
+            num_sizes=len(self._captured_sizes),
+            refusal=self._refusal,
+        )
+        if num_seen or len(self._seen) < _MOST_KNOWN:
+            self._seen[sizes] = num_seen + 1
+        if decided.act is Act.CAPTURE:
+            self._capture(form, sizes, features)
+        elif decided.act is Act.RUN and len(self._captured_sizes) == MOST_SIZES and not self._has_said_so:
+            _log.warning("hetstream: features: steps of other sizes run as they are: %s", decided.reason)
+            self._has_said_so = True
+        captured = self._graphs.get(form)
+        if captured is None:
             result = self._step(features)
         else:
-            self.corun.replay(captured, has_next=self._is_in_slot(number + 1))
+            self.corun.replay(captured, has_next=has_next)
             self.num_replays += 1
             result = captured.result
         # A graph reads the next slot, too, whatever is there.
-        for slot in (self._slots[at], self._slots[(at + 1) % _SLOTS]):
-            slot.read = self.corun.streams.record(Stream.TRAINING)
+        for at in (number, number + 1):
+            self._slots[at % _SLOTS].read = self.corun.streams.record(Stream.TRAINING)
         return result
 
-    def _capture(self, at: int, form: object, features: dict[str, Any]) -> None:
+    def _capture(self, form: Form, sizes: object, features: dict[str, Any]) -> None:
         try:
-            self._graphs[at] = form, self.corun.capture(lambda: self._step(features))
+            self._graphs[form] = self.corun.capture(lambda: self._step(features))
         except RuntimeError as error:
             self._refusal = str(error).partition("\n")[0]
             _log.warning("hetstream: features: steps are not captured, and run as they are: %s", self._refusal)
+            return
+        if sizes not in self._captured_sizes:
+            self._captured_sizes.append(sizes)
+
+    @property
+    def refusal(self) -> str:
+        """Why steps are not captured; "" if they are."""
+        return self._refusal
+
+    @property
+    def num_graphs(self) -> int:
+        """How many have been captured."""
+        return len(self._graphs)
 
     def _is_in_slot(self, number: int) -> bool:
         return bool(self._slots) and self._slots[number % _SLOTS].number == number
 
-    def _form_of(self, features: Mapping[str, Any]) -> object:
-        """Where in memory all tensors are, and their shapes."""
+    def _form_of(self, features: Mapping[str, Any]) -> tuple[Form, object]:
+        """Where all tensors are and their sizes, and the sizes alone."""
         tensors = [
             part
             for value in features.values()
             for part in (value if isinstance(value, tuple) else (value,))
             if isinstance(part, torch.Tensor)
         ]
-        return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        form = tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return form, tuple((shape, dtype) for _, shape, dtype in form)
 
     def _take(self, streams: Streams, number: int, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of a batch: the slot of its number, where it has room there."""

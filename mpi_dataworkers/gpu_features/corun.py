@@ -7,13 +7,16 @@
             ...
 
 What is done when is decided in `interleaving.py`; here it is carried out on the streams of `streams.py`. A batch for
-which the GPU has no memory is computed in host memory, and from then on data workers compute all: none is lost.
+which the GPU has no memory is computed in host memory, and from then on data workers compute all, until there is memory
+again (`shortage.py`): none is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,9 +43,10 @@ from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     layer_begins,
     next_action,
 )
-from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, without_layers
+from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, check_plan, without_layers
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+from hetstream.mpi_dataworkers.gpu_features.shortage import Shortage, came_back, fell_short, next_try
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
 
 _END = object()
@@ -60,6 +64,7 @@ class _Batch:
         packed, arena, made: what is on the device; None where it was computed elsewhere.
         copied, done: the events of the ends of its copy, and of all that was launched of it.
         features: the outputs, where it was computed elsewhere.
+        needed_bytes: of the device; 0 where that is not known.
     """
 
     raw: Any = None
@@ -71,6 +76,7 @@ class _Batch:
     copied: Any = None
     done: Any = None
     features: dict[str, Any] | None = None
+    needed_bytes: int = 0
 
 
 # Where a batch is on the device: gets streams, the batch's number and the batch; gives its arena, whose copy has begun,
@@ -120,10 +126,11 @@ class CoRun:
         plan: The plan.
         streams: Of the device, where there is one.
         take_memory: Gives each batch its memory; default: of its own.
+        now: Seconds, never going back.
 
     Raises:
-        FeatureError: the plan leaves out features or has some twice, or knows no layer of the model; a cut graph leaves
-            the trainer nothing; a tile cannot be.
+        FeatureError: the plan is none, leaves out features or has some twice, or knows no layer of the model; a cut
+            graph leaves the trainer nothing; a tile cannot be.
     """
 
     def __init__(
@@ -145,13 +152,19 @@ class CoRun:
         self.graph: FeatureGraph = own
         self._program = program_of(own)
         check_tile(kernel[0])
-        _check_plan(plan, len(self._program.chains))
+        check_plan(plan, len(self._program.chains))
         launches = [each.chains for each in plan.launches]
-        self._fingerprint = fingerprint_of(own, launches, kernel[0])
+        self._fingerprint = fingerprint_of(own, launches, kernel[0], plan.is_padded)
         self._in_host_memory = FeatureTransform(own)
         self._read = Reader(own.inputs)
         self._tile = kernel[0]
-        self._missing, self._shortage, self._has_said_so = "", "", False
+        self._missing, self._has_said_so = "", False
+        self._short_of = "", 0  # of a batch that had no memory: why, and of how many bytes; until that is carried out
+        self._shortage = Shortage()
+        self._needed_bytes = 0
+        # What loaders had before data workers computed the graph for them, because of a shortage.
+        self._stages_before: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.now: Callable[[], float] = time.monotonic
         self._loader_state: Any = None
         self._begin()
         self.take_memory: TakeMemory = own_memory
@@ -174,6 +187,7 @@ class CoRun:
                 self._program,
                 self._tile,
                 launches=launches,
+                is_padded=plan.is_padded,
                 pinned=self._device.type == "cuda",
                 most_bytes=memory_bytes(self._device),
             )
@@ -186,8 +200,10 @@ class CoRun:
 
         Two batches are taken ahead. `state_dict` has the loader's position behind the batch that the loop has.
         """
-        if self._missing:
-            self._leave_to_data_workers(loader, self._missing)
+        if self._missing or self._shortage.is_short:
+            self._leave_to_data_workers(loader, self._missing or "the GPU has no memory")
+        else:
+            self._take_back(loader)
         self._loader_state = _state_of(loader)
         iteration = _Iteration(self, loader)
         self._begin(iteration)
@@ -295,8 +311,8 @@ class CoRun:
             self._state = after(self._state, action, there_was_one)
             if isinstance(action, Stop):
                 raise StopIteration
-            if isinstance(action, HandOver) and self._shortage and not self._missing:
-                self._go_on_without_room(iteration.loader)
+            if isinstance(action, HandOver):
+                self._look_for_room(iteration.loader)
         assert handed is not None
         self._loader_state = handed.state
         return self._handed_over(handed)
@@ -323,15 +339,31 @@ class CoRun:
     def _begin_copy(self, number: int, batch: _Batch) -> None:
         if isinstance(batch.raw, Computed):
             batch.features = batch.raw.features
-        elif self._missing:
+        elif self._missing or self._shortage.is_short:
             batch.features = self._computed(batch.raw)
         else:
             columns = self._columns(batch.raw)
             packed = columns if isinstance(columns, Packed) else self._pack(*self._read(columns))
             self._check(packed)
+            batch.needed_bytes = packed.num_bytes
             batch.arena, batch.made = self.take_memory(self.streams, number, packed)
+            self._pad(batch.made, packed)
             batch.copied = batch.done = self.streams.record(Stream.COPYING)
             batch.packed = packed
+
+    def _pad(self, made: torch.Tensor, packed: Packed) -> None:
+        """Put zeros behind the lists; what waits for the copy waits for them, too."""
+        places = packed.padding
+        if not places:
+            return
+        num_bytes = made.view(torch.int8)
+
+        def clear() -> None:
+            for begin, end in places:
+                num_bytes[begin:end].zero_()
+
+        self.streams.launch(clear, (), [made])
+        self.streams.wait(Stream.COPYING, self.streams.record(Stream.PREPROCESSING))
 
     def _run(self, action: Run) -> None:
         """Launch some features of a batch, behind what the training stream has reached."""
@@ -370,7 +402,7 @@ class CoRun:
     # Without room
 
     def _compute_elsewhere(self, batch: _Batch, error: torch.OutOfMemoryError) -> None:
-        self._shortage = str(error).partition("\n")[0]
+        self._short_of = str(error).partition("\n")[0], batch.needed_bytes
         batch.packed = batch.arena = batch.made = batch.copied = None
         try:
             batch.features = self._computed(batch.raw)
@@ -408,11 +440,34 @@ class CoRun:
                 "this batch was packed for another graph, plan or tile: PackedByDataWorkers needs CoRun's"
             )
 
-    def _go_on_without_room(self, loader: Iterable[Any]) -> None:
-        """A batch had no room: data workers compute the next ones, or without such it is tried again."""
-        if self._leave_to_data_workers(loader, self._shortage):
-            self._missing = self._shortage
-        self._shortage = ""
+    def _look_for_room(self, loader: Iterable[Any]) -> None:
+        """A batch had no room: data workers compute the next ones, or without such it is tried again.
+
+        Where data workers compute the graph, they give it back when there is room.
+        """
+        reason, num_bytes = self._short_of
+        if reason and not self._shortage.is_short:
+            if self._leave_to_data_workers(loader, reason):
+                self._needed_bytes = num_bytes
+                self._shortage = fell_short(self._shortage, self.now())
+        elif next_try(self._shortage, self.now()).is_due:
+            self._try_again(loader)
+        self._short_of = "", 0
+
+    def _try_again(self, loader: Iterable[Any]) -> None:
+        try:
+            self.streams.empty(-(-self._needed_bytes // 8))
+        except torch.OutOfMemoryError:
+            self._shortage = fell_short(self._shortage, self.now())
+            return
+        self._shortage = came_back(self._shortage, self.now())
+        self._take_back(loader)
+        self._has_said_so = False
+        _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
+
+    def _take_back(self, loader: Iterable[Any]) -> None:
+        if hasattr(loader, "set_batch_stage") and loader in self._stages_before:
+            loader.set_batch_stage(self._stages_before.pop(loader))
 
     def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
         """Have data workers compute the graph from the next step on, and say so once; whether they will."""
@@ -423,6 +478,7 @@ class CoRun:
         )
         if can:
             loader.set_batch_stage(ComputedByDataWorkers(self._whole))  # type: ignore[attr-defined]
+            self._stages_before[loader] = own
         if not self._has_said_so:
             who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
             _log.warning("hetstream: features: %s: %s", who, reason)
@@ -440,16 +496,6 @@ class _Iteration(Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         return self._corun.next_of(self)
-
-
-def _check_plan(plan: LaunchPlan, count: int) -> None:
-    """Raise FeatureError where a plan does not have each feature once, or a launch has no program."""
-    for launch in plan.launches:
-        if launch.num_programs < 1:
-            raise FeatureError(f"{launch}: at least one program")
-    chains = sorted(chain for launch in plan.launches for chain in launch.chains)
-    if chains != list(range(count)):
-        raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")
 
 
 def _state_of(loader: Iterable[Any]) -> Any:

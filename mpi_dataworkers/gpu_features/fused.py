@@ -47,7 +47,8 @@ class FusedTransform:
         arena_bytes: The largest batch that is computed on the GPU, with its results; default: any that fits.
         tile: Values that a program works on at once, a power of two, at most 512: registers have room for so many.
         launch: What runs the kernel; default: Triton, which must be installed.
-        on_shortage: Called with the reason for each batch that is computed in host memory; default: log it once.
+        on_shortage: Called for each batch that is computed in host memory, with the reason and the bytes that it needs,
+            0 where they are not known; default: log it once.
 
     Raises:
         FeatureError: when it is made: there is no GPU or no Triton, num_programs is below 1, or tile cannot be; when
@@ -63,7 +64,7 @@ class FusedTransform:
         arena_bytes: int | None = None,
         tile: int = 256,
         launch: Launch | None = None,
-        on_shortage: Callable[[str], None] | None = None,
+        on_shortage: Callable[[str, int], None] | None = None,
     ) -> None:
         if not isinstance(graph, FeatureGraph):
             raise FeatureError(
@@ -91,11 +92,14 @@ class FusedTransform:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         num_rows, features = self._read(batch)
+        num_bytes = 0
         with torch.no_grad():
             try:
-                return self._on_device(self._pack(num_rows, features))
+                packed = self._pack(num_rows, features)
+                num_bytes = packed.num_bytes
+                return self._on_device(packed)
             except torch.OutOfMemoryError as error:
-                return self._elsewhere(batch, str(error).partition("\n")[0])
+                return self._elsewhere(batch, str(error).partition("\n")[0], num_bytes)
 
     def _on_device(self, packed: Packed) -> dict[str, Any]:
         arena = packed.words.to(self._device, non_blocking=True)
@@ -105,9 +109,9 @@ class FusedTransform:
                 self._launch((arena, made, self._constants), 0, self._num_programs, self._tile)
         return dict(unpack(self.graph, packed, arena, made))
 
-    def _elsewhere(self, batch: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    def _elsewhere(self, batch: Mapping[str, Any], reason: str, num_bytes: int) -> dict[str, Any]:
         if self._on_shortage is not None:
-            self._on_shortage(reason)
+            self._on_shortage(reason, num_bytes)
         elif not self._has_said_so:
             _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
             self._has_said_so = True
@@ -136,6 +140,15 @@ def triton_launch() -> Launch:
 def memory_bytes(device: torch.device) -> int | None:
     """How much memory a GPU has; None of what is none."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def has_memory(device: torch.device, num_bytes: int) -> bool:
+    """Whether a device has so many bytes: they are taken and given back."""
+    try:
+        torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def _multiprocessors(device: torch.device) -> int:

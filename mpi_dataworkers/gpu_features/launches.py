@@ -66,11 +66,14 @@ class LaunchPlan:
         launches: together they have each feature once.
         exposed_s: by which a training step is longer, as predicted.
         reason: why it is this plan.
+        is_padded: whether outputs of lists have zeros behind their last list, up to a size of few (`buckets.padded`):
+            then steps are captured, although lists are longer and shorter. A step must take no notice of the zeros.
     """
 
     launches: tuple[Launch, ...]
     exposed_s: float
     reason: str
+    is_padded: bool = False
 
 
 def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPlan:
@@ -176,3 +179,17 @@ def without_layers(plan: LaunchPlan, known: Sequence[str]) -> LaunchPlan:
             f"the plan launches beside {', '.join(unknown)}, and the model has {', '.join(known) or 'no layer'}"
         )
     return replace(plan, reason=f"{plan.reason}; no layer is called {', '.join(unknown)}") if unknown else plan
+
+
+def check_plan(plan: LaunchPlan, count: int) -> None:
+    """Raise FeatureError where a plan is none, does not have each feature once, or a launch has no program."""
+    if not isinstance(plan, LaunchPlan):
+        raise FeatureError(
+            f"plan={plan!r}: give a LaunchPlan; plan_launches finds one, and all_at_once needs no measurements"
+        )
+    for launch in plan.launches:
+        if launch.num_programs < 1:
+            raise FeatureError(f"{launch}: at least one program")
+    chains = sorted(chain for launch in plan.launches for chain in launch.chains)
+    if chains != list(range(count)):
+        raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -70,7 +71,10 @@ class Streams(Protocol):
         """Another stream than the one that took the memory reads it; it is given away when that is done."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What a function gives to the training stream, as a graph: a function that replays it, and its result."""
+        """What a function gives to the training stream, as a graph: a function that replays it, and its result.
+
+        The result is overwritten when this graph or another one of these streams is replayed.
+        """
 
 
 class CudaStreams:
@@ -97,6 +101,8 @@ class CudaStreams:
             Stream.PREPROCESSING: torch.cuda.Stream(self.device, priority=_LAST),  # type: ignore[no-untyped-call]
             Stream.COPYING: torch.cuda.Stream(self.device, priority=_LAST),  # type: ignore[no-untyped-call]
         }
+        self._capturing = torch.cuda.Stream(self.device, priority=_FIRST)  # type: ignore[no-untyped-call]
+        self._captured: Callable[[], Any] = lambda: None  # the graph that was captured last, if there still is one
         self.follow()
 
     @contextlib.contextmanager
@@ -127,6 +133,7 @@ class CudaStreams:
             source = source if source.is_pinned() else source.pin_memory()  # else the host would wait
             if into is None:
                 return source.to(self.device, non_blocking=True)
+            self.use([into], Stream.COPYING)
             into[: len(source)].copy_(source, non_blocking=True)
             return into
 
@@ -149,12 +156,23 @@ class CudaStreams:
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """As `Streams`."""
         graph = torch.cuda.CUDAGraph()
-        before = self._streams[Stream.TRAINING]
-        stream = torch.cuda.Stream(self.device, priority=_FIRST)  # type: ignore[no-untyped-call]
+        before, current = self._streams[Stream.TRAINING], torch.cuda.current_stream(self.device)
+        # Where the steps before ran, as autograd wants it; the default stream cannot be captured.
+        is_default = current == torch.cuda.default_stream(self.device)
+        last = self._captured()
+        capturing = torch.cuda.graph(
+            graph,
+            pool=None if last is None else last.pool(),  # graphs share memory: one runs after the other
+            stream=self._capturing if is_default else current,
+            # Other threads, such as those that receive batches, may pin memory and look at events meanwhile.
+            capture_error_mode="thread_local",
+        )
         try:
-            with torch.cuda.graph(graph, stream=stream):
+            with capturing:
                 self.follow()
                 made = run()
         finally:
             self._streams[Stream.TRAINING] = before
+            torch.cuda.set_stream(current)  # torch leaves the other one current where capturing has failed
+        self._captured = weakref.ref(graph)
         return graph.replay, made

@@ -127,6 +127,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def _begin_pass(self, at: Position) -> PassIterator:
         """Begin a pass at a position."""
         self._refresh_pipeline(at)
+        if self._features is not None:
+            self._features.begin_pass()
         connection = self._connection
         client = connection.client
         num_data_workers = max(1, client.num_data_workers) if client is not None else 1
@@ -211,12 +213,16 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         deciding.
 
         Raises:
+            FeatureError: the batches of the pass that is under way do not have what the graph takes; the one before
+                stays. Before the first batch of a pass that is not known, and raised at its step.
             OptionsError: the loader has no features, or this is no feature graph; the one before stays.
             PipelineError: the pipeline cannot be handed to data workers now; the graph before stays.
         """
         if self._features is None:
             raise OptionsError("set_features on a loader without features: give it features= when it is made")
-        self._features.use(checked_features(features))
+        sent = self._connection.pipeline
+        is_same_data = sent.dataset is self.dataset and sent.collate_fn is self.collate_fn
+        self._features.use(checked_features(features), is_same_data=is_same_data)
 
     # Saving and restoring the position
 

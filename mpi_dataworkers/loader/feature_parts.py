@@ -6,6 +6,7 @@ batches of both cuts may be under way, and each is finished by its own part.
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 import time
@@ -20,14 +21,15 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.cut_transform import Compute, DataWorkersPart, HandedOver, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.features.reading import missing_columns
 from hetstream.mpi_dataworkers.gpu_features.cut_costs import carried_over, trainers
-from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
+from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform, has_memory
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
+from hetstream.mpi_dataworkers.gpu_features.layer_hooks import Clock, CudaClock, HostClock
 from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter
-from hetstream.mpi_dataworkers.loader.feature_recuts import FeatureRecuts, Surroundings
+from hetstream.mpi_dataworkers.gpu_features.shortage import Shortage, came_back, fell_short, next_try
+from hetstream.mpi_dataworkers.loader.feature_recuts import FeatureRecuts, PartTimes, Surroundings
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.ops.staged import BatchStage
 from hetstream.mpi_dataworkers.wire.messages import FeatureCut
 
 _log = logging.getLogger(__name__)
@@ -35,16 +37,52 @@ Features = FeatureGraph | CutGraph | HybridFeatures
 # Cuts whose batches may still be under way: of an iterator that another thread goes on with, say.
 _MOST_PARTS = 8
 _LONGEST_REASON = 300
+# What ran the data workers' part is told of so many batches: they may be of several hosts.
+_CODES = 32
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the program wants, or what was decided for it: `recutter` is None where the cut is fixed."""
+
+    cut: CutGraph
+    recutter: Recutter | None = None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is in force: `cut` is None where data workers have the whole graph, `recutter` where the cut is fixed."""
+    """What is in force."""
 
-    graph: FeatureGraph
-    stage: BatchStage
-    cut: CutGraph | None = None
+    cut: CutGraph
+    stage: DataWorkersPart
     recutter: Recutter | None = None
+
+
+@dataclass(frozen=True)
+class TrainersDevice:
+    """Where the trainer's part runs.
+
+    Attributes:
+        compute: makes what computes a graph there, which is given what to call when a batch found no memory; None:
+            torch, in host memory.
+        has_memory: whether there are so many bytes.
+        clock: of the device.
+    """
+
+    compute: Callable[[FeatureGraph, Callable[[str, int], None]], Compute] | None = None
+    has_memory: Callable[[int], bool] = lambda _: True
+    clock: Clock = HostClock()  # noqa: RUF009, it has no state
+
+
+def device_of(device: torch.device) -> TrainersDevice:
+    """A CUDA device computes with `FusedTransform`; what is on another one, torch computes in host memory."""
+    if device.type != "cuda":
+        return TrainersDevice()
+
+    def fused(graph: FeatureGraph, note_shortage: Callable[[str, int], None]) -> Compute:
+        return FusedTransform(graph, device=device, on_shortage=note_shortage)
+
+    return TrainersDevice(fused, lambda num_bytes: has_memory(device, num_bytes), CudaClock())
 
 
 class FeatureParts:
@@ -54,7 +92,8 @@ class FeatureParts:
         features: the graph, and where it is cut.
         device: where batches come. On a CUDA device a graph that is not cut is the trainer's as a whole.
         missing: why the device that was asked for is not there; then data workers have the whole graph.
-        compute: gives what computes the trainer's part; default: `FusedTransform` on a CUDA device, else torch.
+        place: where the trainer's part runs; default: on the device.
+        now: seconds, never going back.
     """
 
     def __init__(
@@ -62,22 +101,32 @@ class FeatureParts:
         features: Features,
         device: torch.device,
         missing: str = "",
-        compute: Callable[[FeatureGraph], Compute] | None = None,
+        place: TrainersDevice | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
         self._missing = missing
-        self._make = compute or (self._fused if device.type == "cuda" else None)
+        self._place = place or device_of(device)
+        self._times = PartTimes(self._place.clock)
+        self._now = now
         self._connection: LoaderConnection | None = None
         self._num_local_workers = 0
         self._parts: dict[str, TrainersPart] = {}
         self._recuts: FeatureRecuts | None = None
-        self._shortage = ""
+        self._shortage = Shortage()
+        self._noted: tuple[str, int] | None = None  # of a batch that found no memory, until that is carried out
+        self._needed_bytes = 0
         self._has_said_so = False
+        self._columns = ""
+        self._codes: collections.deque[str] = collections.deque(maxlen=_CODES)
+        self._told_codes: tuple[str, ...] = ()
+        self._told = "", 0.0
         self._changing = threading.Lock()
-        self._plan = self._planned(features, None)
+        self._wanted = self._wanted_of(features, None)
+        self._plan = self._planned(self._wanted, None)
 
     @property
-    def stage(self) -> BatchStage:
+    def stage(self) -> DataWorkersPart:
         """What data workers run; the trainer's part is ready."""
         return self._plan.stage
 
@@ -92,42 +141,75 @@ class FeatureParts:
         connection.has_features = True
         self._follow(self._plan)
 
-    def use(self, features: Features) -> None:
+    def begin_pass(self) -> None:
+        """Nothing is known of the columns of a pass until its first batch has come."""
+        self._columns = ""
+
+    def use(self, features: Features, *, is_same_data: bool = True) -> None:
         """Have other features from the next step on, or cut the graph elsewhere.
 
         Another graph in the place of one that is decided anew is cut where that is, until it is decided, too.
 
+        Args:
+            features: the graph, and where it is cut.
+            is_same_data: whether the loader's dataset and `collate_fn` are those of the batches that have come.
+
         Raises:
+            FeatureError: batches do not have what the graph takes; the graph before stays.
             OptionsError, PipelineError: data workers cannot have it; the one before stays.
         """
+        inputs = (features if isinstance(features, FeatureGraph) else features.graph).inputs
+        if is_same_data and (problems := missing_columns(inputs, self._columns)):
+            raise FeatureError(
+                f"set_features: the batches of this pass do not fit the graph: {'; '.join(problems)}. The graph before "
+                "stays. Where the dataset gives it from the next pass on, call set_features behind that pass's iter()"
+            )
         with self._changing:
-            self._follow(self._change(self._planned(features, self._plan)))
+            wanted = self._wanted_of(features, self._wanted)
+            self._follow(self._change(self._planned(wanted, self._plan)))
+            self._wanted = wanted
 
     def finish(self, batch: Any) -> Any:
-        """What the training loop gets of a batch, wherever that was made; one that is whole is it already."""
+        """What the training loop gets of a batch, wherever that was made."""
         if type(batch) is not HandedOver:
             return batch
         part = self._parts.get(batch.fingerprint)
         if part is None:
             raise FeatureError(f"a batch of a cut came after the next {_MOST_PARTS} cuts: change it less often")
-        began = time.perf_counter()
-        made = part(batch)
-        trainer_s = time.perf_counter() - began
+        with self._times:
+            made = part(batch)
+        self._columns = batch.columns
+        if batch.code:
+            self._codes.append(batch.code)
         recuts = self._recuts
         if recuts is not None:
-            recuts.note(batch, trainer_s)
-        with self._changing:
-            if self._shortage:
-                self._say(self._shortage)
-                self._missing, self._shortage = self._shortage, ""
-                self._leave_to_data_workers()
-            elif recuts is not None and recuts is self._recuts and (decided := recuts.decided()) is not None:
-                self._carry_out(decided)
+            is_modelled = bool(recuts.recutter.features.layers)
+            recuts.note(batch, self._times.host_s if is_modelled else self._times.most_s)
+        if self._noted is not None or self._shortage.is_short or recuts is not None or self._has_other_codes():
+            with self._changing:
+                self._look(recuts)
         return made
 
-    def note_shortage(self, reason: str) -> None:
-        """A batch was computed in host memory, because the GPU has no room: data workers are to do all of the next."""
-        self._shortage = reason
+    def _look(self, recuts: FeatureRecuts | None) -> None:
+        """What is to be done between two batches."""
+        if self._noted is not None:
+            (reason, num_bytes), self._noted = self._noted, None
+            self._leave_to_data_workers(reason, num_bytes)
+        elif next_try(self._shortage, self._now()).is_due:
+            self._try_again()
+        elif recuts is not None and recuts is self._recuts and (decided := recuts.decided()) is not None:
+            self._carry_out(decided)
+        if self._has_other_codes():
+            self._tell(*self._told)
+
+    def note_shortage(self, reason: str, num_bytes: int = 0) -> None:
+        """A batch was computed in host memory, because the GPU has no room: data workers are to do all of the next.
+
+        Args:
+            reason: what the GPU said.
+            num_bytes: that the batch needs, where that is known.
+        """
+        self._noted = reason, num_bytes
 
     def close(self) -> None:
         """Decide nothing more."""
@@ -136,51 +218,51 @@ class FeatureParts:
 
     # --- what is to be in force -------------------------------------------------------------------------------------
 
-    def _planned(self, features: Features, now: _Plan | None) -> _Plan:
-        """What data workers run for it; the trainer's part is ready when this returns."""
-        graph = features if isinstance(features, FeatureGraph) else features.graph
-        if self._missing:
-            self._say(self._missing)
-            return self._whole(graph, now)
-        recutter = self._recutter_of(features, now)
+    def _wanted_of(self, features: Features, before: _Wanted | None) -> _Wanted:
+        recutter = self._recutter_of(features, before)
         if recutter is not None:
-            return self._cut(recutter.cut, recutter, now)
-        if isinstance(features, CutGraph):
-            return self._cut(features, None, now)
-        return self._cut(_all_of(graph), None, now) if self._device.type == "cuda" else self._whole(graph, now)
+            return _Wanted(recutter.cut, recutter)
+        if isinstance(features, FeatureGraph):
+            return _Wanted(_all_of(features) if self._device.type == "cuda" else CutGraph(features))
+        assert isinstance(features, CutGraph)
+        return _Wanted(features)
 
-    def _recutter_of(self, features: Features, now: _Plan | None) -> Recutter | None:
-        if isinstance(features, FeatureGraph) and now is not None and now.recutter is not None:
-            return now.recutter.with_graph(features)
+    def _recutter_of(self, features: Features, before: _Wanted | None) -> Recutter | None:
+        if isinstance(features, FeatureGraph) and before is not None and before.recutter is not None:
+            return before.recutter.with_graph(features)
         if not isinstance(features, HybridFeatures):
             return None
-        if now is not None and now.cut is not None:
-            return Recutter(features, carried_over(now.cut, features.graph))
+        if before is not None and (before.recutter is not None or before.cut.trainer is not None):
+            return Recutter(features, carried_over(before.cut, features.graph))
         # A GPU is the graph's first place: the first steps say whether it has time for all of it.
         return Recutter(features, _all_of(features.graph) if self._device.type == "cuda" else None)
 
-    def _cut(self, cut: CutGraph, recutter: Recutter | None, now: _Plan | None) -> _Plan:
-        if now is not None and now.cut is not None and now.cut.fingerprint == cut.fingerprint:
-            return replace(now, recutter=recutter)  # no batch has to be made again
-        if cut.trainer is None and recutter is None:
-            return self._whole(cut.graph, now)
+    def _planned(self, wanted: _Wanted, now: _Plan | None) -> _Plan:
+        """What data workers run for it; the trainer's part is ready when this returns."""
+        if self._missing:
+            self._say(self._missing)
+        if self._missing or self._shortage.is_short:
+            return self._cut(CutGraph(wanted.cut.graph), None, now)
         try:
-            compute = None if self._make is None or cut.trainer is None else self._make(cut.trainer)
-        except (FeatureError, torch.OutOfMemoryError) as error:
-            self._say(str(error).partition("\n")[0])
-            return self._whole(cut.graph, now)
+            return self._cut(wanted.cut, wanted.recutter, now)
+        except torch.OutOfMemoryError as error:
+            self._shortage = fell_short(self._shortage, self._now())
+            self._say(_first_line(error))
+        except FeatureError as error:
+            self._missing = _first_line(error)
+            self._say(self._missing)
+        return self._cut(CutGraph(wanted.cut.graph), None, now)
+
+    def _cut(self, cut: CutGraph, recutter: Recutter | None, now: _Plan | None) -> _Plan:
+        if now is not None and now.cut.fingerprint == cut.fingerprint:
+            return replace(now, recutter=recutter)  # no batch has to be made again
+        make = self._place.compute
+        compute = None if make is None or cut.trainer is None else make(cut.trainer, self.note_shortage)
         self._parts.pop(cut.fingerprint, None)
         self._parts[cut.fingerprint] = TrainersPart(cut, compute)
         while len(self._parts) > _MOST_PARTS:
             del self._parts[next(iter(self._parts))]  # the oldest
-        return _Plan(cut.graph, DataWorkersPart(cut), cut, recutter)
-
-    def _whole(self, graph: FeatureGraph, now: _Plan | None) -> _Plan:
-        is_in_force = now is not None and now.cut is None and now.graph.digest == graph.digest
-        return now if now is not None and is_in_force else _Plan(graph, FeatureTransform(graph))
-
-    def _fused(self, graph: FeatureGraph) -> Compute:
-        return FusedTransform(graph, device=self._device, on_shortage=self.note_shortage)
+        return _Plan(cut, DataWorkersPart(cut), recutter)
 
     def _say(self, reason: str) -> None:
         if not self._has_said_so:
@@ -192,6 +274,7 @@ class FeatureParts:
     def _change(self, plan: _Plan) -> _Plan:
         if plan.stage is not self._plan.stage and self._connection is not None:
             self._connection.use_batch_stage(plan.stage)
+            self._codes.clear()
         self._plan = plan
         return plan
 
@@ -216,32 +299,67 @@ class FeatureParts:
 
     def _carry_out(self, decided: Recut) -> None:
         if decided.cut is not None:
+            wanted = _Wanted(decided.cut, self._plan.recutter)
             try:
-                plan = self._change(self._cut(decided.cut, self._plan.recutter, self._plan))
+                plan = self._change(self._planned(wanted, self._plan))
             except HetstreamError as error:
                 _log.warning("hetstream: features: the cut stays as it is, and is not decided anew: %s", error)
                 self._follow(replace(self._plan, recutter=None))
                 return
+            self._wanted = wanted
             _log.warning("hetstream: features: %s", decided.reason)
             if plan.recutter is None:
                 self._follow(plan)
                 return
         self._tell(decided.reason, decided.share)
 
-    def _leave_to_data_workers(self) -> None:
+    def _leave_to_data_workers(self, reason: str, num_bytes: int) -> None:
         """From the next step on; the batch in hand is the loop's, whether they can have the graph or not."""
+        self._shortage = fell_short(self._shortage, self._now())
+        self._needed_bytes = max(self._needed_bytes, num_bytes)
+        self._say(reason)
         try:
-            self._follow(self._change(self._planned(self._plan.graph, self._plan)))
+            self._follow(self._change(self._planned(self._wanted, self._plan)))
         except HetstreamError as error:
             _log.warning("hetstream: features: the cut stays as it is: %s", error)
+            self._shortage = came_back(self._shortage, self._now())
+
+    def _try_again(self) -> None:
+        """Back to the GPU from the next step on, if it has memory for a batch now."""
+        before = self._shortage
+        if not self._place.has_memory(self._needed_bytes):
+            self._shortage = fell_short(before, self._now())
+            return
+        self._shortage = came_back(before, self._now())
+        try:
+            plan = self._change(self._planned(self._wanted, self._plan))
+        except HetstreamError as error:
+            self._shortage = fell_short(before, self._now())
+            _log.warning("hetstream: features: data workers keep the whole graph: %s", error)
+            return
+        self._follow(plan)
+        if not self._shortage.is_short:
+            _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
+            self._has_said_so = False
+
+    def _has_other_codes(self) -> bool:
+        return bool(self._codes) and self._codes[-1] not in self._told_codes
 
     def _tell(self, reason: str, share: float = 0.0) -> None:
         """Put it into the loader's statistics, which the dispatcher is told."""
         if self._connection is None:
             return
-        plan, num = self._plan, len(self._plan.graph.steps)
-        on_trainer = 0 if plan.cut is None else len(trainers(plan.cut))
+        self._told, self._told_codes = (reason, share), tuple(sorted({*self._codes}))
+        if self._shortage.is_short:
+            reason = next_try(self._shortage, self._now()).reason
+        if self._told_codes:
+            reason = f"{reason}; data workers run {'; others '.join(self._told_codes)}"
+        num, on_trainer = len(self._plan.cut.graph.steps), len(trainers(self._plan.cut))
         self._connection.statistics.features = FeatureCut(num, on_trainer, share, reason[:_LONGEST_REASON])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _all_of(graph: FeatureGraph) -> CutGraph:

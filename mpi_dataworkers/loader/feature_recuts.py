@@ -5,14 +5,17 @@ Used by `feature_parts.py`, which notes each batch and carries out what was deci
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hetstream.mpi_dataworkers.features.cut_transform import HandedOver
 from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches
+from hetstream.mpi_dataworkers.gpu_features.layer_hooks import Clock
 from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
 
 _log = logging.getLogger(__name__)
@@ -22,6 +25,41 @@ _STEPS, _LOOK_S = 20, 1.0
 _PAUSE_S, _PAUSE_FACTOR = 1.0, 10.0
 # A decision that is being made when the loader closes is waited for so long.
 _CLOSED_WITHIN_S = 2.0
+# So many batches may be on the device before one's time is given up.
+_MOST_MARKS = 16
+
+
+class PartTimes:
+    """Takes the time of the trainer's part of each batch, on the host and on its device: `with times: ...`.
+
+    A device is behind the host, and nobody waits for it: its time is that of the last batch that it has finished.
+
+    Args:
+        clock: of the device.
+
+    Attributes:
+        host_s: of the last batch: launching alone, where a device computes.
+        device_s: of a batch, on the device.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.host_s = self.device_s = 0.0
+        self._clock = clock
+        self._marks: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=_MOST_MARKS)
+
+    @property
+    def most_s(self) -> float:
+        """Of the two the longer one: the device may work while the host goes on, and the host while it does."""
+        return max(self.host_s, self.device_s)
+
+    def __enter__(self) -> None:
+        self._began, self._first = time.perf_counter(), self._clock.mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.append((self._first, self._clock.mark()))
+        self.host_s = time.perf_counter() - self._began
+        while self._marks and self._clock.is_over(self._marks[0][1]):
+            self.device_s = self._clock.seconds(*self._marks.popleft())
 
 
 @dataclass(frozen=True)

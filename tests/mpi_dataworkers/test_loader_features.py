@@ -16,12 +16,21 @@ from random_features import as_bytes
 from hetstream import DataLoader, FeatureError
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.features import native, native_choice
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts
+from hetstream.mpi_dataworkers.gpu_features.shortage import (
+    MOST_IN_A_ROW,
+    Shortage,
+    Try,
+    came_back,
+    fell_short,
+    next_try,
+)
+from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts, TrainersDevice
 from hetstream.mpi_dataworkers.partitioner.partition import partition
 
 GRAPH = FeatureGraph.of(
@@ -36,6 +45,7 @@ GRAPH = FeatureGraph.of(
 )
 FIRST = ("price.Clamp.Logit", "ids.FirstX.SigridHash")
 CUT = CutGraph(GRAPH, FIRST)
+OTHER = CutGraph(GRAPH, ("price.Clamp",))
 LENGTH = 60
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5}
 
@@ -131,9 +141,6 @@ def test_a_state_is_continued_with_another_cut(loaders: Any, whole: list[Any]) -
     assert [*map(as_bytes, other)] == whole[4:]
 
 
-OTHER = CutGraph(GRAPH, ("price.Clamp",))
-
-
 class Stream(torch.utils.data.IterableDataset[int]):
     """Row numbers, divided among the processes that read them."""
 
@@ -211,37 +218,105 @@ def test_without_a_gpu_data_workers_compute_the_whole_and_that_is_said_once(
         loader_of(loaders, device="cuda")
 
 
-class Short:
-    """In the place of a GPU: has no memory for some batches, as `FusedTransform` says it."""
+class Gpu:
+    """In the place of a GPU: computes with torch, and has no memory for some batches, as `FusedTransform` says it.
 
-    def __init__(self, graph: FeatureGraph, note_shortage: Any) -> None:
-        self.transform, self.note, self.count = FeatureTransform(graph), note_shortage, 0
+    Args:
+        short_at: numbers of batches, counted from 0 on, for which there is none.
+        empty_at: numbers of looks for memory at which there is some; None: at all.
+    """
 
-    def __call__(self, batch: Any) -> dict[str, Any]:
-        self.count += 1
-        if self.count == 3:
-            self.note("CUDA out of memory. Tried to allocate 2 GiB.")
-        return self.transform(batch)
+    def __init__(self, short_at: tuple[int, ...], empty_at: tuple[int, ...] | None = None) -> None:
+        self.short_at, self.empty_at = short_at, empty_at
+        self.num_batches = 0
+        self.looked_for: list[int] = []
+        self.now_s = 0.0
+
+    def parts_of(self, loader: Any, features: Any) -> FeatureParts:
+        """Of a loader, which has them from here on."""
+        place = TrainersDevice(self.compute, self.has_memory)
+        parts = FeatureParts(features, torch.device("cpu"), place=place, now=lambda: self.now_s)
+        parts.attach(loader._connection, 0)
+        loader._features = parts
+        if loader._connection.pipeline.batch_stage is not parts.stage:
+            loader._connection.use_batch_stage(parts.stage)
+        return parts
+
+    def compute(self, graph: FeatureGraph, note_shortage: Any) -> Any:
+        transform = FeatureTransform(graph)
+
+        def run(batch: Any) -> dict[str, Any]:
+            if self.num_batches in self.short_at:
+                note_shortage("CUDA out of memory. Tried to allocate 2 GiB.", 2 << 30)
+            self.num_batches += 1
+            return transform(batch)
+
+        return run
+
+    def has_memory(self, num_bytes: int) -> bool:
+        self.looked_for.append(num_bytes)
+        return self.empty_at is None or len(self.looked_for) - 1 in self.empty_at
+
+
+def said_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "features" in record.message]
 
 
 def test_without_gpu_memory_data_workers_compute_the_whole_from_then_on_and_that_is_said_once(
     three: Any, loaders: Any, whole: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = loader_of(loaders, features=GRAPH, service=three.name)
-    short: list[Short] = []
-
-    def compute(graph: FeatureGraph) -> Short:
-        short.append(Short(graph, parts.note_shortage))
-        return short[-1]
-
-    parts = FeatureParts(GRAPH, torch.device("cpu"), compute=compute)
-    parts.attach(loader._connection, 0)
-    loader._features = parts
+    loader, gpu = loader_of(loaders, features=GRAPH, service=three.name), Gpu((2,))
+    gpu.parts_of(loader, CUT)
     with caplog.at_level(logging.WARNING):
-        assert made(loader, {0: CUT, 6: CUT}) == whole
-    [said] = [record.message for record in caplog.records if "features" in record.message]
+        assert made(loader, {6: CUT}) == whole
+    [said] = said_of(caplog)
     assert "Tried to allocate 2 GiB." in said
-    assert [each.count for each in short] == [3], "no batch after the third was the GPU's"
+    assert gpu.num_batches == 3, "no batch after the third was the GPU's"
+    assert "the GPU is tried again in 10 s" in loader.stats()["features"]["reason"]
+
+
+@pytest.mark.parametrize("change", [None, OTHER], ids=str)
+def test_the_graph_comes_back_when_the_gpu_has_memory_again_and_no_byte_changes(
+    three: Any, loaders: Any, whole: list[Any], caplog: pytest.LogCaptureFixture, change: Any
+) -> None:
+    """In an exact number of steps, since the clock is the test's; also with another cut, given in the meantime."""
+    for place in ({"service": three.name}, {}):
+        loader, gpu = loader_of(loaders, features=GRAPH, **place), Gpu((1,), empty_at=(1,))
+        parts, found = gpu.parts_of(loader, CUT), []
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for step, batch in enumerate(loader):
+                found.append(as_bytes(batch))
+                gpu.now_s += 6.0
+                if step == 3 and change is not None:
+                    loader.set_features(change)
+        assert found == whole
+        # Short at step 1; in vain after 12 s; again after 24 s, and from the step behind that on it is the GPU's.
+        assert gpu.looked_for == [2 << 30] * 2
+        assert gpu.num_batches == 2 + len(whole) - 8
+        assert parts.stage.cut == (change or CUT)
+        away, back = said_of(caplog)
+        assert "data workers compute the whole graph: CUDA out of memory." in away
+        assert "the GPU has memory again" in back
+
+
+def test_a_gpu_that_stays_full_is_tried_ever_more_rarely_and_then_no_more() -> None:
+    shortage, now_s, waits = fell_short(Shortage(), 5.0), 5.0, []
+    while shortage.num_in_a_row <= MOST_IN_A_ROW:
+        assert not next_try(shortage, now_s).is_due
+        began = now_s
+        while not next_try(shortage, now_s).is_due:
+            now_s += 1.0
+        waits.append(now_s - began)
+        shortage = fell_short(shortage, now_s)
+    assert waits == [10, 20, 40, 80, 160, 320, 600, 600, 600, 600, 600, 600]
+    assert next_try(shortage, now_s + 1e9) == (
+        Try(False, "the GPU had no memory 13 times in a row, and is not tried again")
+    )
+    short = came_back(fell_short(Shortage(), 0.0), 10.0)
+    assert not next_try(short, 1e9).is_due
+    assert fell_short(short, 20.0).num_in_a_row == 2
+    assert fell_short(short, 1000.0).num_in_a_row == 1, "it was long ago"
 
 
 class Unreachable:
@@ -257,19 +332,20 @@ class Unreachable:
 
 
 def test_a_batch_is_there_although_data_workers_cannot_have_the_graph(caplog: pytest.LogCaptureFixture) -> None:
-    parts = FeatureParts(CUT, torch.device("cpu"), compute=FeatureTransform)
+    place = TrainersDevice(lambda graph, _: FeatureTransform(graph))
+    parts = FeatureParts(CUT, torch.device("cpu"), place=place)
     parts.attach(Unreachable(), 0)  # type: ignore[arg-type]
     parts.note_shortage("CUDA out of memory")
     assert as_bytes(parts.finish(parts.stage(collate([1, 2])))) == as_bytes(FeatureTransform(GRAPH)(collate([1, 2])))
     assert "the cut stays as it is: " in caplog.text
 
 
-def no_triton(_: FeatureGraph) -> Any:
+def no_triton(_: FeatureGraph, __: Any) -> Any:
     raise FeatureError("features on a GPU need Triton: pip install 'hetstream[triton]'")
 
 
 def test_without_triton_data_workers_have_the_whole(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(FeatureParts(CUT, torch.device("cpu"), compute=no_triton).stage, FeatureTransform)
+    assert FeatureParts(CUT, torch.device("cpu"), place=TrainersDevice(no_triton)).stage.cut == CutGraph(GRAPH)
     assert "need Triton: pip install" in caplog.text
 
 
@@ -309,3 +385,60 @@ def without_price(rows: list[int]) -> dict[str, Any]:
 def test_batches_come_to_their_device() -> None:
     with DataLoader([*range(8)], 4, collate_fn=collate, features=CUT, device="meta") as loader:
         assert all(batch["dense"].is_meta and batch["ids"].values.is_meta for batch in loader)
+
+
+def without_ids(rows: list[int]) -> dict[str, Any]:
+    return {name: value for name, value in collate(rows).items() if name != "ids"}
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_graph_that_batches_do_not_fit_is_refused_at_the_call(
+    three: Any, loaders: Any, whole: list[Any], is_remote: bool
+) -> None:
+    """As soon as a batch of the pass has come; the graph before goes on, and no batch is lost."""
+    place = {"service": three.name} if is_remote else {}
+    loader, found = loader_of(loaders, features=CUT, **place), []
+    for step, batch in enumerate(loader):
+        found.append(as_bytes(batch))
+        if step in (0, 5):
+            for graph, words in (
+                (FeatureGraph.of({"y": dense("age") >> ops.Clamp(0.0, 5.0)}), "'age' is not among row, price, ids"),
+                (FeatureGraph.of({"y": dense("row") >> ops.Clamp(0.0, 5.0)}), "row is dense int64, and dense float32"),
+                (FeatureGraph.of({"y": jagged("row")}), "row is dense int64, and jagged int64 in the graph"),
+                (FeatureGraph.of({"y": dense("price", width=3)}), "price has 1 values in a row, and 3 in the graph"),
+            ):
+                with pytest.raises(FeatureError, match=f"set_features: the batches of this pass do not fit.*{words}"):
+                    loader.set_features(graph)
+    assert found == whole
+
+
+def test_a_graph_for_the_next_pass_is_accepted_where_the_data_changes(loaders: Any, whole: list[Any]) -> None:
+    loader = loader_of(loaders, features=CutGraph(FeatureGraph.of({"row": dense("row", "int64")})))
+    loader.collate_fn = without_ids
+    assert len([*loader]) == len(whole)
+    with pytest.raises(FeatureError, match="call set_features behind that pass's iter"):
+        loader.set_features(GRAPH)
+    loader.collate_fn = collate
+    loader.set_epoch(0)
+    loader.set_features(GRAPH)
+    assert [*map(as_bytes, loader)] == whole
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_data_workers_with_and_without_a_compiler_make_the_same_bytes_and_that_is_said(
+    service: Any, loaders: Any, whole: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code begins after some batches, where there is a compiler; Logit and BoxCox stay torch's."""
+    monkeypatch.setattr(native_choice, "WORTH_S", 1e-4)
+    loader = loader_of(loaders, features=GRAPH)
+    assert made(loader) == whole
+    said = loader.stats()["features"]["reason"]
+    assert "data workers run native code in 2 of 4 chains, torch where Logit or BoxCox is" in said
+    states = loader_of(loaders, features=GRAPH)
+    batches = iter(states)
+    assert [as_bytes(next(batches)) for _ in range(4)] == whole[:4]
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    without = loader_of(loaders, features=GRAPH)
+    without.load_state_dict(states.state_dict())
+    assert [*map(as_bytes, without)] == whole[4:]
+    assert "data workers run torch, because there is no C++ compiler" in without.stats()["features"]["reason"]

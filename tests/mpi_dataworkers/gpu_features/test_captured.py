@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
-from hetstream.mpi_dataworkers.features.batches import Jagged
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.buckets import LEAST_SEEN, MOST_SIZES, Act, decide_step, padded
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan
@@ -65,12 +69,13 @@ def run(
     batches: list[dict[str, Any]],
     streams: FakeStreams | None = None,
     train: Callable[[dict[str, Any]], Any] | None = None,
+    plan: LaunchPlan = PLAN,
 ) -> tuple[list[dict[str, Any]], int]:
     """Train; the features that each batch had, and how many steps were replayed."""
     training = Training()
     used = FakeStreams() if streams is None else streams
     captured = CapturedCoRun(
-        GRAPH, PLAN, training.model, train or training.step, streams=used, kernel=(16, interpreted_launch)
+        GRAPH, plan, training.model, train or training.step, streams=used, kernel=(16, interpreted_launch)
     )
     found: list[dict[str, Any]] = []
     with captured:
@@ -84,7 +89,16 @@ def run(
 def check(found: list[dict[str, Any]], batches: list[dict[str, Any]]) -> None:
     for features, raw in zip(found, [*batches, *batches[:2]], strict=True):
         for name, value in FeatureTransform(GRAPH)(raw).items():
-            same(features[name], value)
+            same(without_padding(features[name]), value)
+
+
+def without_padding(value: Any) -> Any:
+    """Lists without the zeros behind them."""
+    if not isinstance(value, JaggedBatch):
+        return value
+    filled = int(value.lengths.sum())
+    assert not value.values[filled:].any()
+    return JaggedBatch(value.keys, value.values[:filled], value.lengths)
 
 
 def test_replays_train_on_each_batch_and_compute_the_next() -> None:
@@ -126,3 +140,125 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_and_that_is_said_once(capl
     [message] = [record.message for record in caplog.records]
     assert "operation not permitted" in message
     assert "more about it" not in message
+
+
+def lists_of(count: int, rows: int = 6) -> list[dict[str, Any]]:
+    """Batches whose lists have other lengths each time."""
+    return [batch_of(SIZE, rows, seed) for seed in range(count)]
+
+
+def test_lists_of_all_lengths_are_replayed_where_the_plan_is_padded() -> None:
+    """Without padding nearly each batch has a size of its own."""
+    batches = lists_of(40)
+    sizes = {len(FeatureTransform(GRAPH)(batch)["sparse"].values) for batch in batches}
+    assert len(sizes) > 10
+    found, num_replays = run(batches, plan=replace(PLAN, is_padded=True))
+    check(found, batches)
+    assert num_replays > 25
+    found, num_unpadded = run(batches)
+    check(found, batches)
+    assert num_unpadded < num_replays
+
+
+@pytest.mark.parametrize("full_at", [(7,), (30,), tuple(range(100))])
+def test_padded_batches_are_whole_also_where_there_is_no_room(full_at: tuple[int, ...]) -> None:
+    batches = lists_of(14)
+    found, _ = run(batches, FakeStreams(full_at), plan=replace(PLAN, is_padded=True))
+    check(found, batches)
+
+
+def test_data_workers_pad_as_the_trainer_does() -> None:
+    batches, plan = lists_of(30), replace(PLAN, is_padded=True)
+    stage = PackedByDataWorkers(GRAPH, plan, tile=16)
+    training = Training()
+    captured = CapturedCoRun(
+        GRAPH, plan, training.model, training.step, streams=FakeStreams(), kernel=(16, interpreted_launch)
+    )
+    with captured:
+        found = [training.seen[-1] for _ in captured(map(stage, batches))]
+    check([*found, *found[:2]], batches)
+    assert captured.num_replays > 15
+
+
+def test_no_more_sizes_are_captured_than_there_is_memory_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Twelve sizes that come often: eight have graphs, and the others run as they are, which is said once."""
+    of_each = [batch_of(SIZE, rows, 7) for rows in range(1, 13)]
+    warm = [batch_of(SIZE, 12, seed) for seed in range(6)]  # so large that all find room in the slots
+    batches = [*warm, *itertools.islice(itertools.cycle(of_each), 36 * (LEAST_SEEN + 2))]
+    training = Training()
+    with (
+        caplog.at_level(logging.WARNING),
+        CapturedCoRun(
+            GRAPH, PLAN, training.model, training.step, streams=FakeStreams(), kernel=(16, interpreted_launch)
+        ) as captured,
+    ):
+        found = [training.seen[-1] for _ in captured(batches)]
+        assert captured.num_graphs <= 3 * MOST_SIZES
+        assert captured.num_replays > 0
+    check([*found, *found[:2]], batches)
+    [message] = [record.message for record in caplog.records]
+    assert "steps of other sizes run as they are: 8 sizes are captured, and no more are" in message
+
+
+def test_a_size_grows_by_an_eighth_at_most_and_has_few_steps() -> None:
+    assert [padded(count) for count in (0, 1, 16, 17, 100, 128, 129, 1000)] == [0, 16, 16, 32, 112, 128, 144, 1024]
+    for count in [*range(300), *range(10**5, 10**5 + 50)]:
+        assert count <= padded(count) < count + max(16, count / 8 + 1)
+    assert len({padded(count) for count in range(100_000, 200_000)}) <= 10
+
+
+def test_what_a_step_does_and_why() -> None:
+    often = {"is_captured": False, "is_warm": True, "has_next": True, "num_seen": LEAST_SEEN, "size_at": -1}
+    free = {"num_sizes": 0, "refusal": ""}
+    for given, act, why in (
+        ({"is_captured": True, "refusal": "no"}, Act.REPLAY, "captured"),
+        ({}, Act.CAPTURE, "come often"),
+        ({"refusal": "CUDA error"}, Act.RUN, "CUDA error"),
+        ({"is_warm": False}, Act.RUN, "the first steps"),
+        ({"has_next": False}, Act.RUN, "no next batch"),
+        ({"num_seen": LEAST_SEEN - 1}, Act.RUN, "2 steps had these sizes before"),
+        ({"num_sizes": MOST_SIZES}, Act.RUN, "8 sizes are captured"),
+        ({"num_sizes": MOST_SIZES, "size_at": 3, "num_seen": 0}, Act.CAPTURE, "come often"),
+    ):
+        decided = decide_step(**{**often, **free, **given})
+        assert (decided.act, why in decided.reason) == (act, True), given
+
+
+def test_the_fake_finds_what_cuda_would_not_capture() -> None:
+    """And what a graph gives is gone when another one is replayed."""
+    streams = FakeStreams()
+    words, before = streams.empty(4), streams.record(Stream.PREPROCESSING)
+    streams.launch(words.zero_, (), [words])
+
+    def joined() -> torch.Tensor:
+        streams.wait(Stream.PREPROCESSING, streams.record(Stream.TRAINING))
+        streams.launch(words.zero_, (), [words])
+        streams.wait(Stream.TRAINING, streams.record(Stream.PREPROCESSING))
+        return torch.ones(2)
+
+    inside: list[Any] = []
+
+    def forgotten() -> None:
+        streams.wait(Stream.PREPROCESSING, streams.record(Stream.TRAINING))
+        inside.append(streams.record(Stream.PREPROCESSING))
+        streams.launch(words.zero_, (), [words])
+
+    for run_within, why in (
+        (lambda: streams.empty(1), "memory for results while a step is captured"),
+        (lambda: streams.copy(torch.zeros(1, dtype=torch.int64)), "a copy from host memory while"),
+        (lambda: streams.wait(Stream.TRAINING, before), "cudaErrorStreamCaptureIsolation"),
+        (lambda: streams.launch(words.zero_, (), [words]), "would not be captured"),
+        (forgotten, "was captured, and training does not wait for it"),
+        (lambda: streams.capture(joined), "another capture while"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            streams.capture(run_within)
+    with pytest.raises(AssertionError, match="cudaErrorCapturedEvent"):
+        streams.wait(Stream.COPYING, inside[0])
+    streams.wait(Stream.TRAINING, streams.record(Stream.PREPROCESSING))
+    (replay_first, first), (replay_second, second) = streams.capture(joined), streams.capture(joined)
+    replay_first()
+    assert first.tolist() == [1, 1]
+    replay_second()
+    assert first.isnan().all()
+    assert second.tolist() == [1, 1]

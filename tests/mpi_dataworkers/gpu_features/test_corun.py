@@ -211,6 +211,37 @@ def test_data_workers_compute_the_graph_from_then_on(
     assert ("no room" if full_at else "there is no GPU here") in message
 
 
+@pytest.mark.parametrize("packed_by", ["trainer", "data workers"])
+def test_the_graph_comes_back_when_there_is_room_again_and_that_is_said(
+    packed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No room for two batches, none when it is tried again, then there is; also for the next iteration."""
+    batches = [batch_of(SIZE, ROWS, seed) for seed in range(12)]
+    stage = PackedByDataWorkers(GRAPH, PLAN, tile=16) if packed_by == "data workers" else None
+    model, streams, now_s = Model(), FakeStreams((2, 4, 5)), 0.0
+    with (
+        DataLoader(batches, batch_size=1, collate_fn=_raw, shuffle=False, batch_stage=stage) as loader,
+        corun(model, streams) as beside,
+        caplog.at_level(logging.WARNING),
+    ):
+        beside.now = lambda: now_s
+        stages = []
+        for epoch in range(2):
+            for number, features in enumerate(beside(loader)):
+                check(features, batches[number])
+                train(model, features)
+                stages.append(type(loader.batch_stage))
+                now_s += 6.0 if epoch == 0 else 0.0
+            assert number == len(batches) - 1
+    away = [at for at, found in enumerate(stages) if found is ComputedByDataWorkers]
+    assert away == [*range(away[0], away[-1] + 1)]
+    assert len(away) == 6, "in vain after 12 s, and then after 24 s"
+    said = [record.message for record in caplog.records if "features" in record.message]
+    assert ["no room" in said[0], "the GPU has memory again" in said[1], len(said)] == [True, True, 2]
+    num_copied = sum(stream is Stream.COPYING for stream, _ in streams.log)
+    assert num_copied >= 2 * len(batches) - len(away) - AHEAD - 1
+
+
 @pytest.mark.parametrize("full_at", [(), (2,), tuple(range(20))])
 def test_data_workers_pack_for_the_trainer(full_at: tuple[int, ...]) -> None:
     """Which only copies; where it has no room, it reads the raw columns out of what was packed."""
@@ -358,6 +389,11 @@ def test_plans_of_other_graphs_and_models_are_refused_and_hooks_go_away() -> Non
         corun(model, plan=all_at_once(GRAPH, "attention.forward", 1))
     with pytest.raises(FeatureError, match="at least one program"):
         corun(model, plan=all_at_once(GRAPH, "dense.forward", 0))
+    for plan in (None, "all", [Launch("dense.forward", (0, 1, 2, 3), 1)]):
+        with pytest.raises(FeatureError, match=r"plan=.*: give a LaunchPlan; plan_launches finds one"):
+            CoRun(GRAPH, plan, model)  # type: ignore[arg-type]
+        with pytest.raises(FeatureError, match="give a LaunchPlan"):
+            PackedByDataWorkers(GRAPH, plan)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="tile=48"):
         CoRun(GRAPH, PLAN, model, kernel=(48, None))
     with pytest.raises(FeatureError, match="layer 'other' is no module of the model"):

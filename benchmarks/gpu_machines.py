@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.running import ROOT
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.orders import JobClass
@@ -106,6 +107,10 @@ class Training:
         """When each step ended, and how long it computed."""
         whole_lines = self.out.read_text().split("\n")[:-1]
         return [(int(ended_ns), int(busy_ns)) for ended_ns, busy_ns in map(str.split, whole_lines)]
+
+    def last_words(self) -> str:
+        """The end of what it said."""
+        return self.err.read_text().strip()[-500:]
 
     def finish(self) -> float | None:
         """Wait for its end. How long it took from its first step on; None if it failed."""
@@ -282,7 +287,7 @@ def wait_for_steps(training: Training, steps: int) -> None:
     """Wait until a program has made so many steps."""
     until(lambda: len(training.steps()) >= steps or training.process.poll() is not None)
     if len(training.steps()) < steps:
-        raise SystemExit(f"a training program ended early: {training.err.read_text()}")
+        raise HetstreamError(f"a training program ended early: {training.last_words()}")
 
 
 def until(condition: Callable[[], object]) -> None:

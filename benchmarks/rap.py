@@ -7,6 +7,7 @@ nothing of that is a figure. docs/benchmarks.md explains the rows.
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,7 @@ from benchmarks.rap_cases import batches_of_one_size
 from benchmarks.rap_model import ModelSize, Training
 from benchmarks.rap_mps import MPS, mps_missing, mps_step_s
 from benchmarks.rap_systems import SYSTEMS, Bench, alone_s, interpreted_kernel
-from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.capacity import Probing, Resource, capacities, round_s
+from hetstream.mpi_dataworkers.gpu_features.capacity import Probing, Resource, Rules, capacities, round_s
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.launches import Work, operations_of_features, plan_launches
@@ -85,22 +85,34 @@ def main() -> int:
     failures: dict[str, str] = {}
     context["layers"] = {}
     for number in numbers:
-        size, num_steps = PLANS[number], QUICK_STEPS if args.quick else STEPS
+        size = PLANS[number]
         try:
-            bench = Bench.on_gpu(size, rows_of(size), num_steps, tf32=args.tf32)
-            with GpuProbing(bench.training.model, _step_of(bench), optimizer=bench.training.optimizer) as probing:
-                measured = prepare(bench, probing)
-            measure(bench, measured, names, 1 if args.quick else args.repeats)
-        except (FeatureError, torch.OutOfMemoryError) as error:
-            failures[size.name] = str(error)
+            measured = measured_on_gpu(size, names, 0 if args.quick else args.repeats, tf32=args.tf32)
+        except Exception as error:  # noqa: BLE001, whatever a GPU says: the other plans go on, and it is told at the end
+            failures[size.name] = one_line(error)
             continue
+        finally:
+            gc.collect()  # hooks and what they call hold the model in circles
+            torch.cuda.empty_cache()
         case = f"{size.name}, {'TF32' if args.tf32 else 'fp32'}"
         rows += report(case, size, measured)
         context["layers"][case] = [vars(layer) for layer in measured.layers]
         failures |= {f"{size.name}: {name}": why for name, why in measured.failures.items()}
-        del bench, probing
-        torch.cuda.empty_cache()
     return harness.finish("rap", args.out, rows, failures, context)
+
+
+def measured_on_gpu(size: PlanSize, names: Sequence[str], repeats: int, *, tf32: bool) -> Measured:
+    """Measure a plan on the GPU; with no repeats once, and shortly."""
+    bench = Bench.on_gpu(size, rows_of(size), STEPS if repeats else QUICK_STEPS, tf32=tf32)
+    with GpuProbing(bench.training.model, _step_of(bench), optimizer=bench.training.optimizer) as probing:
+        measured = prepare(bench, probing)
+    measure(bench, measured, names, max(1, repeats))
+    return measured
+
+
+def one_line(error: BaseException) -> str:
+    """An error for a report."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def rows_of(size: PlanSize) -> int:
@@ -111,7 +123,7 @@ def rows_of(size: PlanSize) -> int:
 def prepare(bench: Bench, probing: Probing) -> Measured:
     """Find out what preprocessing takes and what layers leave, and plan."""
     measured = Measured(alone_s=alone_s(bench, is_fused=False), fused_alone_s=alone_s(bench, is_fused=True))
-    measured.layers = capacities(probing)
+    measured.layers = capacities(probing, Rules(unsteady_leaves_nothing=True))
     measured.note = _plan(bench, probing, measured)
     say(f"  {bench.size.name}: {measured.note}")
     return measured
@@ -131,8 +143,8 @@ def measure(bench: Bench, measured: Measured, names: Sequence[str], repeats: int
                 continue
             try:
                 seconds = mps_step_s(bench) if name == MPS else SYSTEMS[name](bench)
-            except (RuntimeError, FeatureError) as error:  # such as no memory: the others go on
-                measured.failures[name] = str(error).partition("\n")[0]
+            except Exception as error:  # noqa: BLE001, such as no memory: the others go on, and it is told at the end
+                measured.failures[name] = one_line(error)
                 measured.step_s.pop(name, None)
                 continue
             measured.step_s.setdefault(name, []).append(seconds)

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from benchmarks.running import ROOT
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def mps_missing() -> str:
     """Why MPS cannot be used here; "" if it can."""
     if shutil.which(_CONTROL) is None:
         return f"{_CONTROL} is not installed"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         return _start(_environment(folder)) or _stop(_environment(folder))
 
 
@@ -39,8 +41,9 @@ def mps_step_s(bench: Bench) -> float:
     Raises:
         RuntimeError: MPS cannot be started, or the trainer failed.
     """
-    request = {"plan": bench.size.name, "rows": bench.rows, "steps": bench.num_steps}
-    with tempfile.TemporaryDirectory() as folder:
+    tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+    request = {"plan": bench.size.name, "rows": bench.rows, "steps": bench.num_steps, "tf32": tf32}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         environment = _environment(folder)
         if why := _start(environment):
             raise RuntimeError(f"MPS: {why}")
@@ -72,10 +75,15 @@ def _stop(environment: dict[str, str]) -> str:
 
 def _answer(argv: list[str], environment: dict[str, str], text: str = "") -> str:
     """What a command says if it fails; "" if it does not."""
-    try:
-        done = subprocess.run(
-            argv, env=environment, input=text, capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (done.stderr or done.stdout or f"{argv[0]} ended with {done.returncode}").strip() if done.returncode else ""
+    # A file: a daemon that the command leaves behind may hold it open, and nobody waits for its end.
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            done = subprocess.run(
+                argv, env=environment, input=text, stdout=said, stderr=said, text=True, timeout=30, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if not done.returncode:
+            return ""
+        said.seek(0)
+        return said.read().strip() or f"{argv[0]} ended with {done.returncode}"

@@ -73,10 +73,10 @@ class Bench:
         self.unfused_plan = LaunchPlan(launches, 0.0, "a launch for each operator")
 
     @classmethod
-    def on_gpu(cls, size: PlanSize, rows: int, num_steps: int, *, tf32: bool) -> Bench:
-        """On the GPU."""
+    def on_gpu(cls, size: PlanSize, rows: int, num_steps: int, *, tf32: bool, model: ModelSize | None = None) -> Bench:
+        """On the GPU, with the paper's model unless another one is given."""
         batches = batches_of_one_size(size, rows, NUM_BATCHES)
-        training = Training(make_plan(size), rows, torch.device("cuda"), ModelSize(), tf32=tf32)
+        training = Training(make_plan(size), rows, torch.device("cuda"), model or ModelSize(), tf32=tf32)
         return cls(size, rows, training, batches, CudaStreams, triton_launch(), 256, num_steps)
 
     def packed(self, graph: FeatureGraph, plan: LaunchPlan) -> list[Packed]:
@@ -100,7 +100,8 @@ class Bench:
         began = time.perf_counter()
         done = sum(1 for _ in itertools.islice(steps, self.num_steps))
         self.sync()
-        assert done == self.num_steps
+        if done != self.num_steps:
+            raise RuntimeError(f"{done} steps of {self.num_steps}: there were no more batches")
         return (time.perf_counter() - began) / done
 
     def corun(self, graph: FeatureGraph, plan: LaunchPlan) -> CoRun:
@@ -187,8 +188,10 @@ def _only(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def cpu_data_workers(bench: Bench) -> float:
     """Computed by data workers on the other cores of this host, then copied while training goes on."""
-    num_workers = max(1, (os.cpu_count() or 2) - 1) if bench.device.type == "cuda" else 0
-    dataset = _Whole(bench.batches, bench.num_steps + 20 * _WARM_UP)
+    num_workers = max(1, len(os.sched_getaffinity(0)) - 1) if bench.device.type == "cuda" else 0
+    # Each process makes some batches that do not count: in its first one it compiles.
+    warm_up = 4 * num_workers + bench.warm_up
+    dataset = _Whole(bench.batches, bench.num_steps + warm_up + 20 * _WARM_UP)
     with DataLoader(
         dataset,
         batch_size=1,
@@ -198,7 +201,7 @@ def cpu_data_workers(bench: Bench) -> float:
         num_workers=num_workers,
         device=str(bench.device),
     ) as loader:
-        return bench.timed(bench.training.step(features) for features in loader)
+        return bench.timed((bench.training.step(features) for features in loader), warm_up)
 
 
 def low_priority(bench: Bench) -> float:
@@ -246,7 +249,9 @@ def hetstream_captured(bench: Bench) -> float:
         kernel=(bench.tile, bench.run_kernel),
     ) as captured:
         found = bench.timed(captured(itertools.cycle(bench.packed(bench.graph, bench.plan))), warm_up=_WARM_UP_CAPTURED)
-        assert captured.num_replays >= bench.num_steps, "steps were not replayed"
+        if captured.num_replays < bench.num_steps:
+            why = captured.refusal or "batches found no room in the slots, or had other sizes"
+            raise RuntimeError(f"{captured.num_replays} steps of {bench.num_steps} were replayed: {why}")
         return found
 
 

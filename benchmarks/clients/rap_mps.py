@@ -15,13 +15,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.rap_model import ModelSize
 from benchmarks.rap_systems import Bench
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS
 
 
 def preprocess(request: dict[str, Any], wire: Connection) -> None:
     """Compute a batch for each message, and say so when it is done."""
-    bench = bench_of(request)
+    # The model is the other process's; here it is as small as can be.
+    bench = bench_of(request, ModelSize(dim=4, bottom=(4,), top=(4,), most_rows=1000))
     packed = bench.packed(bench.graph, bench.fused_plan)
     number = 0
     wire.send(True)
@@ -32,10 +34,10 @@ def preprocess(request: dict[str, Any], wire: Connection) -> None:
         wire.send(True)
 
 
-def bench_of(request: dict[str, Any]) -> Bench:
+def bench_of(request: dict[str, Any], model: ModelSize | None = None) -> Bench:
     """The plan on this GPU."""
     size = next(plan for plan in PLANS if plan.name == request["plan"])
-    return Bench.on_gpu(size, request["rows"], request["steps"], tf32=False)
+    return Bench.on_gpu(size, request["rows"], request["steps"], tf32=request["tf32"], model=model)
 
 
 def steps(bench: Bench, wire: Connection) -> Iterator[None]:

@@ -11,6 +11,7 @@ seconds of the whole GPU. `probing.py` measures on a GPU, and `fake_gpu.py` is o
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,14 +79,17 @@ class Rules:
         least_s: what a layer must last to be probed: shorter ones are over before a probe has begun, and leave nothing.
         calibration_s: how long a probe alone must last for its speed to be known.
         tries: how often a layer is measured again whose own time has changed meanwhile by more than most_growth.
+        unsteady_leaves_nothing: whether a layer whose time changes each time leaves nothing, and is no error.
     """
 
     most_growth: float = 0.03
     least_s: float = 2e-5
     calibration_s: float = 1e-3
     tries: int = 3
+    unsteady_leaves_nothing: bool = False
 
 
+_log = logging.getLogger(__name__)
 _MOST_ROUNDS = 1 << 24
 
 
@@ -158,10 +162,14 @@ def _left_s(device: Probing, layer: str, speed: _Speed, rules: Rules) -> float:
         after_s = _seconds_of(device, layer, None)
         if abs(after_s - before_s) <= rules.most_growth * before_s:
             return min(before_s, num_programs * num_rounds * speed.round_s)
-    raise FeatureError(
+    unsteady = (
         f"layer {layer}: without a probe it took {before_s * 1e6:.1f} us and then {after_s * 1e6:.1f} us, "
         f"{rules.tries} times more than {rules.most_growth:.0%} apart: is the GPU busy with something else?"
     )
+    if not rules.unsteady_leaves_nothing:
+        raise FeatureError(unsteady)
+    _log.warning("hetstream: features: it leaves nothing of %s: %s", speed.resource.value, unsteady)
+    return 0.0
 
 
 def _most_that_fits(device: Probing, layer: str, speed: _Speed, alone_s: float, rules: Rules) -> tuple[int, int]:

@@ -8,15 +8,12 @@
 
 What is done when is decided in `interleaving.py`; here it is carried out on the streams of `streams.py`. A batch for
 which the GPU has no memory is computed in host memory, and from then on data workers compute all, until there is memory
-again (`shortage.py`): none is lost.
+again (`fallback.py`): none is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,13 +22,21 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, HandedOver
+from hetstream.mpi_dataworkers.features.cut_transform import HandedOver
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed, ComputedByDataWorkers, PackedByDataWorkers
-from hetstream.mpi_dataworkers.gpu_features.fused import Launch, check_tile, memory_bytes, moved, triton_launch
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed
+from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
+from hetstream.mpi_dataworkers.gpu_features.fused import (
+    Launch,
+    check_tile,
+    memory_bytes,
+    moved,
+    triton_launch,
+    try_launch,
+)
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     HandOver,
     Interleaving,
@@ -46,11 +51,9 @@ from hetstream.mpi_dataworkers.gpu_features.interleaving import (
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, check_plan, without_layers
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import LayerHooks
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
-from hetstream.mpi_dataworkers.gpu_features.shortage import Shortage, came_back, fell_short, next_try
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream, Streams
 
 _END = object()
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,7 +129,7 @@ class CoRun:
         plan: The plan.
         streams: Of the device, where there is one.
         take_memory: Gives each batch its memory; default: of its own.
-        now: Seconds, never going back.
+        fallback: Who computes where the GPU cannot.
 
     Raises:
         FeatureError: the plan is none, leaves out features or has some twice, or knows no layer of the model; a cut
@@ -158,13 +161,7 @@ class CoRun:
         self._in_host_memory = FeatureTransform(own)
         self._read = Reader(own.inputs)
         self._tile = kernel[0]
-        self._missing, self._has_said_so = "", False
-        self._short_of = "", 0  # of a batch that had no memory: why, and of how many bytes; until that is carried out
-        self._shortage = Shortage()
-        self._needed_bytes = 0
-        # What loaders had before data workers computed the graph for them, because of a shortage.
-        self._stages_before: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.now: Callable[[], float] = time.monotonic
+        self.fallback = Fallback(self._whole)
         self._loader_state: Any = None
         self._begin()
         self.take_memory: TakeMemory = own_memory
@@ -192,18 +189,16 @@ class CoRun:
                 most_bytes=memory_bytes(self._device),
             )
             self._constants = torch.from_numpy(self._program.constants).to(self._device)
+            try_launch(self._launch, self._constants, self._tile)
         except (FeatureError, torch.OutOfMemoryError) as error:
-            self._missing = str(error).partition("\n")[0]
+            self.fallback.missing = str(error).partition("\n")[0]
 
     def __call__(self, loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """The batches of an iteration over a loader of raw columns, computed.
 
         Two batches are taken ahead. `state_dict` has the loader's position behind the batch that the loop has.
         """
-        if self._missing or self._shortage.is_short:
-            self._leave_to_data_workers(loader, self._missing or "the GPU has no memory")
-        else:
-            self._take_back(loader)
+        self.fallback.begin(loader)
         self._loader_state = _state_of(loader)
         iteration = _Iteration(self, loader)
         self._begin(iteration)
@@ -225,7 +220,7 @@ class CoRun:
             raise FeatureError("this CoRun was closed: iterate within its `with`")
         if self._iteration is not iteration:
             raise FeatureError("another iteration over this CoRun has begun: a CoRun has one at a time")
-        if not self._missing:
+        if not self.fallback.missing:
             self.streams.follow()
         self._state = batch_wanted(self._state)
         return self._carry_out(iteration)
@@ -288,7 +283,7 @@ class CoRun:
         self._begin()
 
     def __enter__(self) -> CoRun:
-        if not self._missing:
+        if not self.fallback.missing:
             self._context.enter_context(self.streams.first())
         return self
 
@@ -312,7 +307,7 @@ class CoRun:
             if isinstance(action, Stop):
                 raise StopIteration
             if isinstance(action, HandOver):
-                self._look_for_room(iteration.loader)
+                self.fallback.look(iteration.loader, lambda num_words: self.streams.empty(num_words))
         assert handed is not None
         self._loader_state = handed.state
         return self._handed_over(handed)
@@ -339,7 +334,7 @@ class CoRun:
     def _begin_copy(self, number: int, batch: _Batch) -> None:
         if isinstance(batch.raw, Computed):
             batch.features = batch.raw.features
-        elif self._missing or self._shortage.is_short:
+        elif self.fallback.is_away:
             batch.features = self._computed(batch.raw)
         else:
             columns = self._columns(batch.raw)
@@ -402,7 +397,7 @@ class CoRun:
     # Without room
 
     def _compute_elsewhere(self, batch: _Batch, error: torch.OutOfMemoryError) -> None:
-        self._short_of = str(error).partition("\n")[0], batch.needed_bytes
+        self.fallback.note_shortage(str(error).partition("\n")[0], batch.needed_bytes)
         batch.packed = batch.arena = batch.made = batch.copied = None
         try:
             batch.features = self._computed(batch.raw)
@@ -439,51 +434,6 @@ class CoRun:
             raise FeatureError(
                 "this batch was packed for another graph, plan or tile: PackedByDataWorkers needs CoRun's"
             )
-
-    def _look_for_room(self, loader: Iterable[Any]) -> None:
-        """A batch had no room: data workers compute the next ones, or without such it is tried again.
-
-        Where data workers compute the graph, they give it back when there is room.
-        """
-        reason, num_bytes = self._short_of
-        if reason and not self._shortage.is_short:
-            if self._leave_to_data_workers(loader, reason):
-                self._needed_bytes = num_bytes
-                self._shortage = fell_short(self._shortage, self.now())
-        elif next_try(self._shortage, self.now()).is_due:
-            self._try_again(loader)
-        self._short_of = "", 0
-
-    def _try_again(self, loader: Iterable[Any]) -> None:
-        try:
-            self.streams.empty(-(-self._needed_bytes // 8))
-        except torch.OutOfMemoryError:
-            self._shortage = fell_short(self._shortage, self.now())
-            return
-        self._shortage = came_back(self._shortage, self.now())
-        self._take_back(loader)
-        self._has_said_so = False
-        _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
-
-    def _take_back(self, loader: Iterable[Any]) -> None:
-        if hasattr(loader, "set_batch_stage") and loader in self._stages_before:
-            loader.set_batch_stage(self._stages_before.pop(loader))
-
-    def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
-        """Have data workers compute the graph from the next step on, and say so once; whether they will."""
-        # A stage of the program's own would be gone.
-        own = getattr(loader, "batch_stage", None)
-        can = hasattr(loader, "set_batch_stage") and (
-            own is None or isinstance(own, PackedByDataWorkers | DataWorkersPart)
-        )
-        if can:
-            loader.set_batch_stage(ComputedByDataWorkers(self._whole))  # type: ignore[attr-defined]
-            self._stages_before[loader] = own
-        if not self._has_said_so:
-            who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
-            _log.warning("hetstream: features: %s: %s", who, reason)
-            self._has_said_so = True
-        return can
 
 
 class _Iteration(Iterator[dict[str, Any]]):

@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
-from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
+from hetstream.mpi_dataworkers.gpu_features.opcodes import LAUNCHES_AT, program_of
 
 _log = logging.getLogger(__name__)
 _LARGEST_TILE = 512
@@ -51,8 +51,8 @@ class FusedTransform:
             0 where they are not known; default: log it once.
 
     Raises:
-        FeatureError: when it is made: there is no GPU or no Triton, num_programs is below 1, or tile cannot be; when
-            it is called: the batch does not fit the graph, and the message names each feature.
+        FeatureError: when it is made: there is no GPU or no Triton, the kernel does not run, num_programs is below 1,
+            or tile cannot be; when it is called: the batch does not fit the graph, and the message names each feature.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class FusedTransform:
         self._pack = Packer(graph, program, tile, pinned=self._device.type == "cuda", most_bytes=most_bytes)
         self._constants = torch.from_numpy(program.constants).to(self._device)
         self._num_programs = num_programs or _multiprocessors(self._device)
+        try_launch(self._launch, self._constants, tile)
         self._in_host_memory = FeatureTransform(graph)
         self._on_shortage = on_shortage
         self._has_said_so = False
@@ -135,6 +136,28 @@ def triton_launch() -> Launch:
     except ImportError as exc:
         raise FeatureError("features on a GPU need Triton: pip install 'hetstream[triton]'") from exc
     return launch
+
+
+def try_launch(launch: Launch, constants: torch.Tensor, tile: int) -> None:
+    """Run the kernel on nothing, so that it is compiled before the first step, and what is missing is told then.
+
+    At its first launch Triton has a C compiler make a module for Python of this host.
+
+    Raises:
+        FeatureError: it does not run here.
+    """
+    try:
+        nothing = torch.zeros(LAUNCHES_AT + 2, dtype=torch.int64, device=constants.device)
+        with torch.cuda.device_of(constants):  # type: ignore[no-untyped-call]
+            launch((nothing, nothing, constants), 0, 1, tile)
+    except torch.OutOfMemoryError:
+        pass  # batches will say so, one by one
+    except Exception as error:  # of Triton, of a compiler that it runs, or of CUDA: each has types of its own
+        said = str(error).strip().partition("\n")[0]
+        raise FeatureError(
+            f"the kernel does not run on {constants.device}: {type(error).__name__}: {said}. Triton needs a C compiler "
+            "(gcc or clang, or CC=) and the headers of this Python"
+        ) from error
 
 
 def memory_bytes(device: torch.device) -> int | None:

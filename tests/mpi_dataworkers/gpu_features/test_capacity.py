@@ -13,7 +13,7 @@ import torch
 from offline_compile import compile_offline
 
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Resource, Rules, capacities
+from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource, Rules, capacities
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock, LayerHooks, LayerTimes
 from hetstream.mpi_dataworkers.gpu_features.probing import GpuProbing
@@ -58,6 +58,22 @@ def test_a_time_that_changes_by_itself_is_an_error_and_a_little_noise_is_none() 
     assert layer.memory_s / layer.duration_s == pytest.approx(0.83, abs=0.03)
     with pytest.raises(FeatureError, match=r"layer mlp.forward: without a probe it took .* is the GPU busy"):
         capacities(FakeGpu([MLP], noise=lambda: draw.uniform(0.5, 2)))
+
+
+def test_a_layer_that_is_never_steady_may_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Of two layers one; what the other leaves is as without it."""
+    draw = random.Random(1)
+
+    class Shaky(FakeGpu):
+        def step(self, probe: Probe | None) -> list[LayerTime]:
+            first, second = super().step(probe)
+            return [LayerTime(first.name, first.seconds * draw.uniform(0.5, 2)), second]
+
+    other = FakeLayer("shaky", MLP.seconds, 0.1, 0.1)
+    shaky, steady = capacities(Shaky([other, MLP]), Rules(unsteady_leaves_nothing=True))
+    assert (shaky.memory_s, shaky.compute_s) == (0, 0)
+    assert steady == capacities(FakeGpu([other, MLP]))[1]
+    assert "it leaves nothing of memory: layer shaky: without a probe it took" in caplog.text
 
 
 class NoSpeed(FakeGpu):

@@ -224,7 +224,7 @@ def test_the_graph_comes_back_when_there_is_room_again_and_that_is_said(
         corun(model, streams) as beside,
         caplog.at_level(logging.WARNING),
     ):
-        beside.now = lambda: now_s
+        beside.fallback.now = lambda: now_s
         stages = []
         for epoch in range(2):
             for number, features in enumerate(beside(loader)):

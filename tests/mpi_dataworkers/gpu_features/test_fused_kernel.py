@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,3 +252,22 @@ print(json.dumps([vars(compile_for({architecture}, tile)) for tile in {tiles}]))
         assert compiled["architecture"] == architecture
         assert compiled["num_bytes"] > 1000
         assert compiled["spilled_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+        AssertionError("libcuda.so cannot found!"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_kernel_that_cannot_be_compiled_is_told_before_the_first_step(error: Exception) -> None:
+    """As Triton, and what it runs, say it; a loader then leaves the graph to data workers."""
+
+    def launch(*_: Any) -> None:
+        raise error
+
+    with pytest.raises(FeatureError, match=r"the kernel does not run on cpu: .*Triton needs a C compiler"):
+        fused(make_plan(PLANS[0]), launch=launch)

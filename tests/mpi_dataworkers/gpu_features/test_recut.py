@@ -18,10 +18,12 @@ from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features import recut
 from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCosts, carried_over, trainers
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
+from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock
 from hetstream.mpi_dataworkers.gpu_features.operations import A100
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
+from hetstream.mpi_dataworkers.loader.feature_recuts import PartTimes
 
 PLAN = make_plan(PLANS[0])
 COUNT = len(PLAN.steps)
@@ -225,3 +227,44 @@ def test_what_cannot_be_followed_is_refused() -> None:
         HybridFeatures(PLAN, layers=(Layer("all", 1.0, 1.0, 1.0),))
     with pytest.raises(FeatureError, match="graph is a Tensor; give a FeatureGraph"):
         HybridFeatures(torch.ones(1))  # type: ignore[arg-type]
+
+
+class Behind:
+    """The clock of a device that is some marks behind the host; a part takes it as many seconds as it is told."""
+
+    def __init__(self) -> None:
+        self.marks, self.num_over = 0, 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks - 1
+
+    def is_over(self, mark: int) -> bool:
+        return mark < self.num_over
+
+    def seconds(self, first: int, second: int) -> float:
+        assert self.is_over(second), "the host would have waited"
+        return float(second - first) * 100 + first
+
+
+def test_a_devices_time_is_that_of_the_last_part_that_it_has_finished_and_nobody_waits() -> None:
+    """A GPU is launched in no time: the host's time alone would say that its part costs nothing."""
+    clock = Behind()
+    times = PartTimes(clock)
+    for _ in range(3):
+        with times:
+            pass
+        assert times.most_s == times.host_s < 50
+    clock.num_over = 4
+    with times:
+        pass
+    assert times.device_s == times.most_s == 102
+    clock.num_over = 0
+    for _ in range(100):
+        with times:
+            pass
+    assert times.device_s == 102, "what is long on its way is given up"
+    own = PartTimes(HostClock())
+    with own:
+        pass
+    assert 0 < own.device_s <= own.host_s < 10

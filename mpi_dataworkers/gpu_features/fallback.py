@@ -1,0 +1,108 @@
+"""Who computes a feature graph where the trainer's GPU cannot: data workers, until it can again. Used by `corun.py`.
+
+`shortage.py` decides when the GPU is tried again; here the loader is told, and the user.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
+from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.shortage import Shortage, came_back, fell_short, next_try
+
+_log = logging.getLogger(__name__)
+
+
+class Fallback:
+    """Of one graph.
+
+    Args:
+        graph: the whole one.
+
+    Attributes:
+        missing: why the GPU can never compute; "" where it can.
+        now: seconds, never going back.
+    """
+
+    def __init__(self, graph: FeatureGraph) -> None:
+        self.missing = ""
+        self.now: Callable[[], float] = time.monotonic
+        self._graph = graph
+        self._shortage = Shortage()
+        self._short_of = "", 0  # of a batch that had no memory: why, and of how many bytes; until that is carried out
+        self._needed_bytes = 0
+        self._has_said_so = False
+        # What loaders had before data workers computed the graph for them, because of a shortage.
+        self._stages_before: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether batches are not the GPU's now."""
+        return bool(self.missing) or self._shortage.is_short
+
+    def begin(self, loader: Iterable[Any]) -> None:
+        """A loader is iterated from here on."""
+        if self.is_away:
+            self._leave_to_data_workers(loader, self.missing or "the GPU has no memory")
+        else:
+            self._take_back(loader)
+
+    def note_shortage(self, reason: str, num_bytes: int) -> None:
+        """A batch found no memory; `num_bytes` is 0 where it is not known how much it needs."""
+        self._short_of = reason, num_bytes
+
+    def look(self, loader: Iterable[Any], take: Callable[[int], object]) -> None:
+        """A batch had no room: data workers compute the next ones, or without such it is tried again.
+
+        Where data workers compute the graph, they give it back when there is room.
+
+        Args:
+            loader: that is iterated.
+            take: takes so many words of 8 bytes of the GPU's memory, or raises OutOfMemoryError.
+        """
+        reason, num_bytes = self._short_of
+        self._short_of = "", 0
+        if self.missing:
+            return
+        if reason and not self._shortage.is_short:
+            if self._leave_to_data_workers(loader, reason):
+                self._needed_bytes = num_bytes
+                self._shortage = fell_short(self._shortage, self.now())
+        elif next_try(self._shortage, self.now()).is_due:
+            try:
+                take(-(-self._needed_bytes // 8))
+            except torch.OutOfMemoryError:
+                self._shortage = fell_short(self._shortage, self.now())
+                return
+            self._shortage = came_back(self._shortage, self.now())
+            self._take_back(loader)
+            self._has_said_so = False
+            _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
+
+    def _take_back(self, loader: Iterable[Any]) -> None:
+        if hasattr(loader, "set_batch_stage") and loader in self._stages_before:
+            loader.set_batch_stage(self._stages_before.pop(loader))
+
+    def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
+        """Have data workers compute the graph from the next step on, and say so once; whether they will."""
+        # A stage of the program's own would be gone.
+        own = getattr(loader, "batch_stage", None)
+        can = hasattr(loader, "set_batch_stage") and (
+            own is None or isinstance(own, PackedByDataWorkers | DataWorkersPart)
+        )
+        if can:
+            loader.set_batch_stage(ComputedByDataWorkers(self._graph))  # type: ignore[attr-defined]
+            self._stages_before[loader] = own
+        if not self._has_said_so:
+            who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
+            _log.warning("hetstream: features: %s: %s", who, reason)
+            self._has_said_so = True
+        return can

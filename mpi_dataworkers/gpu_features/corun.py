@@ -14,7 +14,7 @@ again (`fallback.py`): none is lost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,11 +228,7 @@ class CoRun:
     def layer_begins(self, name: str) -> None:
         """A layer of the model begins; called by the hooks, or by a program that has a layer without a module."""
         self._state = layer_begins(self.plan, self._state, name)
-        while self._state.due:
-            action = next_action(self.plan, self._state)
-            assert isinstance(action, Run)
-            self._run(action)
-            self._state = after(self._state, action)
+        self._run_next()
 
     def capture(self, step: Callable[[], Any]) -> Captured:
         """Capture a step on the batch that the loop has, with what the next batch is to be launched beside it."""
@@ -300,14 +296,15 @@ class CoRun:
             if isinstance(action, Prepare):
                 there_was_one = self._prepare(action, iteration)
             elif isinstance(action, Run):
-                self._run(action)
+                self._run_next()
+                continue
             elif isinstance(action, HandOver):
                 handed = self._batches.pop(action.batch)
             self._state = after(self._state, action, there_was_one)
             if isinstance(action, Stop):
                 raise StopIteration
             if isinstance(action, HandOver):
-                self.fallback.look(iteration.loader, lambda num_words: self.streams.empty(num_words))
+                self.fallback.look(iteration.loader, self._has_room)
         assert handed is not None
         self._loader_state = handed.state
         return self._handed_over(handed)
@@ -360,22 +357,36 @@ class CoRun:
         self.streams.launch(clear, (), [made])
         self.streams.wait(Stream.COPYING, self.streams.record(Stream.PREPROCESSING))
 
-    def _run(self, action: Run) -> None:
+    def _run_next(self) -> None:
+        """Carry out the launches that are next, which are all of one batch."""
+        state, runs = self._state, []
+        while isinstance(action := next_action(self.plan, state), Run):
+            runs.append(action)
+            state = after(state, action)
+        self._run(runs)
+        self._state = state
+
+    def _run(self, actions: Sequence[Run]) -> None:
         """Launch some features of a batch, behind what the training stream has reached."""
-        batch = self._batches[action.batch]
-        if batch.packed is None or not (batch.packed.num_tiles[action.launch] or self._is_capturing):
+        if not actions or (batch := self._batches[actions[0].batch]).packed is None:
+            return
+        num_tiles = batch.packed.num_tiles
+        numbers = [each.launch for each in actions if num_tiles[each.launch] or self._is_capturing]
+        if not numbers:
             return
         assert batch.arena is not None
         assert batch.made is not None
         arenas = batch.arena, batch.made, self._constants
-        num_programs = self.plan.launches[action.launch].num_programs
+
+        def launch_all() -> None:
+            for number in numbers:
+                self._launch(arenas, number, self.plan.launches[number].num_programs, self._tile)
+
         try:
             self.streams.wait(Stream.PREPROCESSING, self.streams.record(Stream.TRAINING))
             if not self._is_capturing:  # else training has waited for it
                 self.streams.wait(Stream.PREPROCESSING, batch.copied)
-            self.streams.launch(
-                lambda: self._launch(arenas, action.launch, num_programs, self._tile), [batch.arena], [batch.made]
-            )
+            self.streams.launch(launch_all, [batch.arena], [batch.made])
             batch.done = self.streams.record(Stream.PREPROCESSING)
         except torch.OutOfMemoryError as error:
             self._compute_elsewhere(batch, error)
@@ -403,6 +414,13 @@ class CoRun:
             batch.features = self._computed(batch.raw)
         except FeatureError as wrong:
             batch.error = wrong
+
+    def _has_room(self, num_bytes: int) -> bool:
+        try:
+            self.streams.empty(-(-num_bytes // 8))
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _columns(self, raw: Any) -> Any:
         """What is to be computed of a batch: columns, or what was packed of them."""

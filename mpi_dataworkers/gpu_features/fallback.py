@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
@@ -59,14 +57,14 @@ class Fallback:
         """A batch found no memory; `num_bytes` is 0 where it is not known how much it needs."""
         self._short_of = reason, num_bytes
 
-    def look(self, loader: Iterable[Any], take: Callable[[int], object]) -> None:
+    def look(self, loader: Iterable[Any], has_room: Callable[[int], bool]) -> None:
         """A batch had no room: data workers compute the next ones, or without such it is tried again.
 
         Where data workers compute the graph, they give it back when there is room.
 
         Args:
             loader: that is iterated.
-            take: takes so many words of 8 bytes of the GPU's memory, or raises OutOfMemoryError.
+            has_room: whether the GPU has memory for so many bytes.
         """
         reason, num_bytes = self._short_of
         self._short_of = "", 0
@@ -77,9 +75,7 @@ class Fallback:
                 self._needed_bytes = num_bytes
                 self._shortage = fell_short(self._shortage, self.now())
         elif next_try(self._shortage, self.now()).is_due:
-            try:
-                take(-(-self._needed_bytes // 8))
-            except torch.OutOfMemoryError:
+            if not has_room(self._needed_bytes):
                 self._shortage = fell_short(self._shortage, self.now())
                 return
             self._shortage = came_back(self._shortage, self.now())

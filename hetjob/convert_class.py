@@ -24,7 +24,10 @@ PARTITIONS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS"
 CLASS_VARIABLE = "HETSTREAM_JOB_CLASS"
 # Words of a job's Comment, which squeue shows: the packer and all tools read them there.
 CLASS_MARK, AFTER_MARK = "hetstream:class=", "hetstream:opportunistic-after="
-_ADVICE = "it gets one GPU on each node; for more memory of it, write --comment='hetstream:gpu-memory=16G'"
+_ADVICE = (
+    "it gets one GPU on each node; for more, or for more memory, write --comment='hetstream:gpus=2 "
+    "hetstream:gpu-memory=16G'"
+)
 
 
 def opportunistic_partitions(environ: Mapping[str, str]) -> tuple[str, ...]:

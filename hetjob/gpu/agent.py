@@ -190,6 +190,7 @@ class Agent:
             work_ns=self._usual_work_ns,
             in_mini_batch=self._boundaries > 0 and not self._is_idle,
             busy_since_ns=self._busy_since_ns(),
+            boundaries=self._boundaries,
         )
 
     def _pause(self, wait_ns: int) -> None:

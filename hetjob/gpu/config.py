@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
+from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.hetjob.gpu.ranks import LocalRank, gpu_of, local_rank
 from hetstream.hetjob.site.address import site_value
 
 # Where the coordinator of a node listens.
@@ -20,13 +22,16 @@ class SharingSettings:
     """How a process shares its GPU.
 
     Attributes:
-        gpu: the GPU, as the coordinator calls it.
+        gpu: the GPU, as the coordinator calls it; empty: the environment does not say which of several.
         job_class: of the process.
         job: id of the Slurm job, or a name.
         socket: of the coordinator.
         host_bytes: memory of the host that may stand in for memory of the GPU.
         coordinator_uid: user that the coordinator runs as, if that is neither root nor this user.
         config_file, status_file: AntMan's files, in the place of a coordinator (`antman.py`); empty: none.
+        gpus: all that the job has on this node.
+        rank: of the process among those of the job on this node.
+        problem: why the environment does not say which GPU it is; empty if it does.
     """
 
     gpu: str
@@ -37,6 +42,9 @@ class SharingSettings:
     coordinator_uid: int | None = None
     config_file: str = ""
     status_file: str = ""
+    gpus: tuple[str, ...] = ()
+    rank: LocalRank = LocalRank()  # noqa: RUF009
+    problem: str = ""
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> SharingSettings | None:
@@ -45,8 +53,8 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
     Raises:
         OptionsError: a variable breaks its rule.
     """
-    gpu = environ.get("HETSTREAM_GPU")
-    if not gpu:
+    gpus = tuple(filter(None, environ.get("HETSTREAM_GPU", "").split(",")))
+    if not gpus:
         return None
     problems = []
     classes = [kind.value for kind in JobClass]
@@ -63,10 +71,21 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         problems.append(str(error))
     if problems:
         raise OptionsError("; ".join(problems))
+    rank, gpu, problem = local_rank(environ), "", ""
+    numbers = tuple(filter(None, environ.get("HETSTREAM_GPU_NUMBERS", "").split(",")))
+    try:
+        gpu = gpu_of(gpus, numbers, rank, environ.get("CUDA_VISIBLE_DEVICES"))
+        if not gpu:
+            return None
+    except GpuJobRefused as error:
+        problem = str(error)
     return SharingSettings(
         gpu=gpu,
+        gpus=gpus,
+        rank=rank,
+        problem=problem,
         job_class=JobClass(job_class),
-        job=environ.get("SLURM_JOB_ID") or f"process {os.getpid()}",
+        job=environ.get("SLURM_JOB_ID") or environ.get("HETSTREAM_GPU_JOB") or f"process {os.getpid()}",
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
         coordinator_uid=coordinator_uid,

@@ -6,6 +6,7 @@ every operator is a launch. Of a guaranteed process on a real GPU, the first mod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hetstream.hetjob.gpu.agent import Agent, Channel
 from hetstream.hetjob.gpu.antman import FileChannel
 from hetstream.hetjob.gpu.config import SharingSettings
 from hetstream.hetjob.gpu.devices.base import Device
-from hetstream.hetjob.gpu.devices.cuda import CudaGpu, Launches, is_in_use
+from hetstream.hetjob.gpu.devices.cuda import CudaGpu, Launches, current_gpu, is_in_use, used_beside
 from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
 from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
@@ -28,13 +29,22 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
 
 
-def share_gpu(settings: SharingSettings) -> Agent:
+def share_gpu(settings: SharingSettings) -> Agent | None:
     """Have this process share its GPU from now on, and until it ends.
+
+    Returns:
+        Its agent; None for a guaranteed process of which nobody can say which GPU it uses.
 
     Raises:
         OptionsError: the emulated GPU is none.
+        GpuJobRefused: nobody can say which emulated GPU an opportunistic process uses.
     """
-    if settings.gpu.startswith(PREFIX):
+    if settings.gpus[0].startswith(PREFIX):
+        if settings.problem:
+            if settings.job_class is JobClass.OPPORTUNISTIC:
+                raise GpuJobRefused(settings.problem)
+            sys.stderr.write(f"hetstream: {settings.problem}; this guaranteed job goes on as if alone\n")
+            return None
         try:
             gpu = EmulatedGpu(settings.gpu.removeprefix(PREFIX), settings.host_bytes)
         except (OSError, ValueError) as error:
@@ -49,6 +59,8 @@ def share_gpu(settings: SharingSettings) -> Agent:
     agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes))
     register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
     if settings.job_class is JobClass.OPPORTUNISTIC:
+        if len(settings.gpus) > 1:
+            register_optimizer_step_post_hook(lambda *_: _or_end(_use_one_gpu))
         launches = Launches(lambda: _or_end(agent.before_launch), agent.after_launch)
         launches.__enter__()
     else:
@@ -77,15 +89,35 @@ class _FirstForward:
 
 
 def _agent(settings: SharingSettings, gpu: Device) -> Agent:
-    introduction = Introduction(VERSION, settings.job, settings.job_class, settings.gpu)
+    rank = settings.rank
 
     def connect() -> Channel:
+        name = settings.gpu
+        if len(settings.gpus) > 1 and not settings.gpus[0].startswith(PREFIX):
+            name = current_gpu(settings.gpus) or name
+        if not name:
+            raise GpuJobRefused(settings.problem)
         if settings.config_file:
             status = Path(settings.status_file) if settings.status_file else None
-            return FileChannel(Path(settings.config_file), status, settings.gpu)
+            return FileChannel(Path(settings.config_file), status, name)
+        introduction = Introduction(
+            VERSION, settings.job, settings.job_class, name,
+            rank=rank.number, num_ranks=rank.count, launch=rank.launch,
+        )  # fmt: skip
         return Connection(settings.socket, introduction, settings.coordinator_uid)
 
     return Agent(gpu, settings.job_class, connect, follows_forks=not settings.gpu.startswith(PREFIX))
+
+
+def _use_one_gpu() -> None:
+    """An agent keeps to the orders for one GPU: nothing would hold the process back on another one."""
+    others = used_beside() if is_in_use() else []
+    if others:
+        raise GpuJobRefused(
+            f"this opportunistic process has tensors on GPU {', '.join(map(str, others))} beside its own, and may have "
+            "one GPU. Start a process for each (torchrun --nproc-per-node=N, srun --ntasks-per-node=N), and have each "
+            "call torch.cuda.set_device(LOCAL_RANK) first"
+        )
 
 
 def _or_end(call: Callable[[], None]) -> None:

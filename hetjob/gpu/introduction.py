@@ -8,6 +8,7 @@ either.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -44,6 +45,9 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         job_class: what the process takes itself for.
         gpu: which GPU it uses.
         now_ns: its clock, when the connection is made.
+        rank: among the processes of its launch on this node, from 0.
+        num_ranks: how many these are; 0: it does not know.
+        launch: another text for each launch that the job has at the same time.
     """
 
     version: int
@@ -51,6 +55,9 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job_class: JobClass
     gpu: _Name
     now_ns: int = 0
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_ranks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    launch: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +119,8 @@ class Connection:
             try:
                 self._orders = Page(descriptors[0], Order, writable=False)
                 self._statistics = Page(descriptors[1], Statistics, writable=True)
-                self._writes_work = answer.job_class is JobClass.GUARANTEED
+                # Of several guaranteed processes on a GPU, the first one writes it.
+                self._writes_work = fcntl.fcntl(descriptors[2], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
                 self._work = Page(descriptors[2], Work, writable=self._writes_work)
                 if self._writes_work:
                     self._work.clear()

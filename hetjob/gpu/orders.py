@@ -24,7 +24,7 @@ class Verdict(enum.IntEnum):
     """Whether a job may use the GPU now."""
 
     PAUSE = 0  # no launch, wherever the job is
-    FINISH = 1  # go on to the next boundary, and pause there: memory is given back at boundaries
+    FINISH = 1  # go on to the next boundary, or to `meet_at`, and pause there: memory is given back at boundaries
     RUN = 2
 
 
@@ -39,6 +39,8 @@ class Order:
         share: of the time in which it may launch while the GPU is in use by others, in thousandths.
         open_until_ns: others leave the GPU idle, which may be used without regard to the share until then.
         idle_since_ns: since when they leave it idle; what the guaranteed job has begun since then closes it.
+        meet_at: number of the boundary at which all processes of the job wait for each other: none begins another
+            mini-batch there, and who has ended fewer goes on. 0: there is none.
     """
 
     valid_until_ns: int = 0
@@ -47,6 +49,7 @@ class Order:
     share: int = 0
     open_until_ns: int = 0
     idle_since_ns: int = 0
+    meet_at: int = 0
 
 
 @dataclass(frozen=True)

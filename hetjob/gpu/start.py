@@ -20,10 +20,15 @@ def _share() -> None:
 
     try:
         settings = settings_from_environment()
-        is_child = multiprocessing.parent_process() is not None
-        if settings is not None and not (is_child and settings.gpu.startswith(PREFIX)):
+        if settings is not None and not (_is_child() and settings.gpus[0].startswith(PREFIX)):
             from hetstream.hetjob.gpu.hooks import share_gpu
 
             share_gpu(settings)
     except HetstreamError as error:
         raise SystemExit(f"hetstream: {error}") from error
+
+
+def _is_child() -> bool:
+    """Whether multiprocessing made this process. One that is spawned imports the program before it knows its parent."""
+    is_being_made = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_being_made or multiprocessing.parent_process() is not None

@@ -18,6 +18,8 @@ def is_good_news(before: Order | None, after: Order, now_ns: int) -> bool:
         return False
     if before is None or before.verdict != after.verdict or before.valid_until_ns <= now_ns:
         return True
+    if before.meet_at != after.meet_at and (after.meet_at == 0 or after.meet_at > before.meet_at):
+        return True
     opens = after.open_until_ns > now_ns >= before.open_until_ns
     return opens or after.share > before.share
 
@@ -42,7 +44,14 @@ class Throttle:
         self._rested_ns = 0  # when the debt of earlier launches is paid
 
     def wait_ns(
-        self, order: Order | None, now_ns: int, *, work_ns: int = 0, in_mini_batch: bool = True, busy_since_ns: int = 0
+        self,
+        order: Order | None,
+        now_ns: int,
+        *,
+        work_ns: int = 0,
+        in_mini_batch: bool = True,
+        busy_since_ns: int = 0,
+        boundaries: int = 0,
     ) -> int:
         """How long to wait, and ask again; 0: launch now.
 
@@ -52,13 +61,17 @@ class Throttle:
             work_ns: how long the launch will keep the GPU busy, as far as known: it is to end while the GPU is idle.
             in_mini_batch: whether the job is on the way to a boundary.
             busy_since_ns: when the guaranteed job began to use the GPU last, as it says itself.
+            boundaries: that the job has come to.
         """
         if not self._is_bound:
             return 0
         if order is None or now_ns >= order.valid_until_ns or order.verdict == Verdict.PAUSE:
             return LOOK_AGAIN_NS
+        may_begin = boundaries < order.meet_at
         if order.verdict == Verdict.FINISH:
-            return 0 if in_mini_batch else LOOK_AGAIN_NS
+            return 0 if in_mini_batch or may_begin else LOOK_AGAIN_NS
+        if order.meet_at and not in_mini_batch and not may_begin:
+            return LOOK_AGAIN_NS
         open_until_ns = open_until(order, busy_since_ns)
         if order.share >= FULL_SHARE or now_ns + work_ns <= open_until_ns:
             return 0

@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--class", dest="job_class", required=True, choices=[kind.value for kind in JobClass], help="what the job is"
     )
-    parser.add_argument("--gpu", required=True, metavar="GPU", help="as the coordinator calls it")
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="GPU",
+        help="as the coordinator calls it; several with commas, for one process each",
+    )
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
     parser.add_argument(
         "--host-bytes", type=int, metavar="N", help="memory of the host that may stand in for the GPU's (default 1 GiB)"
@@ -48,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         "HETSTREAM_GPU": args.gpu,
         "HETSTREAM_JOB_CLASS": args.job_class,
         "HETSTREAM_GPU_SOCKET": os.path.abspath(args.socket),
+        # The program takes the place of this process, and may start one for each GPU: they are one job.
+        "HETSTREAM_GPU_JOB": f"process {os.getpid()}",
     }
     if args.host_bytes is not None:
         settings["HETSTREAM_GPU_HOST_BYTES"] = str(args.host_bytes)

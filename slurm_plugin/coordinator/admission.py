@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -160,3 +160,27 @@ def slurm_job_of(pid: int) -> str | None:
         return None
     found = _CGROUP_JOB.search(groups)
     return found[1] if found else None
+
+
+def check_rank(introduction: Introduction, job: str, others: Iterable[Introduction | None]) -> None:
+    """Whether the processes of a job that were launched together say the same of how many they are.
+
+    Args:
+        introduction: of a process that comes.
+        job: that it was admitted to.
+        others: of those of the job's processes that are there.
+
+    Raises:
+        GpuJobRefused: they do not, so one of them is not what it says, and would be waited for in vain.
+    """
+    rank, num_ranks = introduction.rank, introduction.num_ranks
+    if not num_ranks:
+        return
+    if rank >= num_ranks:
+        raise GpuJobRefused(f"it says that it is rank {rank} of {num_ranks} on this node, and ranks count from 0")
+    for other in others:
+        if other and other.launch == introduction.launch and other.num_ranks not in (0, num_ranks):
+            raise GpuJobRefused(
+                f"it says that {num_ranks} processes of job {job} were launched together on this node, and rank "
+                f"{other.rank} of them says {other.num_ranks}. Start all of them by one torchrun or srun"
+            )

@@ -42,6 +42,7 @@ class GpuState:
         paused: since when a job should be paused, and the mini-batches that it had made then, by name.
         understated_ns: since when a job says that it holds less than the GPU counts, by name.
         alone_ns: shortest mini-batch of an opportunistic job while nobody else was there, by name.
+        measuring_ns: since when the guaranteed job is measured; 0: it is not.
     """
 
     pacing: Pacing = field(default_factory=Pacing)
@@ -52,6 +53,7 @@ class GpuState:
     paused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     understated_ns: Mapping[str, int] = field(default_factory=dict)
     alone_ns: Mapping[str, int] = field(default_factory=dict)
+    measuring_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Decision:
 
 
 def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
-    """What all jobs of a GPU are to do.
+    """What all jobs of a GPU are to do, if none of them has processes on other GPUs (`gangs.py`).
 
     Args:
         state: what the call before returned.
@@ -81,24 +83,33 @@ def decide(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
         The new state, and each job's decision by its name.
     """
     seen = replace(seen, jobs=tuple(believed(job, now_ns) for job in seen.jobs))
+    return orders(replace(state, pacing=paced(state, seen, now_ns)), seen, now_ns)
+
+
+def paced(state: GpuState, seen: Measurements, now_ns: int) -> Pacing:
+    """`GpuState.pacing`, one reading later. What jobs say is believed."""
     guaranteed = seen.guaranteed
     if guaranteed and guaranteed.statistics:
         advanced = pacing.advance(state.pacing, guaranteed.name, guaranteed.statistics, bool(seen.opportunistic))
         if advanced.phase is Phase.MEASURING and any(_is_leaving(state, job, now_ns) for job in seen.opportunistic):
             advanced = replace(advanced, history=replace(advanced.history.changed(), alone=()))
-        state = replace(state, pacing=advanced)
-    elif not guaranteed and not seen.is_reserved:
-        state = replace(state, pacing=Pacing())
+        return advanced
+    return state.pacing if guaranteed or seen.is_reserved else Pacing()
+
+
+def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, dict[str, Decision]]:
+    """As `decide`, once it is known how fast the guaranteed job is."""
     state = replace(
         _limit_memory(state, seen, now_ns),
         alone_ns=_alone_ns(state, seen),
         understated_ns=_understated_ns(state, seen, now_ns),
+        measuring_ns=(state.measuring_ns or now_ns) if state.pacing.phase is Phase.MEASURING else 0,
     )
     valid_until_ns = now_ns + VALID_NS
     decisions = {}
-    if guaranteed:
+    for job in seen.all_guaranteed:
         run = Order(valid_until_ns, Verdict.RUN, share=FULL_SHARE)
-        decisions[guaranteed.name] = Decision(run, f"guaranteed; {state.pacing.reason}")
+        decisions[job.name] = Decision(run, f"guaranteed; {state.pacing.reason}")
     for job in seen.opportunistic:
         order, reason = _order_for(state, seen, job, now_ns)
         order = replace(order, valid_until_ns=valid_until_ns, limit_bytes=state.limits[job.name])
@@ -117,9 +128,26 @@ def believed(job: SharingJob, now_ns: int) -> SharingJob:
 
 
 def _is_leaving(state: GpuState, job: SharingJob, now_ns: int) -> bool:
-    """Whether a job that holds more than it may is still on its way to a boundary. Later it is stopped where it is."""
+    """Whether a job is on its way to a boundary: it holds more than it may, or others of its processes wait there.
+
+    Later it is stopped where it is.
+    """
+    return _is_giving_back(state, job, now_ns) or (_is_behind(job) and state.measuring_ns > now_ns - _FINISH_NS)
+
+
+def _is_giving_back(state: GpuState, job: SharingJob, now_ns: int) -> bool:
     since_ns = state.lowered_ns.get(job.name)
-    return since_ns is not None and now_ns - since_ns < _FINISH_NS and not _has_given_back(state, job)
+    if since_ns is None or now_ns - since_ns >= _FINISH_NS:
+        return False
+    return _is_behind(job) or not _has_given_back(state, job)
+
+
+def _is_behind(job: SharingJob) -> bool:
+    """Whether a process has still to come to the boundary at which those of its job meet."""
+    record = job.statistics
+    if not job.meet_at or record is None or not record.boundaries:
+        return False
+    return record.is_idle == 0 or record.boundaries < job.meet_at
 
 
 def _has_given_back(state: GpuState, job: SharingJob) -> bool:
@@ -131,8 +159,8 @@ def _has_given_back(state: GpuState, job: SharingJob) -> bool:
 def _alone_ns(state: GpuState, seen: Measurements) -> dict[str, int]:
     """`GpuState.alone_ns`, one reading later."""
     known = {job.name: state.alone_ns[job.name] for job in seen.opportunistic if job.name in state.alone_ns}
-    if len(seen.jobs) == len(seen.opportunistic) == 1 and not seen.is_reserved:
-        job = seen.jobs[0]
+    is_one = len({job.gang or job.name for job in seen.jobs}) == 1
+    for job in seen.opportunistic if is_one and not seen.is_reserved else ():
         if job.statistics and job.statistics.mini_batch_ns:
             known[job.name] = min(job.statistics.mini_batch_ns, known.get(job.name, job.statistics.mini_batch_ns))
     return known
@@ -170,12 +198,19 @@ def _order_beside(state: GpuState, record: Statistics | None, job: SharingJob, n
     """The same beside a guaranteed job."""
     if record is None:
         return Order(), "the guaranteed job says nothing that can be: paused"
-    if _is_leaving(state, job, now_ns):
-        return Order(verdict=Verdict.FINISH), "it is to give memory back at its next boundary"
+    if _is_giving_back(state, job, now_ns):
+        return Order(verdict=Verdict.FINISH, meet_at=job.meet_at), "it is to give memory back at its next boundary"
     needed_bytes = job.statistics.peak_bytes if job.statistics and not job.statistics.host_capacity_bytes else 0
     if needed_bytes > state.limits[job.name]:
         return Order(), f"{needed_bytes:,} bytes that it needs are not free, and nothing can stand in: paused"
     open_until_ns = pacing.open_until_ns(state.pacing, record, now_ns)
+    if _is_leaving(state, job, now_ns):  # others of its processes wait for it; no faster than before
+        before = replace(state.pacing, phase=Phase.SHARING)
+        order = Order(
+            verdict=Verdict.RUN, share=pacing.share_now(before, record), meet_at=job.meet_at,
+            open_until_ns=pacing.open_until_ns(before, record, now_ns), idle_since_ns=record.boundary_ns,
+        )  # fmt: skip
+        return order, f"{state.pacing.reason}: it goes on to the boundary at which its processes meet"
     if state.pacing.phase is Phase.MEASURING:
         verdict = Verdict.RUN if open_until_ns else Verdict.PAUSE
         order = Order(verdict=verdict, open_until_ns=open_until_ns, idle_since_ns=record.boundary_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetstream.hetjob.gpu.orders import JobClass, Statistics
 
@@ -17,6 +17,9 @@ class SharingJob:
         since_ns: when it was admitted.
         statistics: what it said last; None: nothing yet, or nothing whole.
         measured_bytes: memory of the GPU that it holds by the GPU's own count; None where nobody counts.
+        gang: text that the processes have in common which train together, on this GPU and on others; empty: it has no
+            other process.
+        meet_at: boundary at which these wait for each other if one of them is held up; 0: there is only this one.
     """
 
     name: str
@@ -24,6 +27,8 @@ class SharingJob:
     since_ns: int
     statistics: Statistics | None = None
     measured_bytes: int | None = None
+    gang: str = ""
+    meet_at: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -50,10 +55,43 @@ class Measurements:
 
     @property
     def guaranteed(self) -> SharingJob | None:
-        """The job that has the GPU."""
-        return next((job for job in self.jobs if job.job_class is JobClass.GUARANTEED), None)
+        """The job that has the GPU. Several processes of it count as one, which has the name of the one that trains."""
+        return _as_one(self.all_guaranteed)
+
+    @property
+    def all_guaranteed(self) -> tuple[SharingJob, ...]:
+        """Its processes."""
+        return tuple(job for job in self.jobs if job.job_class is JobClass.GUARANTEED)
 
     @property
     def opportunistic(self) -> tuple[SharingJob, ...]:
         """The others."""
         return tuple(job for job in self.jobs if job.job_class is JobClass.OPPORTUNISTIC)
+
+
+def _as_one(jobs: tuple[SharingJob, ...]) -> SharingJob | None:
+    """Several processes of a guaranteed job on one GPU: it is idle while all are, and their memory adds up.
+
+    The pace is that of the first one that makes mini-batches. If one has said nothing, nothing is known.
+    """
+    if len(jobs) < 2:
+        return jobs[0] if jobs else None
+    records = [job.statistics for job in jobs if job.statistics]
+    first = next((job for job in jobs if job.statistics and job.statistics.boundaries), jobs[0])
+    measured = [job.measured_bytes for job in jobs if job.measured_bytes is not None]
+    whole = replace(first, measured_bytes=sum(measured) if measured else None)
+    if len(records) < len(jobs) or first.statistics is None:
+        return replace(whole, statistics=None)
+    busy = [record.updated_ns for record in records if not record.is_idle]
+    return replace(
+        whole,
+        statistics=replace(
+            first.statistics,
+            updated_ns=min(busy, default=first.statistics.updated_ns),
+            boundary_ns=max(record.boundary_ns for record in records),
+            is_idle=int(not busy),
+            held_bytes=sum(record.held_bytes for record in records),
+            peak_bytes=sum(record.peak_bytes for record in records),
+            host_bytes=sum(record.host_bytes for record in records),
+        ),
+    )

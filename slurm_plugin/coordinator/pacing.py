@@ -135,6 +135,12 @@ def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Paci
     return pacing if cost is None else _judge(pacing, pacing.alone, cost)
 
 
+def measured_anew(pacing: Pacing, reason: str) -> Pacing:
+    """From here on, nobody knows how fast the guaranteed job is alone."""
+    history = replace(pacing.history.changed(), alone=())
+    return replace(pacing, history=history, phase=Phase.MEASURING, alone=None, reason=reason)
+
+
 def _judge(pacing: Pacing, alone: Pace, cost: Pace) -> Pacing:
     """Give others more or less of the guaranteed job's time, by what they cost it, or wait until that is clearer."""
     slowdown = cost.mean_ns * pacing.part_beside / alone.mean_ns

@@ -35,8 +35,9 @@ from hetstream.hetjob.gpu.introduction import (
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics, make_work
 from hetstream.hetjob.gpu.throttle import is_good_news
-from hetstream.slurm_plugin.coordinator.admission import Admission, Peer
-from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, decide
+from hetstream.slurm_plugin.coordinator.admission import Admission, Peer, check_rank
+from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState
+from hetstream.slurm_plugin.coordinator.gangs import decide_all
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
 from hetstream.slurm_plugin.coordinator.look import asks_to_look, sealed_file
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
@@ -76,6 +77,16 @@ class _Member:
     num_news: int = 0
     waits_for: str = ""
 
+    @property
+    def gang(self) -> str:
+        """What the processes have in common that were launched together, and so train together."""
+        return f"{self.job}\n{self.introduction.launch}" if self.introduction else ""
+
+    @property
+    def rank(self) -> int | None:
+        """Among them, if it knows of others."""
+        return self.introduction.rank if self.introduction and self.introduction.num_ranks > 1 else None
+
 
 @dataclass
 class _SharedGpu:
@@ -86,15 +97,32 @@ class _SharedGpu:
     is_reserved: bool = False
     work: tuple[int, int] = field(default_factory=make_work)
 
-    def work_of(self, job_class: JobClass) -> int:
-        """The descriptor of the page in which guaranteed jobs say that they are busy."""
+    def work_of(self, *, writes: bool) -> int:
+        """The descriptor of the page in which a guaranteed process says that it is busy."""
         written, read = self.work
-        return written if job_class is JobClass.GUARANTEED else read
+        return written if writes else read
 
     def close(self) -> None:
         self.gpu.close()
         for descriptor in self.work:
             os.close(descriptor)
+
+
+def _measured(shared: _SharedGpu, members: Sequence[_Member]) -> Measurements:
+    """One GPU and its processes, as they are now."""
+    reading = shared.gpu.reading()
+    jobs = tuple(
+        SharingJob(
+            member.name,
+            member.job_class,
+            member.since_ns,
+            member.statistics.read() if member.statistics else None,
+            reading.held_by(member.peer.pid),
+            member.gang,
+        )
+        for member in members
+    )
+    return Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost)
 
 
 class Coordinator:
@@ -152,8 +180,7 @@ class Coordinator:
             elif key.fileobj is not self._wake:
                 self._hear(key.data)
         self._read_grants()
-        for shared in self._gpus.values():
-            self._decide(shared)
+        self._decide()
 
     def _listen_to_all_again(self) -> None:
         """Each renewal begins with nobody having said too much."""
@@ -235,6 +262,13 @@ class Coordinator:
                 "without a time namespace of its own"
             )
         admitted = self._admission.admit(member.peer, introduction)
+        for other in [*self._members]:
+            if other.gpu and other.job == admitted.job and other not in self._resting:
+                self._hear(other)  # one that has ended is none of its processes any more
+        check_rank(
+            introduction, admitted.job, (other.introduction for other in self._members if other.job == admitted.job)
+        )
+        first = not self._has_guaranteed(introduction.gpu)
         member.job, member.job_class, member.gpu = admitted.job, admitted.job_class, introduction.gpu
         member.introduction = introduction
         member.orders, order_descriptor = make_orders()
@@ -244,7 +278,8 @@ class Coordinator:
                 reach("coordinator.pages_made")
                 answer = encode(Answer(VERSION, job_class=member.job_class))
                 with contextlib.suppress(OSError):  # it has gone already: seen at its connection
-                    work_descriptor = self._gpus[member.gpu].work_of(member.job_class)
+                    writes = first and member.job_class is JobClass.GUARANTEED
+                    work_descriptor = self._gpus[member.gpu].work_of(writes=writes)
                     descriptors = [order_descriptor, statistics_descriptor, work_descriptor]
                     socket.send_fds(member.connection, [answer], descriptors)
             finally:
@@ -273,7 +308,7 @@ class Coordinator:
         self._drop(member)
 
     def _table(self, uid: int | None) -> bytes:
-        who = {member.name: Who(member.job, member.peer.uid, member.peer.pid) for member in self._members}
+        who = {member.name: Who(member.job, member.peer.uid, member.peer.pid, member.rank) for member in self._members}
         now_ns = time.monotonic_ns()
         rows = [
             gpu_row(shared.gpu, shared.state, shared.seen, shared.decisions, who, now_ns)
@@ -282,29 +317,24 @@ class Coordinator:
         shown = tuple(rows) if uid is None else of_user(rows, uid)
         return encode(GpuTable(TABLE_VERSION, socket.gethostname(), time.time(), shown))
 
-    def _decide(self, shared: _SharedGpu) -> None:
-        members = [member for member in self._members if member.gpu == shared.gpu.name]
-        if not members and not shared.is_reserved:
-            shared.state, shared.decisions = GpuState(), {}
-            shared.seen = Measurements(shared.gpu.capacity_bytes)
+    def _decide(self) -> None:
+        seen: dict[str, Measurements] = {}
+        for name, shared in self._gpus.items():
+            members = [member for member in self._members if member.gpu == name]
+            if members or shared.is_reserved:
+                seen[name] = shared.seen = _measured(shared, members)
+            else:
+                shared.state, shared.decisions = GpuState(), {}
+                shared.seen = Measurements(shared.gpu.capacity_bytes)
+        if not seen:
             return
-        reading = shared.gpu.reading()
-        jobs = tuple(
-            SharingJob(
-                member.name,
-                member.job_class,
-                member.since_ns,
-                member.statistics.read() if member.statistics else None,
-                reading.held_by(member.peer.pid),
-            )
-            for member in members
-        )
-        shared.seen = Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost)
         now_ns = time.monotonic_ns()
-        shared.state, shared.decisions = decide(shared.state, shared.seen, now_ns)
+        states, decisions = decide_all({name: self._gpus[name].state for name in seen}, seen, now_ns)
+        for name, state in states.items():
+            self._gpus[name].state, self._gpus[name].decisions = state, decisions[name]
         reach("coordinator.decided")
-        for member in members:
-            decision = shared.decisions.get(member.name)
+        for member in self._members:
+            decision = decisions.get(member.gpu, {}).get(member.name)
             if decision is None or member.orders is None:
                 continue
             member.orders.write(decision.order)
@@ -344,7 +374,8 @@ class Coordinator:
 
     def _upgrade(self, member: _Member) -> None:
         """An opportunistic process becomes guaranteed, and goes on; but never beside another guaranteed job."""
-        others = (other.job for other in self._members if other.gpu == member.gpu and other.job != member.job
+        gpus = {own.gpu for own in self._members if own.job == member.job}  # on all of them, or on none
+        others = (other.job for other in self._members if other.gpu in gpus and other.job != member.job
                   and other.job_class is JobClass.GUARANTEED)  # fmt: skip
         if other := next(others, ""):
             if other != member.waits_for:
@@ -354,13 +385,17 @@ class Coordinator:
                     member.gpu, member.job, other,
                 )  # fmt: skip
             return
-        work_descriptor = self._gpus[member.gpu].work_of(JobClass.GUARANTEED)
+        work_descriptor = self._gpus[member.gpu].work_of(writes=not self._has_guaranteed(member.gpu))
         try:
             socket.send_fds(member.connection, [UPGRADED], [work_descriptor], socket.MSG_DONTWAIT)
         except OSError:
             return  # it does not read now, and is told the next time; or it has gone: seen at its connection
         member.job_class = JobClass.GUARANTEED
         _log.info("GPU given gpu=%s job=%s pid=%d: it is guaranteed now", member.gpu, member.job, member.peer.pid)
+
+    def _has_guaranteed(self, gpu: str) -> bool:
+        """Whether a guaranteed process is on a GPU: of several, the first one writes its page of work."""
+        return any(other.gpu == gpu and other.job_class is JobClass.GUARANTEED for other in self._members)
 
     def _drop(self, member: _Member, why: str = "") -> None:
         """Have no more to do with a process; without a reason there is nothing to say about it."""

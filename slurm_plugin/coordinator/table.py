@@ -14,7 +14,7 @@ import msgspec
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import decode
-from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, JobClass, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, Verdict
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, believed
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
@@ -47,6 +47,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
         paused_s: how long it has been held up in all.
         said_ago_s: how old its last word is; None: it has said nothing that can be.
         is_disobedient: it does not keep to its orders.
+        rank: among the processes of its launch on this node; None: it is the only one, as far as it knows.
     """
 
     job: str
@@ -67,6 +68,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
     paused_s: float
     said_ago_s: float | None
     is_disobedient: bool
+    rank: int | None = None
 
 
 class GpuRow(msgspec.Struct, frozen=True):
@@ -123,6 +125,7 @@ class Who:
     job: str
     uid: int
     pid: int
+    rank: int | None = None
 
 
 def gpu_row(
@@ -205,7 +208,7 @@ def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState,
     order, record = decision.order, job.statistics
     batch_ns = float(record.mini_batch_ns) if record and record.mini_batch_ns else None
     alone_ns: float | None = state.alone_ns.get(job.name)
-    if job.job_class is JobClass.GUARANTEED:
+    if job.name == state.pacing.guaranteed:
         recent = state.pacing.history.recent[-_RECENT:]
         batch_ns = statistics.fmean(batch.duration_ns for batch in recent) if recent else batch_ns
         alone_ns = state.pacing.alone.mean_ns if state.pacing.alone else None
@@ -214,7 +217,7 @@ def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState,
         job_class=job.job_class.value,
         uid=who.uid,
         pid=who.pid,
-        verdict=Verdict(order.verdict).name.lower(),
+        verdict=(Verdict.FINISH if order.meet_at and order.verdict else Verdict(order.verdict)).name.lower(),
         reason=decision.reason,
         share=order.share / FULL_SHARE,
         limit_bytes=None if order.limit_bytes >= NO_LIMIT else order.limit_bytes,
@@ -228,6 +231,7 @@ def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState,
         paused_s=(record.paused_ns if record else 0) / _NS_PER_S,
         said_ago_s=max(0, now_ns - record.updated_ns) / _NS_PER_S if record else None,
         is_disobedient=decision.is_disobedient,
+        rank=who.rank,
     )
 
 

@@ -20,8 +20,8 @@ COMMENT_MARK = "hetstream:gpu="
 # Likewise: it keeps a GPU for another job, or makes another job guaranteed (`packing/upgrade.py`).
 HOLDS_MARK, UPGRADE_MARK = "hetstream:holds=", "hetstream:upgrade="
 SCRIPTS = {"Prolog": "prolog.sh", "Epilog": "epilog.sh", "TaskProlog": "task_prolog.sh"}
-# Grows with what the scripts and the coordinator must agree on; `hetstream doctor` compares it.
-SCRIPTS_VERSION = 2
+# Grows with what the scripts, the coordinator and the agents must agree on; `hetstream doctor` compares it.
+SCRIPTS_VERSION = 3
 
 _BODIES = Path(__file__).parents[1] / "prolog"
 _VERSION_LINE = re.compile(r"^hetstream_scripts=(\d+)$", re.M)

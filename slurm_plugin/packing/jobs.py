@@ -40,8 +40,6 @@ _TYPE = re.compile(r"p(\d{1,3})")
 _HELD = re.compile(r"JobHeld(User|Admin)|job_requeued_in_held_state")
 _HELD_BY_OPERATOR = re.compile("JobHeldAdmin")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
-# An agent keeps to the orders for one GPU (`hetjob/gpu/config.py`).
-MOST_GPUS_OF_A_NODE = 1
 # Of an array's pending tasks, so many are looked at.
 _MOST_TASKS = 16
 # Older releases (22.05 was tried) keep a GRES that a job asks for no more, with a count of 0: the job then starts only
@@ -211,11 +209,6 @@ def _closed_job(job: OpportunisticJob, now_s: float) -> str:
         return holds
     if job.wish.problem:
         return job.wish.problem
-    if job.wish.gpus > MOST_GPUS_OF_A_NODE:
-        return (
-            f"it asks for {job.wish.gpus} GPUs of a node, and its agents keep to one: nothing would hold it back on "
-            "the others. Ask for one GPU on each of several nodes"
-        )
     if not job.notes.can_be_requeued:
         return "nobody could take it off a GPU again, because it cannot be requeued. Submit it with --requeue"
     if failed := why_it_failed(record):

@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, keeps_gres
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, is_being_upgraded
+from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, gpus_of_a_node, is_being_upgraded
 from hetstream.slurm_plugin.packing.upgrade import (
     PLACEHOLDER_MB,
     Drop,
@@ -41,6 +41,7 @@ from hetstream.slurm_plugin.packing.words import (
     GivenUpRecord,
     PackingRecord,
     UpgradedRecord,
+    comment_with_gpus,
     held_for,
     holds_comment,
     upgrade_comment,
@@ -165,6 +166,8 @@ class QuotaPacker:
             if notes is None:
                 return  # it has gone
             noted["AdminComment"] = with_record(notes.admin_comment, PackingRecord(asked=frozenset({"gpu"})))
+        if (gpus := gpus_of_a_node(job)) > 1:
+            noted["Comment"] = comment_with_gpus(job.comment, gpus)
         self._slurm.update(name, {"Partition": self._partition, "Requeue": "1", **cleared, **noted})
         reach("packer.moved")
         self._say(PackingEvent("moved", name, decision.reason))

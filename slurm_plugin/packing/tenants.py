@@ -13,13 +13,7 @@ from dataclasses import dataclass, field, replace
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
-from hetstream.slurm_plugin.packing.jobs import (
-    MOST_GPUS_OF_A_NODE,
-    OpportunisticJob,
-    task_names,
-    who_holds,
-    why_it_failed,
-)
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, task_names, who_holds, why_it_failed
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
@@ -126,17 +120,20 @@ def quota_view(
 
 def why_not_opportunistic(job: Job) -> str:
     """Why a guaranteed job could not start as an opportunistic one; empty if it could."""
-    num_nodes = max(1, job.num_nodes)
-    per_node = -(-job.count(_GPU) // num_nodes)
     if job.het:
         return "it is a heterogeneous job"
-    if per_node > MOST_GPUS_OF_A_NODE:
-        return f"it asks for {per_node} GPUs of a node, and opportunistic jobs get one on each"
+    if job.count(_GPU) % max(1, job.num_nodes):
+        return f"it asks for {job.count(_GPU)} GPUs on {job.num_nodes} nodes, and shared GPUs are as many on each"
     if any(gres.name == _GPU for gres in job.gres_per_task):
         return "it asks for GPUs by task (--gpus-per-task): write --gpus-per-node"
     if job.cpus_per_gpu:
         return "it asks for CPUs by GPU (--cpus-per-gpu): write --cpus-per-task"
     return ""
+
+
+def gpus_of_a_node(job: Job) -> int:
+    """How many GPUs a job that could start as an opportunistic one needs on each of its nodes."""
+    return max(1, job.count(_GPU) // max(1, job.num_nodes))
 
 
 def is_upgraded(job: OpportunisticJob) -> bool:

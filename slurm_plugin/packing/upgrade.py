@@ -16,6 +16,7 @@ Each look begins with what is there, so whoever dies in between, the next packer
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,9 +29,9 @@ from hetstream.slurm_plugin.packing.words import where
 
 # Of a placeholder: it runs nothing but `sleep`.
 PLACEHOLDER_MB = 32
-# Of a node: one for a placeholder, and one for the job that upgrades. Both are of a partition that could preempt the
+# Of a node, beside one for each placeholder: for the job that upgrades. All are of a partition that could preempt the
 # very job that they are for.
-_LEAST_CPUS = 2
+_UPGRADE_CPUS = 1
 # slurm.conf(5), PreemptParameters: a running job whose Priority is above this number is not preempted.
 _EXEMPT = re.compile(r"\bmin_exempt_priority=(\d{1,10})\b", re.ASCII)
 FIRST_THAT_EXEMPTS = (23, 2)
@@ -155,13 +156,16 @@ def upgrade_steps(
         full = next((name for name in place.nodes if name not in nodes or nodes[name].cpus_free < 1), "")
         closed = next((name for name in place.nodes if name in nodes and not nodes[name].is_usable), "")
         if (full or closed) and not has_begun:
-            return [*_drop(held), _no_room(full or closed, rests=True)]
+            return [*_drop(held), _no_room(full or closed, len(place.indices), rests=True)]
         return [] if is_upgrading or full else [Upgrade()]
     others = seen.others(job)
     if others and (upgraded or has_begun):
         return [GiveWay(f"Slurm gave {where(place)} to guaranteed job {others[0]}")]
     if any(seen.now_s - placeholder.submit_s > rules.keep_s for placeholder in pending):
-        return [*_drop(pending if upgraded or has_begun else held), _no_room(missing[0][0], rests=True)]
+        return [
+            *_drop(pending if upgraded or has_begun else held),
+            _no_room(missing[0][0], len(place.indices), rests=True),
+        ]
     if pending or any(placeholder.spot is None for placeholder in held):
         return []  # until it is known which GPU each has
     return _keep(held, missing, nodes, stays=upgraded or has_begun)
@@ -179,20 +183,20 @@ def _keep(
         stays: the job is guaranteed, or may be, so what is held stays.
     """
     steps: list[Step] = []
-    for name in dict.fromkeys(node for node, _ in missing):
+    for name, count in Counter(node for node, _ in missing).items():
         node = nodes.get(name)
         room = 0
-        if node is not None and node.is_usable and (stays or node.cpus_free >= _LEAST_CPUS):
+        if node is not None and node.is_usable and (stays or node.cpus_free >= count + _UPGRADE_CPUS):
             room = min(node.gpus_free(), node.cpus_free, node.memory_free_mb // PLACEHOLDER_MB)
         if room < 1:
-            return [*([] if stays else _drop(held)), _no_room(name, rests=bool(held))]
+            return [*([] if stays else _drop(held)), _no_room(name, count, rests=bool(held))]
         steps.append(Keep(name, room))
     return steps
 
 
-def _no_room(node: str, *, rests: bool) -> GiveUp:
+def _no_room(node: str, gpus: int, *, rests: bool) -> GiveUp:
     return GiveUp(
-        f"{node} lacks a GPU or {_LEAST_CPUS} CPUs for the jobs that keep its GPU and upgrade it, or takes none",
+        f"{node} lacks a GPU or {gpus + _UPGRADE_CPUS} CPUs for the jobs that keep GPUs and upgrade it, or takes none",
         rests,
     )
 

@@ -158,6 +158,12 @@ def wish_of(comment: str) -> GpuWish:
     return GpuWish(int(gpus or 1), gpu_bytes)
 
 
+def comment_with_gpus(comment: str, gpus: int) -> str:
+    """The Comment of a job that is to get so many GPUs on each node, whatever it said of that before."""
+    others = [word for word in comment.split() if not word.startswith(_GPUS)]
+    return comment_with(" ".join([*others, f"{_GPUS}{gpus}"]), None)
+
+
 def wants_guarantee(comment: str) -> bool:
     """Whether the owner of an opportunistic job would rather have a guaranteed one."""
     return _value(comment, CLASS_MARK) == GUARANTEED

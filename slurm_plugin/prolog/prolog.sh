@@ -103,19 +103,19 @@ write_grant() (
     case $name in GPU-* | MIG-*) uuids=${uuids:+$uuids,}$name ;; esac
   done
   mkdir -p "$run/grants" "$run/environment" || return 1
-  environment "$1" "$names" "${uuids:-$2}" | put "$run/environment/$job" || return 1
+  environment "$1" "$names" "${uuids:-$2}" "$2" | put "$run/environment/$job" || return 1
   printf '{"uid": %s, "job_class": "%s", "gpus": [%s]}\n' "$uid" "$1" "$quoted" | put "$run/grants/$job.json" || return 1
 )
 
-# What the TaskProlog hands on. An agent is for one GPU: a job with several on this node does not share them.
+# What the TaskProlog hands on: the GPUs $2 (names) and $4 (numbers). The agent of each process takes its own of them.
 environment() {
   if [ "$1" = opportunistic ]; then
     echo "CUDA_VISIBLE_DEVICES=$3"
   elif ! is_listed "${SLURM_JOB_PARTITION:-}" "${HETSTREAM_SHARED_PARTITIONS:-}"; then
     return
   fi
-  case $2 in *,*) return ;; esac
   echo "HETSTREAM_GPU=$2"
+  case $2 in *,*) echo "HETSTREAM_GPU_NUMBERS=$4" ;; esac
   echo "HETSTREAM_JOB_CLASS=$1"
   if [ -n "${HETSTREAM_GPU_SOCKET:-}" ]; then echo "HETSTREAM_GPU_SOCKET=$HETSTREAM_GPU_SOCKET"; fi
 }

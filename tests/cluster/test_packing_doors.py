@@ -284,9 +284,9 @@ def test_a_guaranteed_job_that_needs_the_cpus_has_them_at_once(cluster: Cluster,
     wait_until(lambda: cluster.runs(guaranteed), 30, "the guaranteed job")
     assert re.search(r"JobState=PENDING", cluster.show(job))
     assert re.search(r"Restarts=1", cluster.show(job))
-    # It has two GPUs, and an agent is for one: so it shares none of them.
-    assert cluster.seen(guaranteed, "batch")["HETSTREAM_GPU"] == ""
+    # It has two GPUs, and shares both: each of its processes takes its own.
     gpus = [f"emulation:{cluster.sharing}/gpu{number}" for number in (0, 1)]
+    assert cluster.seen(guaranteed, "batch")["HETSTREAM_GPU"] == ",".join(gpus)
     assert cluster.grants() == {guaranteed: {"uid": 65534, "job_class": "guaranteed", "gpus": gpus}}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.gpu import STARTUP_DIRECTORY
+from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
 from hetstream.slurm_plugin.install.node_scripts import SCRIPTS, SCRIPTS_VERSION, node_script, script_version
 from tests.base.users import STRANGER, needs_root, run_as
@@ -102,10 +103,25 @@ def test_other_jobs_are_left_alone(node: Node) -> None:
     node.call("Prolog", {**GUARANTEED, "SLURM_JOB_PARTITION": "private"})
     assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "private"}) == []
     assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
-    # One agent is for one GPU.
-    node.call("Prolog", {**GUARANTEED, "SLURM_JOB_GPUS": "0,1"})
-    assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "gpu"}) == []
-    assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-1b")
+
+
+@pytest.mark.parametrize("job_class", ["guaranteed", "opportunistic"])
+def test_a_job_with_several_gpus_has_all_of_them_and_each_process_takes_its_own(node: Node, job_class: str) -> None:
+    several = {
+        "guaranteed": {**GUARANTEED, "SLURM_JOB_GPUS": "1,0"},
+        "opportunistic": {**OPPORTUNISTIC, "SLURM_JOB_COMMENT": "hetstream:gpu=1,0 hetstream:gpus=2"},
+    }
+    node.call("Prolog", several[job_class])
+    assert node.grant() == {"uid": 1000, "job_class": job_class, "gpus": ["GPU-1b", "GPU-0a"]}
+    lines = node.call("TaskProlog", {})
+    told = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+    assert told["HETSTREAM_GPU"] == "GPU-1b,GPU-0a"
+    assert told["HETSTREAM_GPU_NUMBERS"] == "1,0"
+    assert told.get("CUDA_VISIBLE_DEVICES") == ("GPU-1b,GPU-0a" if job_class == "opportunistic" else None)
+    for rank, gpu in (("0", "GPU-1b"), ("1", "GPU-0a")):
+        settings = settings_from_environment({**told, "SLURM_LOCALID": rank})
+        assert settings is not None
+        assert (settings.gpu, settings.job_class.value) == (gpu, job_class)
 
 
 def test_names_of_gpus_are_the_drivers(node: Node) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,25 @@ _WINDOWS = 2
 def is_in_use() -> bool:
     """Whether this process uses CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def current_gpu(gpus: Sequence[str]) -> str | None:
+    """What the coordinator calls the GPU that this process uses, by the driver's word; None where it does not say.
+
+    Args:
+        gpus: that the job has on this node. One that is none of these is told, too: the coordinator refuses it.
+    """
+    if not is_in_use() or not all(gpu.startswith("GPU-") for gpu in gpus):
+        return None  # of instances of a divided GPU, and of GPUs that only the site has named, it knows no such names
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    name = f"GPU-{uuid}"
+    return next((gpu for gpu in gpus if name.startswith(gpu)), name) if uuid else None
+
+
+def used_beside() -> list[int]:
+    """Numbers of the GPUs, beside the current one, on which this process has tensors; as PyTorch counts them."""
+    own = torch.cuda.current_device()
+    return [other for other in range(torch.cuda.device_count()) if other != own and torch.cuda.memory_allocated(other)]
 
 
 class CudaGpu:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,26 @@ from hetstream.slurm_plugin.coordinator.table import ProcessRow
 from tests.conftest import WaitUntil
 
 TRAIN = Path(__file__).with_name("programs") / "train.py"
+TRAIN_RANKS = TRAIN.with_name("train_ranks.py")
 HETSTREAM = [sys.executable, "-m", "hetstream"]
 MIB = 2**20
+
+
+def ranks_alone(directory: Path, steps: int) -> list[list[str]]:
+    """Losses of each of two ranks that nobody disturbs; without torchrun, as srun starts them."""
+    directory.mkdir(exist_ok=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+    argv = [sys.executable, str(TRAIN_RANKS), str(steps), "64", "0", str(directory / "alone")]
+    started = [
+        subprocess.Popen(argv, env={**environ, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}) for rank in (0, 1)
+    ]
+    try:
+        assert [process.wait(120) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [(directory / f"alone.{rank}").read_text().split() for rank in (0, 1)]
 
 
 @dataclass
@@ -42,12 +60,13 @@ class Program:
 
 @dataclass
 class Node:
-    """A machine with one emulated GPU."""
+    """A machine with one emulated GPU, or several."""
 
     directory: Path
     wait_until: WaitUntil
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     log: Path = Path()  # of the newest coordinator
+    num_gpus: int = 1
 
     @property
     def gpu_file(self) -> Path:
@@ -58,12 +77,19 @@ class Node:
         return f"emulation:{self.gpu_file}"
 
     @property
+    def gpus(self) -> list[str]:
+        return [f"emulation:{self.directory}/gpu{number}" for number in range(self.num_gpus)]
+
+    @property
     def socket(self) -> Path:
         return self.directory / "gpu.sock"
 
     def emulate(self, *, memory_mib: int = 256) -> None:
-        argv = [*HETSTREAM, "gpu", "emulate", str(self.gpu_file), "--memory-mib", str(memory_mib)]
-        subprocess.run([*argv, "--segment-kib", "256"], check=True, capture_output=True)
+        cores = sorted(os.sched_getaffinity(0))
+        for number in range(self.num_gpus):
+            argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / f"gpu{number}"), "--memory-mib", str(memory_mib)]
+            core = cores[-1 - number % len(cores)]
+            subprocess.run([*argv, "--segment-kib", "256", "--core", str(core)], check=True, capture_output=True)
 
     def fault(self, point: str, action: str, count: int = 1) -> dict[str, str]:
         """Variables with which a process dies or stops there; and then `is_struck`."""
@@ -75,7 +101,7 @@ class Node:
     def coordinate(self, *who: str, faults: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start a coordinator, and wait until it listens."""
         self.log = self.directory / f"coordinator-{len(self.processes)}.err"
-        argv = [*HETSTREAM, "gpu", "coordinator", "--gpu", self.gpu, "--socket", str(self.socket)]
+        argv = [*HETSTREAM, "gpu", "coordinator", "--socket", str(self.socket), *(f"--gpu={gpu}" for gpu in self.gpus)]
         with self.log.open("wb") as log:
             process = subprocess.Popen([*argv, *(who or ("--own-jobs",))], stderr=log, env={**os.environ, **faults})
         self.processes.append(process)
@@ -92,12 +118,18 @@ class Node:
         faults: Mapping[str, str] = {},
     ) -> Program:
         """Start a training program."""
+        argv = [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms)]
+        return self.share(job_class, self.gpu, argv, faults)
+
+    def share(self, job_class: str, gpus: str, argv: Sequence[str], environ: Mapping[str, str] = {}) -> Program:
+        """Start a program that shares these GPUs."""
         name = f"{job_class}-{len(self.processes)}"
         out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
-        argv = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", self.gpu, "--socket", str(self.socket)]
-        argv += [sys.executable, str(TRAIN), str(steps), str(width), str(wait_ms)]
+        begin = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", gpus, "--socket", str(self.socket)]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **faults})
+            process = subprocess.Popen(
+                [*begin, *argv], stdout=stdout, stderr=stderr, env={**os.environ, **environ}, start_new_session=True
+            )
         self.processes.append(process)
         return Program(process, out, err)
 
@@ -127,6 +159,8 @@ class Node:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # programs are sessions of their own, with their ranks
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

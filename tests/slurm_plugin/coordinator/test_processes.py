@@ -40,6 +40,7 @@ def test_an_opportunistic_job_pauses_without_a_coordinator_and_a_guaranteed_one_
     node.wait_until(lambda: "this opportunistic job pauses" in opportunistic.said, 60, "its line")
     assert opportunistic.losses == []
     coordinator = node.coordinate()
+    node.shows("guaranteed")  # it is back as well, however fast the other one is
     node.goes_on(opportunistic, 10)
     coordinator.send_signal(signal.SIGSTOP)
     pauses(node, opportunistic, guaranteed)

@@ -338,7 +338,7 @@ def test_a_node_with_parts_of_gpus_takes_nobody(site: Site) -> None:
     [
         ({"comment": "hetstream:gpus=many"}, "write a number"),
         ({"comment": "hetstream:gpu-memory=big"}, "write a size such as 16G"),
-        ({"comment": "hetstream:gpus=2"}, "its agents keep to one"),
+        ({"comment": "hetstream:gpus=3"}, "it needs 3 GPU(s) of one node at once, and 2 of 2 could take it now"),
         ({"comment": "mine hetstream:hold"}, "who lets it wait for its turn by: scontrol release 7"),
         ({"reason": "JobHeldAdmin"}, "an operator holds it, who hands it back by: scontrol uhold 7"),
         ({"dependency": "afterok:3"}, "it waits for afterok:3"),
@@ -353,6 +353,34 @@ def test_a_job_that_cannot_be_placed_is_told_why(site: Site, change: dict[str, o
     site.slurm.submit(7, **change)  # type: ignore[arg-type]
     assert site.look() == ["waits"]
     assert reason in site.events[0].reason
+
+
+def test_a_job_with_several_gpus_gets_all_of_them_and_is_taken_from_all(site: Site) -> None:
+    """All at once, or none; a node's word of one of them counts for the job."""
+    slurm = site.slurm
+    slurm.used_share = {("g1", 1): 0.9}
+    slurm.submit(7, "hetstream:gpus=2")
+    assert site.look() == ["waits"]
+    slurm.used_share = {}
+    assert site.look() == ["placed"]
+    assert "Gres=opp:p0:1,opp:p1:1" in slurm.calls[0]
+    assert "Comment=hetstream:gpu=0,1 hetstream:gpus=2" in slurm.calls[0]
+    slurm.submit(8)  # no GPU has room for another one yet
+    slurm.start()
+    assert site.look() == ["started", "waits"]
+    slurm.sharing = {("g1", 1): (SharingNow("7", 301.0),)}
+    assert site.look() == ["evicted"]
+    slurm.sharing = {}
+    assert {event.place.indices for event in site.events if event.place} == {(0, 1)}
+
+
+def test_slurm_that_gives_a_job_one_of_its_two_gpus_is_corrected(site: Site) -> None:
+    site.slurm.submit(7, "hetstream:gpus=2")
+    site.slurm.lie = "opp:p1:1"
+    assert site.look() == ["placed"]
+    site.slurm.start()
+    assert site.look() == ["evicted"]
+    assert "opp:p1:1, and it was placed on GPU 0,1" in site.events[0].reason
 
 
 def test_a_job_that_cannot_be_requeued_is_not_placed(site: Site) -> None:

@@ -136,8 +136,8 @@ def test_what_somebody_holds_waits_outside_the_line(site: Site) -> None:
 
 def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
     site.slurm.ask(1)
-    two = replace(site.slurm.jobs[1].gres_per_node[0], count=2)
-    site.slurm.ask(2, comment=WISH, gres_per_node=(two,))
+    three = replace(site.slurm.jobs[1].gres_per_node[0], count=3)
+    site.slurm.ask(2, comment=WISH, gres_per_node=(), gres_per_job=(three,), num_nodes=2)
     site.slurm.ask(3, comment=WISH, cpus_per_gpu=4)
     site.slurm.ask(4, comment=WISH, reason="JobHeldAdmin")
     site.slurm.ask(5, comment=WISH, dependency="afterok:1")
@@ -145,10 +145,26 @@ def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
     assert site.look(700) == ["granted 1", "waits 2", "waits 3", "waits 4", "waits 5", "waits 6"]
     reasons = [event.reason for event in site.events]
     for text, reason in zip(
-        ("2 GPUs of a node", "--cpus-per-gpu", "operator", "afterok", "slurmd's log"), reasons[1:], strict=True
+        ("3 GPUs on 2 nodes", "--cpus-per-gpu", "operator", "afterok", "slurmd's log"), reasons[1:], strict=True
     ):
         assert text in reason
     assert not any(call[0] == "update" for call in site.slurm.calls)
+
+
+def test_a_job_with_several_gpus_of_a_node_shares_as_many_and_is_upgraded_on_all() -> None:
+    site = Site(TenantSlurm(num_gpus=2), a=2)
+    site.slurm.ask(1)
+    site.look()
+    two = replace(site.slurm.jobs[1].gres_per_node[0], count=2)
+    site.slurm.ask(2, comment=WISH, submit_s=site.slurm.now_s, gres_per_node=(two,))
+    site.looks_until("moved 2")
+    assert site.slurm.jobs[2].comment == f"{WISH} hetstream:gpus=2"
+    site.looks_until("started 2")
+    assert {gres.type for gres in site.slurm.given[2]} == {"p0", "p1"}
+    site.slurm.end(1)
+    site.looks_until("upgraded 2")
+    assert sorted(site.slurm.holders(2)) == [("g1", 0), ("g1", 1)]
+    assert site.is_guaranteed(2)
 
 
 def test_a_job_is_upgraded_where_it_runs_when_quota_is_free(sharing: Site) -> None:

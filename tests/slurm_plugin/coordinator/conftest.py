@@ -125,11 +125,10 @@ class Node:
         """Start a program that shares these GPUs."""
         name = f"{job_class}-{len(self.processes)}"
         out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
-        begin = [*HETSTREAM, "gpu", "run", "--class", job_class, "--gpu", gpus, "--socket", str(self.socket)]
+        begin = ["setpriv", "--pdeathsig=KILL", *HETSTREAM, "gpu", "run", f"--class={job_class}", f"--gpu={gpus}"]
+        begin += ["--socket", str(self.socket)]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*begin, *argv], stdout=stdout, stderr=stderr, env={**os.environ, **environ}, start_new_session=True
-            )
+            process = subprocess.Popen([*begin, *argv], stdout=stdout, stderr=stderr, env={**os.environ, **environ})
         self.processes.append(process)
         return Program(process, out, err)
 
@@ -159,8 +158,6 @@ class Node:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):  # programs are sessions of their own, with their ranks
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -6,7 +6,9 @@ before each step, and where the lines go: LOSSES.RANK. DataLoader workers of bot
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -16,8 +18,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who started it is killed: nobody else would end it
     steps, width, wait_ms, losses = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))

@@ -135,7 +135,13 @@ def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Packing
     is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
     count = 1 if is_old or before is None else before.count + 1
     gone = EvictedRecord(count, now_s, placed.place)
-    return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None, taking=False)
+    return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None, taking=False, limit="")
+
+
+def is_cut_short(job: OpportunisticJob) -> bool:
+    """Whether Slurm has started a job with a shorter time limit than its own, to have it end before a planned start."""
+    limit, now_s = job.record.limit, job.job.time_limit_s
+    return bool(limit) and now_s is not None and (not limit.isdigit() or now_s < int(limit) * 60)
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:

@@ -29,6 +29,7 @@ from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     Settlement,
     evicted,
+    is_cut_short,
     keeps_gres,
     served_jobs,
     wrong_place,
@@ -43,6 +44,7 @@ from hetstream.slurm_plugin.packing.words import (
     PlacedRecord,
     comment_with,
     gres_of,
+    limit_of,
     with_hold,
     with_record,
 )
@@ -242,9 +244,19 @@ class Packer:
         if problem:
             self._take_away(job, problem)
             return
+        if job.record.limit:
+            self._give_time(job)
         self._right.add(start)
         place = job.record.placed.place if job.record.placed else None
         self._say(PackingEvent("started", job.name, "Slurm gave it what it was placed on", place))
+
+    def _give_time(self, job: OpportunisticJob) -> None:
+        """Its own time limit, for one that has started: if its CPUs are needed before that ends, Slurm preempts it."""
+        fields = {"AdminComment": with_record(job.notes.admin_comment, replace(job.record, limit=""))}
+        if is_cut_short(job):
+            fields["TimeLimit"] = job.record.limit
+        reach("packer.started")
+        self._slurm.update(job.name, fields)
 
     def _take_away(self, job: OpportunisticJob, reason: str) -> None:
         self._announce(job)
@@ -260,7 +272,9 @@ class Packer:
         reach("packer.announced")
 
     def _place(self, job: OpportunisticJob, placement: Placement, *, forgets: bool) -> None:
-        """Give a held job its place, and release it."""
+        """Give a held job its place, and release it. It says that it can do with less time than it will have: backfill
+        plans whole nodes, and starts nothing there that would run into the planned start of another job.
+        """
         if job.has_gres:  # 22.05 adds to what it asks for already
             self._slurm.update(job.name, {"TresPerNode": ""})
             reach("packer.cleared")
@@ -269,12 +283,15 @@ class Packer:
         nodelist = job.job.required_nodes if first else record.nodelist
         placed = PlacedRecord(place, self._clock(), job.job.num_restarts)
         asked = record.asked | (frozenset() if forgets else {f"p{index}" for index in place.indices})
-        record = PackingRecord(placed, record.evicted, nodelist, asked=asked)
+        limit_s, least_s = job.job.time_limit_s, self._rules.least_limit_s
+        limit = limit_of(limit_s) if limit_s is None or limit_s > least_s else ""
+        record = PackingRecord(placed, record.evicted, nodelist, asked=asked, limit=limit)
         fields = {
             "ReqNodeList": compress(place.nodes),
             "Gres": gres_of(place),
             "Comment": comment_with(job.job.comment, place),
             "AdminComment": with_record(job.notes.admin_comment, record),
+            **({"TimeMin": limit_of(least_s)} if limit else {}),
         }
         self._slurm.update(job.name, fields)
         reach("packer.updated")
@@ -286,7 +303,8 @@ class Packer:
         """Write down that a job has no place; without one in its Comment no Prolog gives it a GPU."""
         comment = comment_with(with_hold(job.job.comment) if is_kept else job.job.comment, None)
         notes = {"AdminComment": with_record(job.notes.admin_comment, record)}
-        self._slurm.update(job.name, {"Comment": comment, **notes})
+        time = {"TimeLimit": job.record.limit} if job.record.limit else {}
+        self._slurm.update(job.name, {"Comment": comment, **notes, **time})
 
     def _say_once(self, events: Iterable[PackingEvent]) -> None:
         """Say what is new; numbers in a reason change all the time."""

@@ -18,6 +18,8 @@ class PackingRules:
         most_placements: in one call, so that commands to Slurm stay few; who is left comes next time.
         first_delay_s, longest_delay_s: how long an evicted job waits: twice as long each time. The GPU that it was on
             waits for the first of them. Slurm itself starts no job within two minutes after it was requeued.
+        least_limit_s: Slurm may start a job with so short a time limit, so that it does not wait for others' planned
+            starts. The packer gives it its own back when it runs, and may be away for so long before.
         start_s: a job that has not started so long after it was placed is taken back.
         keep_s: a placeholder that has not started so long after it was submitted finds no room.
         upgrade_s: nodes that do not call a job guaranteed so long after they were told to are told again.
@@ -35,6 +37,7 @@ class PackingRules:
     most_placements: int = 50
     first_delay_s: float = 120.0
     longest_delay_s: float = 3600.0
+    least_limit_s: float = 600.0
     start_s: float = 90.0
     keep_s: float = 20.0
     upgrade_s: float = 60.0  # longer than a reading counts

@@ -13,6 +13,7 @@ which owners cannot change. So the packer keeps nothing of its own:
     hetstream:placed=g[1-2]:0,1@1795000000@0 hetstream:evicted=2@1794990000@g3:0    AdminComment
     hetstream:upgraded=1795000100@0                                                 AdminComment
     hetstream:not-upgraded=1795000100@0@1@gpu0%20lacks%20a%20GPU                    AdminComment
+    hetstream:limit=480                                                             AdminComment, until it has started
 
 Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
 
@@ -41,6 +42,7 @@ _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
 _GIVEN_UP, _TAKING = "hetstream:not-upgraded=", "hetstream:taking"
+_LIMIT, _UNLIMITED = "hetstream:limit=", "UNLIMITED"
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -56,6 +58,7 @@ _GIVEN_UP_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})@([01])@([\w.~%-]{1,2048})", r
 _ASKED_TEXT = re.compile(r"gpu|p\d{1,3}", re.ASCII)
 _HOLDS_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _AFTER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
+_LIMIT_TEXT = re.compile(rf"\d{{1,9}}|{_UNLIMITED}", re.ASCII)
 _EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
 # Slurm refuses a longer Comment, also of the packer.
 _MOST_COMMENT_BYTES = 1024
@@ -135,6 +138,7 @@ class PackingRecord:
         asked: types of GRES that it has asked for before, where Slurm does not forget them; see `jobs.py`.
         given_up: None if its upgrade was not given up lately.
         taking: the packer is about to hold it, so that this is nobody else's hold.
+        limit: its TimeLimit, as scontrol takes it, while Slurm may start it with a shorter one; empty: it has its own.
     """
 
     placed: PlacedRecord | None = None
@@ -144,6 +148,7 @@ class PackingRecord:
     asked: frozenset[str] = frozenset()
     given_up: GivenUpRecord | None = None
     taking: bool = False
+    limit: str = ""
 
 
 def wish_of(comment: str) -> GpuWish:
@@ -240,6 +245,7 @@ def read_record(admin_comment: str) -> PackingRecord:
     done = _value(admin_comment, _UPGRADED)
     upgraded = _UPGRADED_TEXT.fullmatch(done or _value(admin_comment, _UPGRADING))
     gone = _GIVEN_UP_TEXT.fullmatch(_value(admin_comment, _GIVEN_UP))
+    limit = _LIMIT_TEXT.fullmatch(_value(admin_comment, _LIMIT))
     try:
         return PackingRecord(
             PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
@@ -249,6 +255,7 @@ def read_record(admin_comment: str) -> PackingRecord:
             frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
             GivenUpRecord(float(gone[1]), int(gone[2]), gone[3] == "1", unquote(gone[4])) if gone else None,
             _TAKING in admin_comment.split(),
+            limit[0] if limit else "",
         )
     except ValueError:  # a hostlist that is none
         return PackingRecord()
@@ -256,7 +263,7 @@ def read_record(admin_comment: str) -> PackingRecord:
 
 def with_record(admin_comment: str, record: PackingRecord) -> str:
     """An AdminComment with this record in the place of an earlier one; others' words stay."""
-    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP, _TAKING)
+    ours = (_PLACED, _EVICTED, _NODELIST, _UPGRADED, _UPGRADING, _ASKED, _GIVEN_UP, _TAKING, _LIMIT)
     found = [word for word in admin_comment.split() if not word.startswith(ours)]
     if record.placed:
         placed = record.placed
@@ -273,9 +280,16 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
         found.append(f"{_GIVEN_UP}{gone.at_s:.0f}@{gone.num_restarts}@{int(gone.rests)}@{quote(gone.reason, safe='')}")
     if record.asked:
         found.append(f"{_ASKED}{','.join(sorted(record.asked))}")
+    if record.limit:
+        found.append(f"{_LIMIT}{record.limit}")
     if record.nodelist:
         found.append(f"{_NODELIST}{compress(record.nodelist)}")
     return " ".join(found)
+
+
+def limit_of(time_limit_s: float | None) -> str:
+    """A job's time limit, as scontrol takes it."""
+    return _UNLIMITED if time_limit_s is None else f"{-(-time_limit_s // 60):.0f}"
 
 
 def gres_of(place: Place) -> str:

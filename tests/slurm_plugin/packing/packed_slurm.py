@@ -41,6 +41,8 @@ class PackedSlurm:
         age_s: of the nodes' readings.
         sharing: what nodes say of the opportunistic jobs on a GPU.
         gpu_types: of the GPUs.
+        granted_s: how long a job may run before the planned start of another one; None: no start is planned.
+        least_s: what is enough for a job, where it says so (TimeMin).
     """
 
     num_nodes: int = 1
@@ -59,6 +61,8 @@ class PackedSlurm:
     age_s: float = 2.0
     sharing: dict[tuple[str, int], tuple[SharingNow, ...]] = field(default_factory=dict)
     gpu_types: tuple[str, ...] = ("h200",)
+    granted_s: float | None = None
+    least_s: dict[int, float] = field(default_factory=dict)
 
     def clock(self) -> float:
         return self.now_s
@@ -71,7 +75,7 @@ class PackedSlurm:
         """A job, held by the guard."""
         job = Job(
             number, "train", "alice", ("opp",), "PENDING", "JobHeldUser", 1, 4, 1, 4, 8000, comment=comment,
-            submit_s=NOW_S - 1000 + number,
+            submit_s=NOW_S - 1000 + number, time_limit_s=300.0,
         )  # fmt: skip
         self.jobs[number] = replace(job, **more)  # type: ignore[arg-type]
         self.admin_comments[number] = ""
@@ -79,9 +83,16 @@ class PackedSlurm:
     def start(self) -> None:
         """What is released starts where it was told to."""
         for number, job in self.jobs.items():
+            limit_s = job.time_limit_s
+            if self.granted_s is not None and (limit_s is None or limit_s > self.granted_s):
+                if self.least_s.get(number, self.granted_s + 1) > self.granted_s:
+                    continue
+                limit_s = self.granted_s
             if job.is_pending and job.priority:
                 self.given[number] = parse_gres(self.lie) if self.lie else job.gres_per_node * job.num_nodes
-                self.jobs[number] = replace(job, state="RUNNING", reason="None", nodes=job.required_nodes)
+                self.jobs[number] = replace(
+                    job, state="RUNNING", reason="None", nodes=job.required_nodes, time_limit_s=limit_s
+                )
 
     def preempt(self, number: int) -> None:
         """Slurm requeues a job, and would start it again by itself."""
@@ -144,6 +155,11 @@ class PackedSlurm:
             job = replace(job, required_nodes=expand(fields["ReqNodeList"]))
         if "Comment" in fields:
             job = replace(job, comment=fields["Comment"])
+        if "TimeMin" in fields:
+            self.least_s[number] = float(fields["TimeMin"]) * 60
+        if "TimeLimit" in fields:
+            limit = fields["TimeLimit"]
+            job = replace(job, time_limit_s=None if limit == "UNLIMITED" else float(limit) * 60)
         self.admin_comments[number] = fields.get("AdminComment", self.admin_comments[number])
         self.jobs[number] = job
 

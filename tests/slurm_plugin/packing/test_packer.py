@@ -154,6 +154,55 @@ def test_others_jobs_are_not_touched(site: Site) -> None:
     assert slurm.calls == []
 
 
+@pytest.mark.parametrize("limit_s", [8 * 3600.0, 660.0, None])
+def test_a_job_in_front_of_a_planned_start_begins_with_less_time_and_gets_its_own_back(
+    site: Site, limit_s: float | None
+) -> None:
+    slurm = site.slurm
+    slurm.granted_s = 600.0
+    slurm.submit(7, time_limit_s=limit_s)
+    site.look()
+    slurm.start()
+    assert slurm.jobs[7].time_limit_s == 600.0
+    assert site.look() == ["started"]
+    assert slurm.jobs[7].time_limit_s == limit_s
+    # What its owner changes from now on is his.
+    slurm.update("7", {"TimeLimit": "20"})
+    site.restart()
+    assert site.look() == ["started"]
+    assert slurm.jobs[7].time_limit_s == 1200.0
+
+
+@pytest.mark.parametrize("point", ["packer.started", "preempted"])
+def test_less_time_is_no_jobs_for_longer_than_its_start(site: Site, tmp_path: Path, point: str) -> None:
+    """The packer dies before it gives the time back, or Slurm requeues the job before the packer saw it run."""
+    slurm = site.slurm
+    slurm.granted_s = 600.0
+    slurm.submit(7, time_limit_s=3600.0)
+    site.look()
+    slurm.start()
+    if point == "preempted":
+        slurm.preempt(7)
+        assert site.look() == ["taken back"]
+    else:
+        FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+        with pytest.raises(OSError, match="No space"):
+            site.look()
+        site.restart()
+        assert site.look() == ["started"]
+    assert slurm.jobs[7].time_limit_s == 3600.0
+    assert "limit" not in slurm.admin_comments[7]
+
+
+def test_who_needs_less_time_than_what_is_asked_at_least_asks_for_his_own(site: Site) -> None:
+    site.slurm.granted_s = 200.0
+    site.slurm.submit(7, time_limit_s=600.0)
+    site.look()
+    site.slurm.start()
+    assert site.slurm.jobs[7].is_pending
+    assert site.slurm.least_s == {}
+
+
 @pytest.mark.parametrize("lie", ["opp:p1:1", "opp:p0:1,opp:p1:1", "gpu:h200:1", ""])
 def test_a_job_that_slurm_put_elsewhere_is_taken_away(site: Site, lie: str) -> None:
     slurm = site.slurm

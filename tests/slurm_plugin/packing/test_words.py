@@ -83,11 +83,13 @@ def test_the_place_comes_first_and_the_owners_words_stay() -> None:
 
 
 def test_a_record_comes_back_and_others_words_stay() -> None:
-    record = PackingRecord(PlacedRecord(PLACE, 1795000000.0, 2), EvictedRecord(3, 1794990000.0, PLACE), ("g1", "g7"))
+    record = PackingRecord(
+        PlacedRecord(PLACE, 1795000000.0, 2), EvictedRecord(3, 1794990000.0, PLACE), ("g1", "g7"), limit="480"
+    )
     text = with_record("ticket=5 hetstream:placed=old", record)
     assert text == (
         "ticket=5 hetstream:placed=g[1-2]:0,3@1795000000@2 hetstream:evicted=3@1794990000@g[1-2]:0,3 "
-        "hetstream:nodelist=g[1,7]"
+        "hetstream:limit=480 hetstream:nodelist=g[1,7]"
     )
     assert read_record(text) == record
     assert with_record(text, PackingRecord()) == "ticket=5"

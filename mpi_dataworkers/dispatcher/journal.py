@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 
 import msgspec
@@ -25,11 +27,15 @@ from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvidePipeline, RegisterLoader
 
+_log = logging.getLogger(__name__)
+
 # Also of the messages in it: a release whose `ProvidePipeline` or `LoaderStats` has another form has another number.
 _SCHEMA_VERSION = 3
 _DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
 _MAX_WAL_BYTES = 1 << 20
+# A commit that takes longer is told: nobody is answered meanwhile, and after 5 s loaders make their steps themselves.
+_SLOW_S = 1.0
 # A pipeline is stored in parts, because SQLite takes blobs up to 10**9 bytes.
 _PART_BYTES = 256 << 20
 _SCHEMA = """
@@ -173,7 +179,14 @@ class Journal:
     def commit(self) -> None:
         """Make the group durable; only then may messages that rest on it leave."""
         reach("dispatcher.before_commit")
+        began_s = time.monotonic()
         self._database.execute("commit")
+        took_s = time.monotonic() - began_s
+        if took_s > _SLOW_S:
+            _log.warning(
+                "the disk of %s took %.1f s for a commit, and nobody was answered meanwhile. --journal-dir puts the "
+                "journal on another disk", self.path, took_s,
+            )  # fmt: skip
         reach("dispatcher.after_commit")
 
     def fact(self, name: str, default: str = "") -> str:

@@ -401,7 +401,7 @@ for one in (loader, sampled, parts):
 def test_a_forked_process_has_a_connection_of_its_own(three: Any, run_program: Any, tmp_path: Path) -> None:
     finished = run_program(FORKING, tmp_path, three.name)
     assert finished.returncode == 0, finished.stderr
-    assert "hetstream" not in finished.stderr, finished.stderr
+    assert "hetstream" not in finished.stderr, finished.stderr + three.log("dispatcher")[-2000:]
     said = json.loads(finished.stdout)
     whole = said["taken"] + said["rest"]
     assert sorted(whole) == list(range(800))

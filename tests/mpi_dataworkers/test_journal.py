@@ -31,6 +31,23 @@ def write(directory: Path, groups: int = 1) -> None:
         (directory / name).write_bytes(content)
 
 
+def test_a_disk_that_holds_up_the_dispatcher_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path)
+    took_s = 0.5
+    for _ in range(2):
+        moments = iter((100.0, 100.0 + took_s))
+        with monkeypatch.context() as clock:
+            clock.setattr("time.monotonic", moments.__next__)
+            journal.begin()
+            journal.commit()
+        took_s = 6.2
+    journal.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the disk of {journal.path} took 6.2 s for a commit, and nobody was answered meanwhile")
+
+
 def test_what_was_committed_is_there_after_a_death(tmp_path: Path) -> None:
     write(tmp_path, groups=3)
     journal = Journal(tmp_path)

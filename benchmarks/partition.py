@@ -52,7 +52,7 @@ NUM_OPERATORS, MOST_SECONDS = 1000, 10.0
 SYSTEMS = ORIGINAL, ONLY, AUTO = "original", "dataset only", "auto"
 # What `hetstream run` says of the cut that it has chosen.
 PREDICTED = re.compile(r"a step takes ([\d.]+) ms with nothing moved and ([\d.]+) ms with ")
-# A cut is captured, checked and tried in the first 46 steps.
+# A cut is captured, checked and tried in the first 75 steps.
 STEPS, QUICK_STEPS, EQUALITY_STEPS = 160, 100, 300
 ROUNDS, RUN_TIMEOUT_S = 3, 200.0
 # Of a step of a program for which the paper has none.

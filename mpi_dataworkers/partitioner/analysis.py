@@ -140,9 +140,7 @@ def analyse(
     with one_thread():
         on_host = {name: value.cpu() for name, value in known.items()}
         by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
-    graph = describe(captured, seen, failed | failed_there)
-    if found.first is not None:
-        graph = with_open_outputs(graph)
+    graph = with_open_outputs(describe(captured, seen, failed | failed_there))
     return Analysis(
         captured=captured,
         graph=graph,

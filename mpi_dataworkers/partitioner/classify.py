@@ -95,7 +95,7 @@ def _at(operator: Operator) -> str:
 
 
 def with_open_outputs(graph: ForwardGraph) -> ForwardGraph:
-    """The graph of a forward's beginning: what runs behind it may change its outputs in place.
+    """A graph whose outputs may be changed in place: by the program, or by the rest of a forward of which it is a part.
 
     So an output that shares memory with another one, or with an input, stays: sent, it would have memory of its own.
     """
@@ -109,7 +109,7 @@ def with_open_outputs(graph: ForwardGraph) -> ForwardGraph:
         num_visible = sum(operator.name in outputs or operator.kind is not Kind.OPERATOR for operator in group)
         if num_visible > 1 and any(operator.name in outputs for operator in group):
             shared.update(operator.name for operator in group)
-    reason = "the rest of the forward takes it, and what shares its memory, too"
+    reason = "what comes behind may change it in place, and with it what shares its memory"
     operators = (
         replace(operator, keeps=operator.keeps or reason)
         if operator.name in shared and operator.kind is Kind.OPERATOR

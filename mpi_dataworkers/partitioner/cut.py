@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
 from hetstream.mpi_dataworkers.partitioner.min_cut import INFINITE, FlowNetwork
+from hetstream.mpi_dataworkers.partitioner.trial import LEAST_GAIN
 
-# A cut must make a step at least this much faster, else noise of the measurement decides.
-_LEAST_GAIN = 0.02
 # Prices of a second of the data workers and of the wire, in seconds of the trainer.
 _DATA_PRICES = (0.0, 0.1, 0.25, 0.5, 0.8, 1.2, 2.0, 5.0)
 _WIRE_PRICES = (0.0, 0.1, 0.3, 0.7, 1.5, 4.0)
@@ -141,8 +140,8 @@ class Cutter:
         decisions = [self._decision(moved, rates, "") for moved in found if moved]
         best = self._improved(min(decisions, key=_rank, default=nothing), rates)
         gain = 1 - best.after.total_s / nothing.after.total_s if nothing.after.total_s else 0.0
-        if gain < _LEAST_GAIN:
-            text = f"no cut makes a step of {1e3 * nothing.after.total_s:.2f} ms faster by {_LEAST_GAIN:.0%}"
+        if gain < LEAST_GAIN:
+            text = f"no cut makes a step of {1e3 * nothing.after.total_s:.2f} ms faster by {LEAST_GAIN:.0%}"
             return self._decision(frozenset(), rates, f"{text}: {_limit(nothing.after)}")
         text = (
             f"a step takes {1e3 * nothing.after.total_s:.2f} ms with nothing moved and "

@@ -32,6 +32,7 @@ _StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputation
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
 _OTHER_FORM = "its arguments have another type or size"
+_DRAWS_ANEW = "it is called once more with a batch, for other random numbers than those that data workers have drawn"
 # Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
 _MOST_BYTES_TO_COMPARE = 1 << 20
 # How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
@@ -69,7 +70,7 @@ class PartitionedForward:
         counts: how the calls went.
         withdraw: as given.
         split: the cut now; None: the program's own forward runs.
-        is_paused: the program's own forward runs, for a comparison.
+        is_paused: batches come as if there were no cut, for a comparison, so the module gets its own forward back.
     """
 
     def __init__(
@@ -93,9 +94,12 @@ class PartitionedForward:
         """The program's own forward, as its class has it now."""
         return self._own or types.MethodType(type(self._module).forward, self._module)
 
-    def install(self) -> None:
-        """Stand in."""
+    def install(self) -> bool:
+        """Stand in; whether that may be: not where the program has set another forward since."""
+        if vars(self._module).get("forward") not in (self, self._own):
+            return False
         vars(self._module)["forward"] = self
+        return True
 
     def uninstall(self) -> None:
         """Give the module its own forward back."""
@@ -145,13 +149,21 @@ class PartitionedForward:
             own = _pytree.tree_unflatten([whole(value) for value in values], spec)
             return OwnCall(self._original, (args, kwargs), own)()
 
-        if self.split is None or self.is_paused or not self._module.training:
+        if self.split is None or not self._module.training:
+            return original()
+        if self.is_paused and not origins:  # nor will those of later batches be
+            self.uninstall()
             return original()
         proved, reason = self._proved(values, spec, origins)
         if proved is None:
             self._missed(reason)
             return original()
         delivery, split = proved
+        if split.draws and not _recomputes():
+            if delivery.was_used:
+                self.withdraw(_DRAWS_ANEW)
+                return original()
+            delivery.was_used = True
         if self._to_check > 0 or delivery.was_checked:
             return self._checked(proved, values, spec, original)
         try:
@@ -284,6 +296,11 @@ class PartitionedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")  # of an object that has no attributes yet: its class's
+
+
+def _recomputes() -> bool:
+    """Whether a backward pass is under way, which wants what the forward had."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _copied(value: Any) -> Any:

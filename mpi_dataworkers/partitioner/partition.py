@@ -37,7 +37,7 @@ from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, compiled_
 from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
 from hetstream.mpi_dataworkers.partitioner.spared import SparedLeaves
 from hetstream.mpi_dataworkers.partitioner.split import spared_leaves, unpack
-from hetstream.mpi_dataworkers.partitioner.trial import Trial
+from hetstream.mpi_dataworkers.partitioner.trial import Trial, Verdict
 from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
 
 _log = logging.getLogger(__name__)
@@ -146,8 +146,7 @@ class Partition:
         # Should data workers not take the stage, nothing has changed.
         self._connection.use_forward_stage(cut.stage, self._deliver)
         # Numbers that are drawn elsewhere are others than the program's own, so there is nothing to compare.
-        draws = any(operator.random for operator in self.analysis.graph.operators if operator.name in decision.moved)
-        self._forward.use(cut, is_checked=is_known or draws)
+        self._forward.use(cut, is_checked=is_known or cut.draws)
         if is_known:
             return
         if self._pace is not None and self._offload is Offload.AUTO and self._num_trials < _MOST_TRIALS:
@@ -169,14 +168,12 @@ class Partition:
         if not forward.is_checked:
             return
         if self._trial is not None:
-            self._trial.next_step(time.monotonic(), self._connection.statistics.counters.wait_s)
-            forward.is_paused = not self._trial.uses_cut
-            if not self._trial.is_done:
-                return
-            trial, self._trial = self._trial, None
-            if self._pace is not None:
-                self._pace.begin_again()
-            self._judge(*trial.step_s)
+            self._try(self._trial, forward)
+            return
+        self._spare(forward)
+
+    def _spare(self, forward: PartitionedForward) -> None:
+        """Have what nothing else reads sent no more."""
         may_spare = self._again() is not None and not compiled_functions.reads
         if may_spare and not self._spares and self.is_active and self._leaves.may_be:
             self._spares = self._knows_read = True
@@ -187,17 +184,40 @@ class Partition:
                 leaves = ", ".join(f"leaf {number}" for number in split.stage.spared)
                 _log.warning(text, leaves, self.decision.bytes_added)
 
-    def _judge(self, with_cut_s: float, without_s: float) -> None:
+    def _try(self, trial: Trial, forward: PartitionedForward) -> None:
+        """A step of the trial begins: change to the cut, or to how it was without, and in the end decide."""
+        used = trial.uses_cut
+        trial.next_step(time.monotonic(), self._connection.statistics.counters.wait_s)
+        if trial.verdict is not None:
+            self._trial = None
+            if self._pace is not None:
+                self._pace.begin_again()
+            self._judge(trial.verdict)
+        elif used and not trial.uses_cut:
+            forward.is_paused = True
+            self._connection.use_forward_stage(None, self._deliver)
+        elif trial.uses_cut and not used:
+            assert forward.split is not None
+            self._connection.use_forward_stage(forward.split.stage, self._deliver)
+            self._spare(forward)  # so that what is tried is what stays
+
+    def _resume(self, forward: PartitionedForward) -> None:
+        """The first batch with values has come after steps without the cut."""
+        forward.is_paused = False
+        if not forward.install():
+            self.remove("the program has given it another forward")
+
+    def _judge(self, verdict: Verdict) -> None:
         """Have the decision know what the cut gains, as measured."""
         assert self.analysis is not None
         assert self.decision is not None
         estimated_s = sum(self.analysis.costs[name].trainer_s for name in self.decision.moved)
-        self._gain = max(0.0, without_s - with_cut_s) / estimated_s if estimated_s else 0.0
-        self.decide(replace(self._rates, step_s=without_s))
+        gained_s = verdict.without_s - verdict.with_cut_s if verdict.pays else 0.0
+        self._gain = gained_s / estimated_s if estimated_s else 0.0
+        self.decide(replace(self._rates, step_s=verdict.without_s))
         if not self.is_active:
-            text = "hetstream: %s runs as it is written: with the cut a step takes %s ms, without %s ms"
-            shown = f"{1e3 * with_cut_s:.2f}", f"{1e3 * without_s:.2f}"
-            _log.warning(text, type(self._module).__name__, *shown)
+            self.reason = self.reason if verdict.pays else verdict.reason
+            _log.warning("hetstream: %s runs as it is written: %s", type(self._module).__name__, self.reason)
 
     def _again(self) -> Callable[[], Any] | None:
         return self._connection.last_again()
@@ -236,17 +256,25 @@ class Partition:
         self._forward.use(None)
         self._forward.uninstall()
         self._trial, self._spares, self._forward.is_paused = None, False, False
-        if self._connection.pipeline.forward_stage is stage:  # else another model's, which this loader feeds now
+        if self._connection.pipeline.forward_stage in (
+            stage,
+            None,
+        ):  # else another model's, which this loader feeds now
             self._connection.use_forward_stage(None, self._deliver if self._pace is not None else None)
 
     def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
         """A batch for the program, with what data workers have computed for it."""
         if self._forward is not None and self.is_active:
-            self._send_again_what_is_read(self._forward)
+            if not self._forward.is_paused:
+                self._send_again_what_is_read(self._forward)
             self._go_on(self._forward)
         if self._pace is not None and self.analysis is not None and self._trial is None:
             self._reconsider(self._pace)
-        if not extra and (self.analysis is None or not self.is_active):
+        forward = self._forward
+        if extra and forward is not None and forward.is_paused and (self._trial is None or self._trial.uses_cut):
+            self._resume(forward)
+        is_paused = forward is not None and forward.is_paused
+        if not extra and (self.analysis is None or not self.is_active or is_paused):
             return batch
         generation, values, shapes = unpack(extra) if extra else (0, None, {})
         self._count_bytes(batch, values or (), shapes)

@@ -41,6 +41,7 @@ class Delivery:
         cut: the values that data workers have computed for it; None when they have computed none.
         generation: of the partition that they are of.
         was_checked: a forward of it was run both ways, so its later ones are, too: they may be recomputations.
+        was_used: a forward had the values.
         read: numbers of the leaves whose content something else has read; of several batches together.
         step: of its loader, counted from when that was first followed.
     """
@@ -54,7 +55,7 @@ class Delivery:
     ) -> None:
         self.cut = cut
         self.generation = generation
-        self.was_checked = False
+        self.was_checked = self.was_used = False
         self.read: set[int] = set() if read is None else read
         self.step = step
         self._versions = [value._version for value in cut or ()]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 _HERE = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WITHOUT_STATE = frozenset(
     [
@@ -96,7 +97,8 @@ def watch(call: Callable[[], Any]) -> tuple[Any, Effects]:
 
 def _is_of_the_program(code: types.CodeType) -> bool:
     file = code.co_filename
-    return not file.startswith(("<", _HERE)) and "/torch/" not in file
+    # Ours, too, may run in a forward: what times the lookups of embeddings.
+    return not file.startswith(("<", _OURS)) and "/torch/" not in file
 
 
 def _effect_of(called: Any) -> str:
@@ -220,6 +222,10 @@ class _Table:
 
 # What torch itself keeps in each module.
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+_OF_ALL_MODULES = [
+    getattr(torch.nn.modules.module, f"_global_{name}")
+    for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -237,6 +243,7 @@ class ModelState:
         self._hooks: list[tuple[str, Any]] = []
         self._attributes: list[tuple[str, dict[str, Any], int, bool]] = []
         self._classes: set[type] = set()
+        self._default_type = torch.get_default_dtype()
         for name, part in module.named_modules():
             self._add_module(name or type(module).__name__, part, is_outermost=part is module)
         for table, name, value in read_globals:
@@ -279,11 +286,13 @@ class ModelState:
 
     def hooked(self) -> str:
         """The module inside that has a hook, with the hook's file and line; "" without."""
-        for name, hooks in self._hooks:
-            if hooks:
-                code = getattr(next(iter(hooks.values())), "__code__", None)
-                where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
-                return f"{name} has a hook{where}"
+        of_all = (("torch.nn.Module", hooks) for hooks in _OF_ALL_MODULES)
+        for name, hooks in (*self._hooks, *of_all):
+            for hook in hooks.values():
+                code = getattr(hook, "__code__", None)
+                if code is None or not code.co_filename.startswith(_OURS):
+                    where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+                    return f"{name} has a hook{where}"
         return ""
 
     def change(self) -> str:
@@ -299,12 +308,14 @@ class ModelState:
             before = self._plain_values.values
             place = next(place for place, value in enumerate(plain_values) if value != before[place])
             return f"{self._plain_values.where[place]} was {before[place]!r} and is {plain_values[place]!r}"
+        if torch.get_default_dtype() is not self._default_type:
+            return f"torch's default type was {self._default_type} and is {torch.get_default_dtype()}"
         if any(len(table) != size for table, size in self._sizes):
             return "the model has other parts than it had"
         for name, own, number, is_outermost in self._attributes:
             if self._num_attributes(own, is_outermost) != number:
                 return f"{name} has other attributes than it had, now {[*own][-1]} too"
-        return self.hooked() if any(hooks for _, hooks in self._hooks) else ""
+        return self.hooked() if any(_OF_ALL_MODULES) or any(hooks for _, hooks in self._hooks) else ""
 
 
 def _plain_parts(table: dict[str, Any], key: str, value: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:

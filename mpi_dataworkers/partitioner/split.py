@@ -148,6 +148,7 @@ class Split:
         given: the graph's inputs that the training side takes, by name.
         sent: names of the values that come from the data workers.
         numbers: those of them that are no tensors.
+        draws: data workers draw random numbers for it.
     """
 
     stage: DataStage
@@ -155,6 +156,7 @@ class Split:
     given: tuple[str, ...]
     sent: tuple[str, ...]
     numbers: frozenset[str]
+    draws: bool
 
 
 def split(
@@ -192,7 +194,8 @@ def split(
     taken = {*references([(call.args, call.kwargs) for call in staying]), *references(captured.outputs)}
     given = tuple(graph_input.name for graph_input in captured.inputs if graph_input.name in taken)
     training = OperatorProgram((*given, *sent), staying, captured.outputs)
-    return Split(stage, training, given, sent, numbers & set(sent))
+    draws = any(operator.random for operator in graph.operators if operator.name in decision.moved)
+    return Split(stage, training, given, sent, numbers & set(sent), draws)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_outputs_that_share_memory_stay(loaders: Callable[..., Any]) -> None:
     assert done.counts.original == 0, done.counts.reasons
     assert done.analysis is not None
     reasons = {verdict.reason for verdict in done.analysis.verdicts.values()}
-    assert "the rest of the forward takes it, and what shares its memory, too" in reasons
+    assert "what comes behind may change it in place, and with it what shares its memory" in reasons
 
 
 def test_where_nothing_runs_before_the_decision_nothing_moves(loaders: Callable[..., Any]) -> None:

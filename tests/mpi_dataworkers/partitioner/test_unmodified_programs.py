@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.partition_programs.training import train
-from hetstream.mpi_dataworkers.partitioner import pace
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.partitioner import pace, trial
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
-from hetstream.mpi_dataworkers.partitioner.trial import Trial
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
 
 
@@ -209,8 +209,13 @@ def test_a_cut_that_gains_nothing_is_taken_back(
     gains: bool, three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8))
-    measured = (0.5, 1.0) if gains else (1.0, 1.0)
-    monkeypatch.setattr(Trial, "step_s", property(lambda _: measured))
+    measured: list[tuple[int, int]] = []
+
+    def judged(with_cut_s: list[float], without_s: list[float]) -> trial.Verdict:
+        measured.append((len(with_cut_s), len(without_s)))
+        return trial.Verdict(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
+
+    monkeypatch.setattr(trial, "judged", judged)
     monkeypatch.setattr(pace, "STEPS_OF_A_LOOK", 10**6)
     decide = Cutter.decide
 
@@ -219,8 +224,19 @@ def test_a_cut_that_gains_nothing_is_taken_back(
         return cutter.largest(rates) if gain else decide(cutter, rates)
 
     monkeypatch.setattr(Cutter, "decide", eager)
+    stages: list[bool] = []
+    use = LoaderConnection.use_forward_stage
+
+    def used(connection: LoaderConnection, stage: Any, on_extra: Any) -> None:
+        stages.append(stage is not None)
+        use(connection, stage, on_extra)
+
+    monkeypatch.setattr(LoaderConnection, "use_forward_stage", used)
     monkeypatch.setenv("HETSTREAM_OFFLOAD", "auto")
     with hooked(three.name, monkeypatch):
         assert losses_of(model_of(models.Clean), DataLoader(models.Rows(400), 8)) == expected
     assert "data workers run 5 operators" in caplog.text
-    assert ("a step takes 1000.00 ms, without 1000.00 ms" in caplog.text) != gains
+    assert measured == [(2, 1)], "a block of steps without the cut lies between two with it"
+    assert ("Clean runs as it is written: as measured" in caplog.text) != gains
+    # Blocks without it are without it in the data workers, too; what is not sent is tried as it stays.
+    assert stages == [True, False, True, True] + [False] * (not gains)

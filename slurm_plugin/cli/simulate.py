@@ -124,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each run also with opportunistic jobs (column job_class) on GPUs that others have; else they are jobs as "
         "all others",
     )
+    parser.add_argument("--quotas", metavar="FILE", help=argparse.SUPPRESS)  # said in words, and not taken for a typo
     parser.add_argument(
         "--gpu-memory",
         type=float,
@@ -240,6 +241,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--policies={args.policies}: names none")
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
+    if args.quotas is not None:
+        raise UsageError(
+            "--quotas: simulate knows no quotas, and each job counts as within its own. Leave it out. What quotas do "
+            "to the jobs that there are says: hetstream packer --observe --quotas FILE"
+        )
     is_packed = args.packing or any(name.endswith(PACKED) for name in policies)
     if is_packed:
         _check_packing(traces)

@@ -124,7 +124,7 @@ def verdicts(
 def _shape(job: WaitingJob) -> object:
     """What a job asks for; equal for jobs that ask alike."""
     only = frozenset(job.only_nodes)
-    return job.num_nodes, job.gpus, job.gpu_bytes, job.cpus, job.memory_mb, job.is_guaranteed, only
+    return job.num_nodes, job.gpus, job.gpu_bytes, job.cpus, job.memory_mb, job.is_guaranteed, only, job.reservations
 
 
 def _too_early(job: WaitingJob, now_s: float) -> str:
@@ -167,6 +167,10 @@ class _Room:
         """Why the node takes no such job; empty if it may."""
         if self.node.closed:
             return f"on nodes out of use ({self.node.closed})"
+        if job.reservations and self.node.reservation not in job.reservations:
+            return f"on nodes outside of its reservation ({','.join(job.reservations)})"
+        if self.node.reservation and not job.reservations:
+            return "on nodes that are reserved for others"
         if job.only_nodes and self.node.name not in job.only_nodes:
             return "on nodes that it does not ask for"
         if self.cpus < job.cpus:

@@ -192,6 +192,7 @@ def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: 
         not_before_s=gone.at_s + rules.delay_s(gone.count) if gone else 0.0,
         only_nodes=_only_nodes(job, snapshot),
         closed=_closed_job(job, now_s) or _why_nowhere(job, snapshot),
+        reservations=record.reservations,
     )
 
 

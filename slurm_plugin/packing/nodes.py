@@ -61,6 +61,7 @@ class SeenNodes:
                     GpuNode(
                         node.name, node.cpus_free - cpus[node.name], node.memory_free_mb - memory_mb[node.name], gpus,
                         switches.get(node.name, ()), self._closed(node),
+                        (node.reservation or "of others") if node.is_reserved else "",
                     )
                 )  # fmt: skip
         return tuple(found)
@@ -68,8 +69,6 @@ class SeenNodes:
     def _closed(self, node: Node) -> str:
         if not node.is_usable:
             return node.state
-        if node.is_reserved:
-            return "reserved"
         return "" if self._up.intersection(node.partitions) else "partition down"
 
     def _gpu(self, node: Node, index: int, slots: int, not_before: Mapping[tuple[str, int], float]) -> SharedGpu:

@@ -143,6 +143,7 @@ class QuotaJob:
         is_ready: of a running opportunistic job: all of its processes are there, each on a GPU that no guaranteed job
             has, so that the whole gang can become guaranteed where it is.
         not_now: why it cannot, though its processes and GPUs are ready.
+        is_reserved: it has a reservation, whose GPUs are nobody else's.
     """
 
     name: str
@@ -155,6 +156,7 @@ class QuotaJob:
     runs_on: frozenset[str] = frozenset()
     is_ready: bool = False
     not_now: str = ""
+    is_reserved: bool = False
 
     @property
     def can_upgrade(self) -> bool:
@@ -275,10 +277,10 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
     if why:
         after_s = quotas.patience_s if job.opportunistic_after_s is None else job.opportunistic_after_s
         return _without_quota(job, why, after_s, quotas.patience_s, now_s)
-    if job.gpus > left.gpus:
+    if job.gpus > left.gpus and not job.is_reserved:
         return _reserve(job, left)
     left.quota[job.tenant] = free - job.gpus
-    left.gpus -= job.gpus
+    left.gpus -= 0 if job.is_reserved else job.gpus
     reason = f"tenant {tenant} has {free} of its {whole} GPUs left"
     if job.runs_as is None:
         return QuotaDecision(job, Verdict.GUARANTEED, reason)

@@ -70,6 +70,7 @@ class GpuNode:
         cpus_free, memory_free_mb: what a job could get now.
         switches: above it, from the highest to its own; nodes have more in common, the more of these they share.
         closed: why nobody is placed there; empty if somebody may be.
+        reservation: whose jobs alone start there now; empty: nobody's.
     """
 
     name: str
@@ -78,6 +79,7 @@ class GpuNode:
     gpus: tuple[SharedGpu, ...]
     switches: tuple[str, ...] = ()
     closed: str = ""
+    reservation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class WaitingJob:
         not_before_s: it was evicted, and is not placed again before.
         only_nodes: it runs on no others; empty: on all.
         closed: why it is not placed at all; empty if it may be.
+        reservations: it runs in one of these alone; empty: it asks for none.
     """
 
     job: str
@@ -108,6 +111,7 @@ class WaitingJob:
     not_before_s: float = 0.0
     only_nodes: Collection[str] = ()
     closed: str = ""
+    reservations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

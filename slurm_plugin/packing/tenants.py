@@ -95,11 +95,11 @@ def quota_view(
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
-        if job.is_pending and (reason := _not_in_line(name, job, now_s)):
+        if job.is_pending and (reason := _not_in_line(name, job, now_s) or _not_begun(job, snapshot)):
             reasons[name] = reason
             continue
         problems[name] = why_not_opportunistic(job)
-        line.append(_guaranteed_job(name, job))
+        line.append(replace(_guaranteed_job(name, job), is_reserved=_is_inside(job, snapshot)))
     seen = SeenGpus(readings, now_s, rules or PackingRules())
     # Who has become guaranteed has quota, whatever his Comment says by now.
     wishing = [
@@ -110,7 +110,7 @@ def quota_view(
     line += [_opportunistic_job(job, seen) for job in wishing]
     upgraded = {job.job.job_id for job in wishing if is_upgraded(job)}
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
-    free_gpus -= sum(job.gpus for job in line if job.runs_as is JobClass.GUARANTEED and _is_pending(guaranteed, job))
+    free_gpus -= sum(job.gpus for job in line if _takes_gpus(guaranteed, job))
     decisions = decide(quotas, line, free_gpus, now_s)
     return QuotaView(
         quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, placeholders,
@@ -277,8 +277,24 @@ def _opportunistic_job(job: OpportunisticJob, seen: SeenGpus) -> QuotaJob:
     )
 
 
-def _is_pending(guaranteed: Mapping[str, Job], job: QuotaJob) -> bool:
-    return job.name in guaranteed and guaranteed[job.name].is_pending
+def _takes_gpus(guaranteed: Mapping[str, Job], job: QuotaJob) -> bool:
+    """Whether a job was released and is to have GPUs that are free now. Those of a reservation are not counted."""
+    is_released = job.runs_as is JobClass.GUARANTEED and not job.is_reserved
+    return is_released and job.name in guaranteed and guaranteed[job.name].is_pending
+
+
+def _is_inside(job: Job, snapshot: Snapshot) -> bool:
+    """Whether a job has a reservation that has begun."""
+    return any(node.is_reserved and node.reservation in job.reservations for node in snapshot.nodes)
+
+
+def _not_begun(job: Job, snapshot: Snapshot) -> str:
+    """Why a held job waits for its reservation; empty if it does not."""
+    known = {reservation.name: reservation.is_active for reservation in snapshot.reservations}
+    begun = [known[name] for name in job.reservations if name in known]
+    if job.priority != 0 or not begun or any(begun):
+        return ""
+    return f"its reservation has not begun: {','.join(job.reservations)}. Check: scontrol show reservation"
 
 
 def _free_gpus(snapshot: Snapshot, quotas: Quotas, placeholders: Iterable[Job], upgraded: set[int]) -> int:

@@ -13,6 +13,7 @@ from packed_slurm import NOW_S, PackedSlurm
 from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
+from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
@@ -136,6 +137,23 @@ def test_who_requeues_and_holds_a_running_job_holds_it(site: Site, tmp_path: Pat
     assert "taken back" in site.look()
     assert slurm.jobs[7].comment == "mine"
     assert "hetstream:taking" not in slurm.admin_comments[7]
+
+
+def test_a_job_with_a_reservation_is_placed_inside_of_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = site.slurm
+    slurm.num_nodes = 2
+    plain = slurm._node
+
+    def node(name: str) -> Node:
+        found = plain(name)
+        return replace(found, states=found.states | {"RESERVED"}, reservation="r") if name == "g2" else found
+
+    monkeypatch.setattr(slurm, "_node", node)
+    for number, reservation in ((7, "r"), (8, ""), (9, "other")):
+        slurm.submit(number, reservation=reservation)
+    assert sorted(site.look()) == ["placed", "placed", "waits"]
+    assert (slurm.jobs[7].required_nodes, slurm.jobs[8].required_nodes) == (("g2",), ("g1",))
+    assert "4 on nodes outside of its reservation (other)" in site.events[-1].reason
 
 
 def test_what_an_operator_holds_stays_held(site: Site) -> None:

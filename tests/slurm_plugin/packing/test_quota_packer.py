@@ -17,7 +17,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
 from hetstream.slurm_plugin.cli.packing_arguments import upgrade_in_words
-from hetstream.slurm_plugin.client.model import Gres, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Reservation, Snapshot
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import served_jobs
@@ -409,6 +409,24 @@ def test_what_slurm_has_not_decided_is_tried_again_soon(site: Site) -> None:
     site.looks_until("refused 2")
     slurm.refuse = {}
     assert "moved 2" in site.look(31)
+
+
+def test_a_job_with_a_reservation_takes_its_gpus_and_no_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm, begun = site.slurm, False
+
+    def snapshot() -> Snapshot:
+        read = TenantSlurm.snapshot(slurm)
+        states = frozenset({"IDLE", "RESERVED"}) if begun else frozenset({"IDLE"})
+        nodes = tuple(replace(node, states=states, reservation="r" if begun else "") for node in read.nodes)
+        return replace(read, nodes=nodes, reservations=(Reservation("r", ("g1",), 0.0, 9e9, begun),))
+
+    monkeypatch.setattr(slurm, "snapshot", snapshot)
+    slurm.ask(1, reservation="r")
+    assert site.look() == ["waits 1"]
+    assert "its reservation has not begun: r" in site.events[0].reason
+    begun = True
+    slurm.ask(2, "b")  # without one, it has no GPU there
+    assert site.look() == ["granted 1", "reserved 2"]
 
 
 def test_an_upgraded_job_is_protected_later_where_the_number_comes_later(sharing: Site) -> None:

@@ -329,6 +329,11 @@ def test_what_is_no_class_and_no_use_is_told(
     assert text in capsys.readouterr().err
 
 
+def test_quotas_are_refused_with_what_to_do(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", jobs, "--cluster", CLUSTER, "--packing", "--quotas", "quotas.json"]) == 2
+    assert "simulate knows no quotas" in capsys.readouterr().err
+
+
 def test_packing_without_an_opportunistic_job_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", jobs, "--cluster", CLUSTER, "--packing"]) == 2
     assert "a column job_class says so" in capsys.readouterr().err

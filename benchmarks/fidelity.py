@@ -153,10 +153,8 @@ def main() -> int:
                     _keep(args.logs, found[-1], latencies)
     rows = [row for one in found for row in rows_of(one)]
     told = notes(lists, latencies, args.quick, found)
-    if args.add and (args.out / "fidelity.json").exists():
-        before = json.loads((args.out / "fidelity.json").read_text())
-        rows = [Row(**row) for row in before["rows"]] + rows
-        told = [*told, *(note for note in before["notes"] if note not in told), f"Added to: {before['command']}"]
+    if args.add:
+        rows, told = harness.added("fidelity", args.out, rows, told)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fidelity.svg").write_text(picture(points_of(rows)))
     context = {

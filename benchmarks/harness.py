@@ -431,6 +431,16 @@ def finish(
     return 1 if failures else 0
 
 
+def added(name: str, out: Path, rows: Sequence[Row], notes: Sequence[str]) -> tuple[list[Row], list[str]]:
+    """Rows and notes behind those of the report that `out` has, if any: a run in parts makes one report."""
+    path = out / f"{name}.json"
+    if not path.exists():
+        return [*rows], [*notes]
+    before = json.loads(path.read_text())
+    kept = [note for note in before["notes"] if note not in notes]
+    return [*(Row(**row) for row in before["rows"]), *rows], [*notes, *kept, f"Added to: {before['command']}"]
+
+
 def provenance(command: str, context: Mapping[str, Any]) -> list[str]:
     """What was run when, where and with what: the head of a report."""
     where, used = context["machine"], context["versions"]

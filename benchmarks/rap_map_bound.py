@@ -1,37 +1,45 @@
 """What no mapping of features to GPUs is better than, by the cost model: relaxations that are quickly solved. Pure.
 
-Three things hold of every mapping, and the largest of them is the bound:
+Of every mapping it holds that all GPUs together have to do all work, with the launches of the dense features each.
+Either every GPU computes all features for its own rows, with the launches of all of them; or somebody computes each
+feature as a whole, and the largest of these is the bound:
 
-* all GPUs together have to do all work, with the launches of the dense features each;
-* somebody has to compute each feature: with the launches of its longest chain, beside the dense ones;
+* each feature beside the dense ones, with the launches of both;
+* of nine features that need many launches two are on one of eight GPUs;
 * what a GPU's tables need is computed there or sent there. Features that it does not compute may be divided, and those
   that cost the most for each byte go first; as long as one with many operators stays, its launches stay.
 
-In each, what a GPU does fills its layers as water does.
+In each, what a GPU does fills its layers as water does, and it needs no fewer launches than, of each kind, the chain
+that has the most operators of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
+from hetstream.mpi_dataworkers.gpu_features import mapping, schedule
 from hetstream.mpi_dataworkers.gpu_features.mapping import Model, Sparse
-from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem, filled_s
+from hetstream.mpi_dataworkers.gpu_features.schedule import Operation, Problem, longest_chains
 
 _RESOURCES = ("memory_s", "compute_s")
 
 
 def least_exposed_s(model: Model) -> float:
     """No mapping makes the slowest GPU's step longer by less."""
-    return max(_of_all(model), *(_of_one(model, feature) for feature in model.sparse), _of_tables(model))
+    own_rows = mapping.data_parallel(model, in_step=False)
+    on_own_rows_s = schedule.least_exposed_s(model.problem(own_rows, 0))
+    as_wholes_s = max(_of_tables(model), _of_pairs(model), *(_together(model, [each]) for each in model.sparse))
+    return max(_of_all(model), min(on_own_rows_s, as_wholes_s))
 
 
-def chain(operations: Sequence[Operation]) -> int:
-    """Operators that need each other, the most of them: so many launches."""
-    depths: list[int] = []
-    for operation in operations:
-        depths.append(1 + (depths[operation.parent] if operation.parent >= 0 else 0))
-    return max(depths, default=0)
+def launches(*parts: Sequence[Operation]) -> int:
+    """That a GPU needs for all of these, at least."""
+    most: dict[str, int] = {}
+    for operations in parts:
+        for kind, count in longest_chains(operations).items():
+            most[kind] = max(count, most.get(kind, 0))
+    return sum(most.values())
 
 
 def _work(operations: Sequence[Operation], name: str) -> float:
@@ -43,7 +51,7 @@ def _room(model: Model, name: str) -> float:
 
 
 def _of_all(model: Model) -> float:
-    num, launches_s = model.cluster.num_gpus, chain(model.dense) * model.cluster.launch_s
+    num, launches_s = model.cluster.num_gpus, launches(model.dense) * model.cluster.launch_s
     shares = []
     for name in _RESOURCES:
         sparse = sum(_work(feature.operations, name) for feature in model.sparse)
@@ -51,15 +59,21 @@ def _of_all(model: Model) -> float:
     return max(0.0, *shares)
 
 
-def _of_one(model: Model, feature: Sparse) -> float:
+def _together(model: Model, features: Sequence[Sparse]) -> float:
+    """Some features on one GPU."""
     cluster = model.cluster
-    alone = [*model.dense]
-    first = len(alone)
-    for operation in feature.operations:
-        parent = operation.parent + first if operation.parent >= 0 else -1
-        alone.append(Operation(operation.name, operation.kind, parent, operation.memory_s, operation.compute_s))
-    launches = max(chain(model.dense), chain(feature.operations))
-    return filled_s(Problem(tuple(alone), cluster.layers, cluster.launch_s), launches)
+    all_operations = [*model.dense]
+    for feature in features:
+        mapping.extend(all_operations, feature.operations, 1.0)
+    return schedule.least_exposed_s(Problem(tuple(all_operations), cluster.layers, cluster.launch_s))
+
+
+def _of_pairs(model: Model) -> float:
+    """Of one feature more than there are GPUs, two meet: at best those two that go best together."""
+    longest = sorted(model.sparse, key=lambda feature: -launches(feature.operations))[: model.cluster.num_gpus + 1]
+    if len(longest) <= model.cluster.num_gpus:
+        return 0.0
+    return min(_together(model, pair) for pair in combinations(longest, 2))
 
 
 def _of_tables(model: Model) -> float:
@@ -67,7 +81,7 @@ def _of_tables(model: Model) -> float:
     for gpu in range(model.cluster.num_gpus):
         # Where nothing has to be sent, a feature may be anywhere.
         own = [feature for feature in model.sparse if gpu in feature.tables and feature.num_bytes > 0]
-        longest = sorted(own, key=lambda feature: -chain(feature.operations))
+        longest = sorted(own, key=lambda feature: -launches(feature.operations))
         # The first so many are sent; of the others any part is.
         bounds.append(min(_with_sent(model, longest[:number], longest[number:]) for number in range(len(longest) + 1)))
     return max(bounds)
@@ -75,8 +89,8 @@ def _of_tables(model: Model) -> float:
 
 def _with_sent(model: Model, sent: Sequence[Sparse], others: Sequence[Sparse]) -> float:
     cluster = model.cluster
-    launches = max([chain(model.dense), *(chain(feature.operations) for feature in others)])
-    launches_s = launches * cluster.launch_s
+    # The longest of the others stays.
+    launches_s = launches(model.dense, *(feature.operations for feature in others[:1])) * cluster.launch_s
     alone_s = launches_s - sum(min(layer.memory_s, layer.compute_s) for layer in cluster.layers)
     sent_bytes = sum(feature.num_bytes for feature in sent)
     bounds = []

@@ -8,6 +8,7 @@ nowhere; its published program measures with Ngram and puts them beside the last
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -19,6 +20,8 @@ from hetstream.mpi_dataworkers.gpu_features.schedule import Kernel, Operation, P
 PROBE = "Ngram"
 # Orders in which the features are placed, from the beginning; and how often all are placed again.
 _ORDERS, _SWEEPS = 4, 6
+# By which operations are weighed that can run: their number, and the lengths of what waits for them.
+POWERS = (0, 1, 2, 3)
 _Fused = tuple[str, tuple[int, ...]]
 
 
@@ -57,25 +60,48 @@ def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
     return [(kernel.kind, kernel.operations) for kernel in grid.kernels()]
 
 
-def gather(operations: Sequence[Operation]) -> list[_Fused]:
-    """Kernels for all of these, in order: each holds all operations that can run of the kind that most of them are.
+def gather(operations: Sequence[Operation], powers: Sequence[int] = POWERS) -> list[_Fused]:
+    """Kernels for all of these, in order: each holds all operations that can run of the kind that weighs most.
 
-    It takes no time, and where features have many operators it needs fewer kernels than `fuse`.
+    This is the weighted majority merge of shortest common supersequences (Branke, Middendorf and Schneider, 1998). An
+    operation weighs as much as the longest chain that begins with it, to one of several powers, of which the one counts
+    that needs the fewest kernels: where chains are of different lengths, the long ones must not be left over. It takes
+    no time, and where features have many operators it needs fewer kernels than `fuse`.
+
+    Args:
+        operations: each after the one that it needs.
+        powers: of the weights; 0 is the number of operations alone.
     """
+    heights = [1] * len(operations)
     children: dict[int, list[int]] = {}
     for at, operation in enumerate(operations):
         children.setdefault(operation.parent, []).append(at)
+    for at in range(len(operations) - 1, -1, -1):
+        if (parent := operations[at].parent) >= 0:
+            heights[parent] = max(heights[parent], heights[at] + 1)
+    return min((_gathered(operations, children, heights, power) for power in powers), key=len)
+
+
+def _gathered(
+    operations: Sequence[Operation], children: dict[int, list[int]], heights: Sequence[int], power: int
+) -> list[_Fused]:
     ready: dict[str, list[int]] = {}
-    for at in children.get(-1, ()):
-        ready.setdefault(operations[at].kind, []).append(at)
+    weights: Counter[str] = Counter()
+
+    def add(more: Sequence[int]) -> None:
+        for at in more:
+            ready.setdefault(operations[at].kind, []).append(at)
+            weights[operations[at].kind] += heights[at] ** power
+
+    add(children.get(-1, ()))
     found: list[_Fused] = []
     while ready:
-        kind = max(sorted(ready), key=lambda kind: len(ready[kind]))
+        kind = max(sorted(ready), key=weights.__getitem__)
         together = ready.pop(kind)
+        weights[kind] = 0
         found.append((kind, tuple(together)))
         for at in together:
-            for child in children.get(at, ()):
-                ready.setdefault(operations[child].kind, []).append(child)
+            add(children.get(at, ()))
     return found
 
 

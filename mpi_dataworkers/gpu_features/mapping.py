@@ -126,9 +126,9 @@ class Model:
         found = list(self.dense)
         for number, feature in enumerate(self.sparse):
             if mapping.places is None:
-                _extend(found, feature.operations, 1 / self.cluster.num_gpus)
+                extend(found, feature.operations, 1 / self.cluster.num_gpus)
             elif gpu in mapping.places[number]:
-                _extend(found, feature.operations, 1.0)
+                extend(found, feature.operations, 1.0)
         return Problem(tuple(found), self.cluster.layers, self.cluster.launch_s)
 
     def exchanges(self, mapping: Mapping) -> list[Exchange]:
@@ -277,7 +277,7 @@ class _Costs:
         if features not in self._known:
             operations = list(self._model.dense)
             for number in sorted(features):
-                _extend(operations, self._model.sparse[number].operations, 1.0)
+                extend(operations, self._model.sparse[number].operations, 1.0)
             cluster = self._model.cluster
             self._known[features] = _filled_s(Problem(tuple(operations), cluster.layers, cluster.launch_s))
         return self._known[features]
@@ -297,7 +297,7 @@ def _rank(costs: Sequence[tuple[float, float]]) -> Rank:
     return exposed, sorted((round(over_s, 12) for over_s, _ in costs), reverse=True)
 
 
-def _extend(operations: list[Operation], more: Sequence[Operation], share: float) -> None:
+def extend(operations: list[Operation], more: Sequence[Operation], share: float) -> None:
     """Add the operations of a feature, for a share of its rows."""
     first = len(operations)
     for operation in more:

@@ -146,7 +146,7 @@ def cost_of(problem: Problem, kernels: Sequence[Kernel]) -> Cost:
 
 def least_exposed_s(problem: Problem) -> float:
     """No schedule exposes less: one launch of each kind that the longest chain of it needs, and all layers used up."""
-    return max(0.0, filled_s(problem, sum(_longest_chains(problem).values())))
+    return max(0.0, filled_s(problem, sum(longest_chains(problem.operations).values())))
 
 
 def filled_s(problem: Problem, num_launches: int) -> float:
@@ -166,11 +166,11 @@ def filled_s(problem: Problem, num_launches: int) -> float:
     return max(bounds)
 
 
-def _longest_chains(problem: Problem) -> dict[str, int]:
-    """Of each kind, how many operations one feature needs one after the other."""
+def longest_chains(operations: Sequence[Operation]) -> dict[str, int]:
+    """Of each kind, how many operations one feature needs one after the other: so many launches, at least."""
     counts: list[Counter[str]] = []
     most: Counter[str] = Counter()
-    for operation in problem.operations:
+    for operation in operations:
         count = Counter(counts[operation.parent]) if operation.parent >= 0 else Counter()
         count[operation.kind] += 1
         counts.append(count)

@@ -156,6 +156,16 @@ def test_launches_are_estimated_near_what_fusing_finds() -> None:
     assert gather(()) == []
 
 
+def test_long_chains_among_short_ones_are_not_left_over() -> None:
+    """One chain of a and b in turn, beside many of one c: what most of them are is not what must be next."""
+    short = [Operation(f"short{at}", "c", -1, US, US) for at in range(3)]
+    long = [Operation(f"long{at}", "ab"[at % 2], len(short) + at - 1 if at else -1, US, US) for at in range(4)]
+    last = Operation("last", "c", len(short) + 3, US, US)
+    operations = (*short, *long, last)
+    assert [kind for kind, _ in gather(operations, powers=(0,))] == ["c", "a", "b", "a", "b", "c"]
+    assert [kind for kind, _ in gather(operations)] == ["a", "b", "a", "b", "c"]
+
+
 def test_skewed_features_of_eight_gpus_are_spread() -> None:
     """As Figure 12: one GPU has features with more operators."""
     for as_published, length in ((True, 1.0), (False, 48.0)):

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import harness, machine
 from benchmarks.harness import Row, System, row_of, say
-from benchmarks.rap_cases import batches_of_one_size
+from benchmarks.rap_cases import NO_GPU, batches_of_one_size
 from benchmarks.rap_model import ModelSize, Training
 from benchmarks.rap_mps import MPS, mps_missing, mps_step_s
 from benchmarks.rap_systems import SYSTEMS, Bench, alone_s, interpreted_kernel
@@ -38,7 +38,6 @@ STEPS, QUICK_STEPS = 100, 10
 LAUNCH_S = 5e-6
 GOAL_GAP, GOAL_GAP_OF_MANY_IDS, GOAL_OVER_STREAM = 3.24, 5.0, 1.3
 WORTH_HIDING = 0.5
-NO_GPU = "there is no GPU here: torch.cuda.is_available() is False"
 DRY_PLAN = PlanSize("dry run", (1000, 50), 1, 1, 6, list_length=(0, 3))
 _OWN, _IDEAL, _STREAM, _SEQUENTIAL = "hetstream", "ideal", "low-priority stream", "sequential"
 _CAPTURED = ", captured"

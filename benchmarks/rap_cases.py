@@ -16,6 +16,7 @@ from hetstream.mpi_dataworkers.gpu_features.plans import TERABYTE_IDS, PlanSize
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
 
 BATCH = 4096
+NO_GPU = "there is no GPU here: torch.cuda.is_available() is False"
 # Of RAP's published program for plan 0: a layer's duration in ms, how many features of its Ngram fit beside it, and
 # which resource the layer itself needs most.
 _PUBLISHED = (

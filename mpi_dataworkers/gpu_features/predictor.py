@@ -1,25 +1,27 @@
-"""How long a kernel takes, learned from measurements: a roofline for each operator, and trees for what it leaves over.
+"""How long a kernel takes, learned from measurements: a roofline for each operator, and what it leaves over.
 
-The roofline says what a kernel must take: a part of each launch, each feature, each row, and each value that is read or
-made, none of them below zero. It is fitted so that relative errors are small, and holds for sizes that were not
-measured. Gradient-boosted trees then learn by which factor measurements differ, which is small: what they cannot know
-beyond what was measured cannot be far off.
+The roofline says what a kernel must take: a part of each launch, each feature, each row, each value that is read or
+made, and each byte that no cache holds, none of them below zero. It is fitted so that relative errors are small, and
+holds for sizes that were not measured. A kernel regression then learns by which factor measurements differ, which is
+small: what it cannot know beyond what was measured cannot be far off.
 
 RAP trains one model for each of five classes of operators (its section 5.2), with XGBoost; so does this, with
-scikit-learn. The samples are of one device: predictions are for that one alone.
+scikit-learn. Trees are steps, and a width that was not measured lies on the step of its neighbour; a kernel
+regression goes smoothly from one to the next. The samples are of one device: predictions are for that one alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 
@@ -27,6 +29,13 @@ Numbers = npt.NDArray[np.float64]
 # RAP's Table 5: these four have a model each, and all others one together.
 CLASSES = ("FirstX", "Ngram", "Onehot", "Bucketize")
 OTHERS = "1D Ops"
+# On usual processors and on GPUs.
+CACHE_BYTES = (1 << 15, 1 << 20, 1 << 25)
+# What does not fit as a whole begins to miss before, and misses altogether only beyond: a cache is shared with other
+# things, and does not throw away what is oldest exactly. Of each cache's size; a slope for each.
+_EDGES = (0.5, 1.0, 2.0)
+# Of the kernel regression, in standard deviations of what it looks at; and how much of a measurement is chance.
+_REACH, _NOISE = 2.5, 0.05
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,10 @@ class KernelSize:
         width: values in a row of a feature, on average.
         made_width: the same of the results.
         given_bytes, made_bytes: of a value.
-        parameter: what else matters for the operator: borders of Bucketize, n of FirstX and Ngram, classes of Onehot.
-        pieces: that are copied one by one: blocks of FirstX, windows of Ngram, lines of memory that Onehot touches.
-        quick_pieces, quick_values: those of them for which the program has a quicker way, such as windows of two, and
-            their values.
-        uneven_rows: of all features, those whose list is not as long as the one before: processors guess wrong there.
-        read_bytes: that it really reads; None for all.
+        counts: what else its time grows with, by name: pieces that it copies, guesses of the processor that are wrong.
+        read_bytes: that it really reads; None for all values.
+        held_bytes: of a cache that what it reads takes up; None for as many as it reads.
+        apart_bytes: of those read, with others between them, so that no processor fetches them ahead.
     """
 
     kind: str
@@ -57,12 +64,10 @@ class KernelSize:
     made_width: float
     given_bytes: int
     made_bytes: int
-    parameter: float = 0.0
-    pieces: float = 0.0
-    quick_pieces: float = 0.0
-    quick_values: float = 0.0
-    uneven_rows: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
     read_bytes: float | None = None
+    held_bytes: float | None = None
+    apart_bytes: float = 0.0
 
     @property
     def program(self) -> tuple[str, str]:
@@ -75,52 +80,101 @@ class KernelSize:
         return self.kind if self.kind in CLASSES else OTHERS
 
     @property
-    def values(self) -> float:
-        """That it reads."""
-        return self.num_features * self.num_rows * self.width
-
-    @property
-    def made_values(self) -> float:
-        """That it makes."""
-        return self.num_features * self.num_rows * self.made_width
+    def rows(self) -> float:
+        """Of all features."""
+        return self.num_features * self.num_rows
 
     @property
     def num_bytes(self) -> float:
         """That it reads and makes."""
-        read = self.values * self.given_bytes if self.read_bytes is None else self.read_bytes
-        return read + self.made_values * self.made_bytes
+        read = self.rows * self.width * self.given_bytes if self.read_bytes is None else self.read_bytes
+        return read + self.rows * self.made_width * self.made_bytes
 
-    def roofline_terms(self) -> list[float]:
+    @property
+    def footprint(self) -> float:
+        """Bytes of a cache that all of it takes up."""
+        if self.held_bytes is None:
+            return self.num_bytes
+        return self.held_bytes + self.rows * self.made_width * self.made_bytes
+
+    def roofline_terms(self, caches: Sequence[int]) -> dict[str, float]:
         """What a kernel takes is a sum of these, each times something that is not negative."""
-        depth = math.log2(self.parameter + 2) * self.made_values
-        rows = self.num_features * self.num_rows
-        cached = [max(0.0, self.num_bytes - edge) for edge in _CACHE_BYTES]
-        pieces = self.pieces, self.quick_pieces, self.quick_values, self.uneven_rows
-        return [1.0, self.num_features, rows, *pieces, self.values, self.made_values, depth, *cached]
+        return {
+            "launch": 1.0,
+            "feature": self.num_features,
+            "row": self.rows,
+            "value": self.rows * self.width,
+            "made": self.rows * self.made_width,
+            "byte": self.num_bytes,
+            **self.counts,
+            **beyond_caches("byte", self.num_bytes, self.footprint, caches),
+            **beyond_caches("byte apart", self.apart_bytes, self.footprint, caches),
+        }
 
-    def features(self) -> list[float]:
-        """What the trees look at."""
-        sizes = self.num_rows, self.width, self.made_width, self.values, self.made_values, self.num_bytes, self.pieces
-        quick = self.quick_values / self.made_values if self.made_values else 0.0
-        return [float(self.num_features), *(math.log2(size + 1) for size in sizes), self.parameter, quick]
+    def looks(self, names: Sequence[str], programs: Sequence[tuple[str, str]]) -> list[float]:
+        """What the regression looks at: sizes as powers of two, the counts of these names for a row, the program."""
+        sizes = self.num_features, self.num_rows, self.width, self.made_width, self.footprint
+        parts = self.apart_bytes, *(self.counts.get(name, 0.0) for name in names)
+        return [
+            *(math.log2(size + 1) for size in sizes),
+            *(math.log2(8 * part / self.rows + 1) for part in parts),
+            *(float(self.program == program) for program in programs),
+        ]
 
 
-# Where another cache begins, on usual processors and on GPUs: a roofline has a slope for each.
-_CACHE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
-_TREES: dict[str, Any] = {"max_iter": 120, "learning_rate": 0.06, "max_leaf_nodes": 12, "min_samples_leaf": 8}
+def beyond_caches(name: str, num_bytes: float, footprint: float, caches: Sequence[int]) -> dict[str, float]:
+    """Bytes that come from beyond each cache, if what is gone through again and again takes up so much of it."""
+    return {
+        f"{name} beyond {edge:g} of {cache}": num_bytes * min(1.0, max(0.0, footprint / (edge * cache) - 0.5))
+        for cache in caches
+        for edge in _EDGES
+    }
+
+
+class Roofline:
+    """A time that is a sum of terms, each times something that is not negative."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._scale = np.ones(0)
+        self._line = LinearRegression(positive=True, fit_intercept=False)
+
+    def fit(self, terms: Sequence[Mapping[str, float]], times: Numbers, weights: Numbers | None = None) -> Roofline:
+        """Learn what each term costs; divided by the time, all errors are relative ones.
+
+        Args:
+            terms: of each sample.
+            times: that each took, in seconds.
+            weights: of the samples' squared errors; None: all alike.
+        """
+        self._names = sorted({name for each in terms for name in each})
+        found = self._matrix(terms)
+        self._scale = np.maximum(found.max(0), 1e-30)
+        self._line.fit(found / self._scale / times[:, None], np.ones(len(times)), sample_weight=weights)
+        return self
+
+    def predict(self, terms: Sequence[Mapping[str, float]]) -> Numbers:
+        """Seconds; never zero. What was in no sample costs nothing."""
+        found = self._matrix(terms) / self._scale
+        seconds: Numbers = np.maximum(found @ self._line.coef_, 1e-9)
+        return seconds
+
+    def _matrix(self, terms: Sequence[Mapping[str, float]]) -> Numbers:
+        return np.array([[each.get(name, 0.0) for name in self._names] for each in terms], dtype=np.float64)
 
 
 class LatencyModel:
     """Predicts how long kernels take.
 
     Args:
-        seed: of the trees.
+        caches: bytes of the device's caches.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-        self._rooflines: dict[tuple[str, str], LinearRegression] = {}
-        self._trees: dict[str, HistGradientBoostingRegressor] = {}
+    def __init__(self, caches: Sequence[int] = CACHE_BYTES) -> None:
+        self._caches = caches
+        self._rooflines: dict[tuple[str, str], Roofline] = {}
+        # Of each class: names of counts, programs, and what has learned what the rooflines leave over.
+        self._rest: dict[str, tuple[list[str], list[tuple[str, str]], Pipeline]] = {}
 
     def fit(self, sizes: Sequence[KernelSize], seconds: Sequence[float]) -> LatencyModel:
         """Learn from kernels that took so long.
@@ -133,19 +187,17 @@ class LatencyModel:
         if not all(math.isfinite(each) and each > 0 for each in seconds):
             raise FeatureError("a kernel's time must be a finite number above 0")
         times = np.asarray(seconds, dtype=np.float64)
-        programs = [size.program for size in sizes]
-        for program in sorted(set(programs)):
-            own = [at for at, each in enumerate(programs) if each == program]
-            terms = np.array([sizes[at].roofline_terms() for at in own])
-            # Divided by the time, all errors are relative ones.
-            line = LinearRegression(positive=True, fit_intercept=False)
-            self._rooflines[program] = line.fit(terms / times[own, None], np.ones(len(own)))
-        classes = [size.class_ for size in sizes]
+        for program in sorted({size.program for size in sizes}):
+            own = [at for at, size in enumerate(sizes) if size.program == program]
+            self._rooflines[program] = Roofline().fit(self._terms(sizes, own), times[own])
         factors = np.log(times / self._lines(sizes))
-        for name in sorted(set(classes)):
-            own = [at for at, each in enumerate(classes) if each == name]
-            trees = HistGradientBoostingRegressor(random_state=self._seed, **_TREES)
-            self._trees[name] = trees.fit(self._looks([sizes[at] for at in own]), factors[own])
+        for class_ in sorted({size.class_ for size in sizes}):
+            own = [at for at, size in enumerate(sizes) if size.class_ == class_]
+            names = sorted({name for at in own for name in sizes[at].counts})
+            programs = sorted({sizes[at].program for at in own})
+            rest = make_pipeline(StandardScaler(), KernelRidge(kernel="rbf", gamma=0.5 / _REACH**2, alpha=_NOISE))
+            looks = np.array([sizes[at].looks(names, programs) for at in own])
+            self._rest[class_] = names, programs, rest.fit(looks, factors[own])
         return self
 
     def predict(self, sizes: Sequence[KernelSize]) -> Numbers:
@@ -158,18 +210,19 @@ class LatencyModel:
         if unknown:
             raise FeatureError(f"nothing was measured of {', '.join(map(' '.join, unknown))}")
         found = self._lines(sizes)
-        for name in {size.class_ for size in sizes}:
-            own = [at for at, size in enumerate(sizes) if size.class_ == name]
-            found[own] *= np.exp(self._trees[name].predict(self._looks([sizes[at] for at in own])))
+        for class_ in {size.class_ for size in sizes}:
+            own = [at for at, size in enumerate(sizes) if size.class_ == class_]
+            names, programs, rest = self._rest[class_]
+            found[own] *= np.exp(rest.predict(np.array([sizes[at].looks(names, programs) for at in own])))
         return found
 
-    def _lines(self, sizes: Sequence[KernelSize]) -> Numbers:
-        """What the rooflines say; never zero."""
-        found = np.empty(len(sizes))
-        for at, size in enumerate(sizes):
-            found[at] = float(np.dot(size.roofline_terms(), self._rooflines[size.program].coef_))
-        return np.maximum(found, 1e-9)
+    def _terms(self, sizes: Sequence[KernelSize], own: Sequence[int]) -> list[dict[str, float]]:
+        return [sizes[at].roofline_terms(self._caches) for at in own]
 
-    def _looks(self, sizes: Sequence[KernelSize]) -> Numbers:
-        programs = {program: float(at) for at, program in enumerate(sorted(self._rooflines))}
-        return np.array([[*size.features(), programs[size.program]] for size in sizes])
+    def _lines(self, sizes: Sequence[KernelSize]) -> Numbers:
+        """What the rooflines say."""
+        found = np.empty(len(sizes))
+        for program in {size.program for size in sizes}:
+            own = [at for at, size in enumerate(sizes) if size.program == program]
+            found[own] = self._rooflines[program].predict(self._terms(sizes, own))
+        return found

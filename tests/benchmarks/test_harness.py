@@ -189,6 +189,22 @@ def test_the_file_holds_machine_command_versions_and_rows(tmp_path: Path, capsys
     assert "FAILED: peer: failed" in report
 
 
+def test_a_run_in_parts_makes_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = {"machine": machine.describe(), "versions": machine.versions()}
+    first = harness.row_of("large", "hetstream", [3.0], "us", at_most=4.0)
+    rows, notes = harness.added("mine", tmp_path, [first], ["Simulated.", "In 1 s."])
+    assert (rows, notes) == ([first], ["Simulated.", "In 1 s."]), "there is none yet"
+    harness.finish("mine", tmp_path, rows, {}, {**context, "notes": notes})
+    second = harness.row_of("small", "hetstream", [5.0], "us", at_most=4.0)
+    rows, notes = harness.added("mine", tmp_path, [second], ["Simulated.", "In 2 s."])
+    assert [row.case for row in rows] == ["large", "small"]
+    assert notes[:3] == ["Simulated.", "In 2 s.", "In 1 s."]
+    assert notes[3].startswith("Added to: python -m benchmarks.mine")
+    capsys.readouterr()
+    harness.finish("mine", tmp_path, rows, {}, {**context, "notes": notes})
+    assert "1 of 2 targets met" in capsys.readouterr().out
+
+
 def test_an_absent_peer_environment_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     found = peers.environment(make=False)

@@ -216,7 +216,8 @@ def test_features_mapped_over_gpus(tmp_path: Path) -> None:
 def test_latencies_of_kernels(tmp_path: Path) -> None:
     run("rap_predict", tmp_path, "")
     rows = json.loads((tmp_path / "rap_predict.json").read_text())["rows"]
-    assert {row["case"] for row in rows} == {"1D Ops", "FirstX", "Ngram", "Onehot", "Bucketize", "plan 2"}
+    cases = ("1D Ops", "FirstX", "Ngram", "Onehot", "Bucketize", "plan 0")
+    assert {row["case"] for row in rows} >= {f"{case}, CPU" for case in cases}
 
 
 def test_allocator(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.rap_predict import held_out, kernels_of, samples
+from benchmarks.rap_kernels import Work, counts_of, samples
+from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
+from benchmarks.rap_timing import kernel_of
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.features.operators import OPERATORS
-from hetstream.mpi_dataworkers.gpu_features.plans import PLANS
-from hetstream.mpi_dataworkers.gpu_features.predictor import CLASSES, OTHERS, KernelSize, LatencyModel
+from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
+from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES, CLASSES, OTHERS, KernelSize, LatencyModel
 
 
 def sizes_of(kind: str) -> list[KernelSize]:
@@ -52,14 +53,73 @@ def test_a_model_says_what_it_has_not_seen() -> None:
         LatencyModel().fit([], [])
 
 
+def test_what_no_cache_holds_costs_more_beyond_its_edge() -> None:
+    """The caches of the device are known, and a footprint near one of them was never measured."""
+    sizes = [KernelSize("Clamp", "float32", 1, rows, 1.0, 1.0, 4, 4) for rows in range(2_000, 600_000, 7_000)]
+    edge = 1 << 21
+
+    def took_s(size: KernelSize) -> float:
+        missed = min(1.0, max(0.0, size.num_bytes / edge - 0.5))
+        return 1e-5 + size.num_bytes * (1e-10 + 3e-10 * missed)
+
+    known = [size for size in sizes if not 0.6 < size.num_bytes / edge < 0.9]
+    unseen = [size for size in sizes if size not in known]
+    found = LatencyModel((1 << 15, edge)).fit(known, [took_s(size) for size in known]).predict(unseen)
+    np.testing.assert_allclose(found, [took_s(size) for size in unseen], rtol=0.05)
+
+
+def test_what_loops_do_for_lists_is_counted() -> None:
+    def counts(operator: Operator, *lengths: int) -> dict[str, float]:
+        found = counts_of(operator, 10, float(np.mean(lengths)), np.array(lengths))
+        return {name: count for name, count in found.items() if count}
+
+    assert counts(FirstX(20), 8, 9) == {"block": 15, "guess": 5, "two blocks": 5}
+    assert counts(FirstX(8), 8, 9) == {"block": 10}, "all are cut to one block"
+    assert counts(Ngram(2), 1) == {"pairs": 10}, "a list of one value has no pair"
+    assert counts(Ngram(2), 12) == {"pairs": 10, "pair block": 10, "pair": 30}
+    assert counts(Ngram(3), 1) == {"list": 10, "window of 1": 10}
+    assert counts(Ngram(3), 0, 3) == {"list": 5, "window of 3": 5, "guess": 5, "guess of size": 5}
+    assert counts(Ngram(6), 40) == {"list": 10, "window of 4": 350, "guess": 10}, "too many turns to know by heart"
+
+
 def test_the_benchmark_measures_all_that_plans_have_and_holds_out_whole_groups() -> None:
-    works = list(samples(random.Random(1), (1, 2, 4, 8), 3))
-    programs = {work.size.program for work in works}
-    assert {kind for kind, _ in programs} == {operator.__name__ for operator in OPERATORS}
-    for plan in (PLANS[0], PLANS[2]):
-        assert {work.size.program for work in kernels_of(plan)} <= programs
-        assert sum(len(work.operators) for work in kernels_of(plan)) == plan.num_operators
-    predicted = held_out(works, [device_s(work.size) for work in works], folds=3)
-    errors = np.abs(predicted / [device_s(work.size) for work in works] - 1)
-    assert (errors < 0.1).mean() > 0.9
+    works = list(samples(random.Random(1), (1, 2, 3, 4, 5, 6), 4, 6))
+    assert {kind for kind, _ in (work.size.program for work in works)} == {each.__name__ for each in OPERATORS}
     assert set(CLASSES) <= {work.size.class_ for work in works}
+    learned = list(graphs(random.Random(1), 4))
+    both: list[Work | Whole] = [*works[::9], *learned]
+    known = {name for work in both for name in work.terms(CACHE_BYTES)}
+    for plan in plans()[:2]:
+        assert set(plan.terms(CACHE_BYTES)) <= known
+        assert plan.graph.digest not in {each.graph.digest for each in learned}
+    times = [5e-6 + 1e-6 * work.size.num_features + 1e-10 * work.size.num_bytes for work in works]
+    errors = np.abs(held_out(works, times, folds=3) / times - 1)
+    assert (errors < 0.1).mean() > 0.9
+
+
+def test_on_a_gpu_the_kernel_alone_is_timed() -> None:
+    """The batch is packed and copied once, and each run is one launch of the same."""
+    work = next(samples(random.Random(1), (2,), 1, 1))
+    launched: list[tuple[object, ...]] = []
+    run = kernel_of(work.graph, work.batch(np.random.default_rng(1)), "cpu", lambda *given: launched.append(given))
+    assert not launched
+    run()
+    run()
+    [first, second] = launched
+    assert first[0] is second[0], "the same memory"
+
+
+def test_whole_graphs_are_sums_of_what_was_measured() -> None:
+    """On a device on which each operator takes a time for each value, and a call 10 us."""
+    asked = plans()[:3]
+    works, learned = list(samples(random.Random(2), (1, 2, 4), 2, 4)), list(graphs(random.Random(2), 5))
+    known: list[Work | Whole] = [*works, *learned]
+    costs = dict.fromkeys((name for each in [*known, *asked] for name in each.terms(())), 0.0)
+    costs |= {name: 1e-9 * (1 + at % 5) for at, name in enumerate(sorted(costs)) if name.endswith("value")}
+    costs |= {"call": 1e-5, "chain, list": 3e-6, "byte": 1e-11}
+
+    def took_s(work: Work | Whole) -> float:
+        return sum(costs[name] * count for name, count in work.terms(()).items())
+
+    found = expected_s(works, learned, np.array([took_s(each) for each in known]), asked, ())
+    np.testing.assert_allclose(found, [took_s(each) for each in asked], rtol=0.02)

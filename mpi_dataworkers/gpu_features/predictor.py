@@ -195,9 +195,9 @@ class LatencyModel:
             own = [at for at, size in enumerate(sizes) if size.class_ == class_]
             names = sorted({name for at in own for name in sizes[at].counts})
             programs = sorted({sizes[at].program for at in own})
-            rest = make_pipeline(StandardScaler(), KernelRidge(kernel="rbf", gamma=0.5 / _REACH**2, alpha=_NOISE))
+            regression = make_pipeline(StandardScaler(), KernelRidge(kernel="rbf", gamma=0.5 / _REACH**2, alpha=_NOISE))
             looks = np.array([sizes[at].looks(names, programs) for at in own])
-            self._rest[class_] = names, programs, rest.fit(looks, factors[own])
+            self._rest[class_] = names, programs, regression.fit(looks, factors[own])
         return self
 
     def predict(self, sizes: Sequence[KernelSize]) -> Numbers:
@@ -212,8 +212,8 @@ class LatencyModel:
         found = self._lines(sizes)
         for class_ in {size.class_ for size in sizes}:
             own = [at for at, size in enumerate(sizes) if size.class_ == class_]
-            names, programs, rest = self._rest[class_]
-            found[own] *= np.exp(rest.predict(np.array([sizes[at].looks(names, programs) for at in own])))
+            names, programs, regression = self._rest[class_]
+            found[own] *= np.exp(regression.predict(np.array([sizes[at].looks(names, programs) for at in own])))
         return found
 
     def _terms(self, sizes: Sequence[KernelSize], own: Sequence[int]) -> list[dict[str, float]]:

@@ -166,7 +166,8 @@ def main() -> int:
         f"{PUBLISHED_NGRAM_S * 1e6:.1f} us of RAP's published program.",
         f"NVLink: {LINK_BYTES_PER_S / 1e9:g} GB/s in each direction (data sheet); {MESSAGE_S * 1e6:g} us an exchange "
         "(assumed). The data-parallel mapping exchanges in the step, as the paper says of its baselines; the others "
-        "for the next batch, beside the MLPs. Room: as in rap_plan, scaled so that all GPUs together need so much.",
+        "for the next batch, beside the MLPs. Room: as in rap_plan, scaled so that all GPUs together need so much, "
+        "with the launches of a plain greedy fusion: a schedule that needs fewer of them has more room than that.",
         "Figure 12 (measured there, one skew that the paper does not give): 4.3 x less than DP, 4.0 x less than DL.",
     ]
     if args.add:

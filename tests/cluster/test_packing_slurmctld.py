@@ -1,0 +1,80 @@
+"""slurmctld is killed and started again at each step of an opportunistic job's life, on real Slurm: no job is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
+from tests.cluster.packing_site import STEPS, Site, held_job, packing_cluster, training_site
+from tests.conftest import WaitUntil
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
+    with packing_cluster(release, running_cluster, "ctld") as devcluster:
+        yield devcluster
+
+
+@pytest.fixture
+def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
+    with training_site(running, request, wait_until) as site:
+        yield site
+
+
+@pytest.fixture
+def job(site: Site) -> Iterator[CheckpointJob]:
+    with held_job(site) as job:
+        yield job
+
+
+def kill_and_start(site: Site) -> None:
+    site.kill("slurmctld")
+    site.start_again("slurmctld")
+
+
+def killed_before(site: Site, monkeypatch: pytest.MonkeyPatch, command: str) -> list[str]:
+    """Have slurmctld killed once, just before the packer's next command of this kind; for which jobs that was sent."""
+    slurm: Any = site.packer._slurm
+    act, killed = getattr(slurm, command), list[str]()
+
+    def acting(job: str, *more: Any) -> None:
+        killed.append(job)
+        if len(killed) == 1:
+            kill_and_start(site)
+        act(job, *more)
+
+    monkeypatch.setattr(slurm, command, acting)
+    return killed
+
+
+@pytest.mark.parametrize("point", ["held", "placed", "running", "evicted"])
+def test_a_slurmctld_that_is_killed_loses_no_job(
+    site: Site, job: CheckpointJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    truth = undisturbed(tmp_path / "truth", STEPS)
+    if point == "held":
+        kill_and_start(site)
+    killed = killed_before(site, monkeypatch, "release") if point == "placed" else []
+    site.pack_until(lambda: site.happened("started"), "a start")
+    assert set(killed) == ({job.job_id} if point == "placed" else set())
+    job.wait_for_steps(SAVE_EVERY + 1)
+    if point == "running":
+        kill_and_start(site)
+        site.guaranteed_goes_on(5)
+    if point == "evicted":
+        site.complaint = "it goes on although it should pause"
+        killed = killed_before(site, monkeypatch, "requeue_held")
+        site.pack_until(lambda: site.happened("evicted"), "its eviction")
+        site.complaint = ""
+        assert killed[0] == job.job_id
+        site.pack_until(lambda: site.happened("started") == 2, "a second start")
+    job.wait_for_end()
+    assert list(differences(job, truth)) == []
+    assert len(job.starts()) == (2 if point == "evicted" else 1)
+    site.check_guaranteed()

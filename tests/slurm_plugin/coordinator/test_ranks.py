@@ -172,7 +172,7 @@ def test_what_ranks_claim_wrongly_is_one_line(node: Node) -> None:
 def test_a_rank_that_says_another_number_of_ranks_than_the_others_is_refused(node: Node) -> None:
     node.coordinate()
     ready = node.directory / "ready"
-    train = f"exec {sys.executable} {TRAIN}"
+    train = f"exec setpriv --pdeathsig=KILL {sys.executable} {TRAIN}"  # it ends with its shell
     script = f"""
         (export LOCAL_RANK=0 LOCAL_WORLD_SIZE=2; {train} 100000 16 0) &
         until [ -e {ready} ]; do sleep 0.05; done

@@ -80,6 +80,7 @@ def kernel_of(graph: FeatureGraph, batch: Mapping[str, Any], device: str, launch
     """What launches a graph's kernel on a batch that is on the device already."""
     taken: list[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int, int, int]] = []
     transform = FusedTransform(graph, device=device, launch=lambda *given: taken.append(given))
+    taken.clear()  # when it is made it tries whether kernels can be launched
     transform(batch)
     [given] = taken
     return lambda: launch(*given)

@@ -464,6 +464,7 @@ def _verdicts(rows: Sequence[Row], failures: Mapping[str, str], notes: Sequence[
         *(f"FAILED: {system}: {reason}" for system, reason in failures.items()),
         *(
             f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} {row.unit}, target {row.target}"
+            + f"; {row.note}" * bool(row.note)
             for row in lost
         ),
     ]

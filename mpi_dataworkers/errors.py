@@ -20,6 +20,7 @@ HetstreamError
 from __future__ import annotations
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.text import printable
 
 __all__ = [
     "AddressInUse",
@@ -44,7 +45,20 @@ class PipelineError(HetstreamError):
 
 
 class SourceError(PipelineError):
-    """A file that a dataset reads is missing, damaged or of another form."""
+    """A file that a dataset reads is missing, damaged or of another form.
+
+    Attributes:
+        row: of the samples that were asked for at once, where one of them alone is at fault; else -1.
+    """
+
+    def __init__(self, text: str = "", row: int = -1) -> None:
+        super().__init__(text)
+        self.row = row
+
+    @classmethod
+    def of(cls, path: object, text: str, row: int = -1) -> SourceError:
+        """Of a file: its name, and those in it, may hold newlines and escape sequences."""
+        return cls(printable(f"{path}: {text}"), row)
 
 
 class FeatureError(PipelineError):

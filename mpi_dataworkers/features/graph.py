@@ -138,6 +138,8 @@ class FeatureGraph:
     order: tuple[Step, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if problems := list(_problems_of_form(self)):
+            raise FeatureError("this is no feature graph: " + "; ".join(problems))
         check = _Check(self)
         if check.problems:
             raise FeatureError("this feature graph cannot work: " + "; ".join(check.problems))
@@ -212,6 +214,24 @@ def _exact(parameters: object) -> object:
 def _is_text(name: object) -> bool:
     """Whether JSON can have it: not half of a surrogate pair, as an undecodable file name has."""
     return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _problems_of_form(graph: FeatureGraph) -> Iterator[str]:
+    """What in the flat form is something else than it has to be, so that nobody can ask it for more."""
+    for what, kind in (("inputs", Input), ("steps", Step), ("outputs", Output)):
+        parts = getattr(graph, what)
+        if not isinstance(parts, tuple | list):
+            yield f"{what} is a {type(parts).__name__}; give a tuple of {kind.__name__}, or chains to FeatureGraph.of"
+            continue
+        for at, part in enumerate(parts):
+            if not isinstance(part, kind):
+                yield f"{what}[{at}] is {_shown(part)}, and no {kind.__name__}"
+            elif isinstance(part, Input) and not isinstance(part.type, FeatureType):
+                yield f"{what}[{at}]: type is {_shown(part.type)}, and no FeatureType"
+            elif isinstance(part, Output) and not (isinstance(part.of, tuple) and isinstance(part.keys, tuple)):
+                yield f"{what}[{at}]: of={_shown(part.of)}, keys={_shown(part.keys)}: tuples of names"
+            elif not all(map(_is_hashable, (part.name, getattr(part, "of", ""), getattr(part, "keys", ())))):
+                yield f"{what}[{at}]: {_shown(part)}: names are texts"
 
 
 def _problems_of_chains(outputs: object) -> Iterator[str]:

@@ -55,7 +55,13 @@ class _Graph(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def to_json(graph: FeatureGraph) -> str:
-    """The JSON text of a graph; `from_json` makes an equal graph of it."""
+    """The JSON text of a graph; `from_json` makes an equal graph of it.
+
+    Raises:
+        FeatureError: It is no graph.
+    """
+    if not isinstance(graph, FeatureGraph):
+        raise FeatureError(f"graph is a {type(graph).__name__}; give a FeatureGraph, such as a part of a CutGraph")
     form = _Graph(
         VERSION,
         [_Input(node.name, **asdict(node.type)) for node in graph.inputs],
@@ -71,9 +77,13 @@ def from_json(text: str | bytes) -> FeatureGraph:
     Raises:
         FeatureError: The text is no such JSON, or the graph cannot work; the message has every problem of the steps.
     """
+    if not isinstance(text, str | bytes):
+        raise FeatureError(
+            f"this is no feature graph in JSON: it is a {type(text).__name__}; give what to_json returns"
+        )
     try:
         form = typed_json.decode(text, _Graph)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FeatureError(f"this is no feature graph in JSON: {error}") from error
     if form.version != VERSION:
         raise FeatureError(f"this feature graph has version {form.version} of its form; this hetstream reads {VERSION}")

@@ -73,26 +73,24 @@ INLINE float log_of(float x) {
     return exponent * 0.693359375f + (exponent * -2.12194440e-4f + 2.0f * (s + s * series));
 }
 
-// The same in float64, to some bits more than float32 has.
-INLINE double log_of(double x) {
-    uint64_t word = bits<uint64_t>(x) - 0x3fe6a09e667f3bcdULL;
-    double exponent = (double)(int32_t)((int64_t)word >> 52);
+// log2 of such a number in float64, within 1e-9 of it: the same series with the coefficients that fit best.
+INLINE double log2_of(double x) {
+    // With 1024 added to it the exponent is above 0: the lowest bits of a number between 2**52 and 2**53.
+    uint64_t word = bits<uint64_t>(x) - 0x3fe6a09e667f3bcdULL + (1024ULL << 52);
+    double exponent = bits<double>((word >> 52) | 0x4330000000000000ULL) - (4503599627370496.0 + 1024.0);
     double m = bits<double>((word & 0x000fffffffffffffULL) + 0x3fe6a09e667f3bcdULL);
     double s = (m - 1.0) / (m + 1.0), z = s * s;
-    double series = z * (1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11)))));
-    return exponent * 0.69314718055994530942 + 2.0 * (s + s * series);
+    return exponent + s * (2.8853900797912 + z * (0.9617988462494295 + z * (0.5767145101942748 + z * 0.43173301904909234)));
 }
 
-// exp(x) - 1, likewise, as if x were between -700 and 709.
-INLINE double expm1_of(double x) {
-    x = x > 709.0 ? 709.0 : x;
-    x = x < -700.0 ? -700.0 : x;
+// 2**x - 1 for x of at most 1022, within 2e-8 of it; below -1010 as if x were -1010.
+INLINE double exp2m1_of(double x) {
+    x = x < -1010.0 ? -1010.0 : x;
     // Added and subtracted again, this rounds to a whole number, which then stands in the lowest bits.
-    double shifted = x * 1.44269504088896340736 + 6755399441055744.0;
-    double whole = shifted - 6755399441055744.0;
-    double r = (x - whole * 0.693147180369123816490) - whole * 1.90821492927058770002e-10;
-    double q = r * (1.0 + r * (1.0 / 2 + r * (1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 + r * (1.0 / 720
-               + r * (1.0 / 5040 + r * (1.0 / 40320))))))));
+    double shifted = x + 6755399441055744.0;
+    double r = x - (shifted - 6755399441055744.0);
+    double q = r * (0.6931471880293425 + r * (0.2402265092234275 + r * (0.05550357104253126 + r * (0.009618056669885529
+               + r * (0.001339086735133181 + r * 0.00015461447463365068)))));
     double power = bits<double>((bits<uint64_t>(shifted) << 52) + 0x3ff0000000000000ULL);
     return power * q + (power - 1.0);
 }
@@ -116,24 +114,27 @@ void logit(const T *__restrict from, float *__restrict to, int64_t count, const 
     }
 }
 
+// log2 of any number above 0, denormal ones of float64 and infinity among them.
+template <class T>
+INLINE double log2_of_any(T given) {
+    const double x = (double)given;
+    const bool is_denormal = sizeof(T) == 8 && x < 2.2250738585072014e-308;
+    double found = log2_of(is_denormal ? x * 18014398509481984.0 : x) - (is_denormal ? 54.0 : 0.0);
+    return x == __builtin_inf() ? x : found;
+}
+
 template <class T>
 void box_cox(const T *__restrict from, float *__restrict to, int64_t count, const Number *numbers) {
-    const double lmbda = numbers[0].real, inverse = 1.0 / lmbda, infinite = __builtin_inf();
-    const double tiny = sizeof(T) == 8 ? 2.2250738585072014e-308 : 0.0;  // what is below has another form, in float64
-    double log[TILE];
-    for (int64_t i = 0; i < count; i++) {
-        double x = (double)from[i];
-        double found = log_of(x < tiny ? x * 18014398509481984.0 : x) - (x < tiny ? 37.429947750237047 : 0.0);
-        log[i] = x == infinite ? infinite : found;
-    }
+    const double lmbda = numbers[0].real, inverse = 1.0 / lmbda, infinite = __builtin_inf(), ln2 = 0.69314718055994530942;
     // Nearer to 0 the two are the same, and 1 / lmbda may be infinite.
     if (lmbda < 1e-300 && lmbda > -1e-300) {
-        for (int64_t i = 0; i < count; i++) to[i] = (float)(from[i] > (T)0 ? log[i] : (double)from[i]);
+        for (int64_t i = 0; i < count; i++)
+            to[i] = (float)(from[i] > (T)0 ? log2_of_any(from[i]) * ln2 : (double)from[i]);
         return;
     }
     for (int64_t i = 0; i < count; i++) {
-        double y = log[i] * lmbda;
-        double found = (y > 709.0 ? infinite : expm1_of(y)) * inverse;
+        double y = log2_of_any(from[i]) * lmbda;
+        double found = (y > 1022.0 ? infinite : exp2m1_of(y)) * inverse;
         to[i] = (float)(from[i] > (T)0 ? found : (double)from[i]);
     }
 }
@@ -331,9 +332,15 @@ void first_x(const T *from, T *to, const int64_t *lengths, int64_t rows, int64_t
     const T *const from_end = from + count, *const to_end = to + new_count;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t length = lengths[row], kept = length < n ? length : n;
+        const int64_t room = from_end - from < to_end - to ? from_end - from : to_end - to;
         int64_t i = 0;
-        for (; i < kept && from_end - from >= i + AT_ONCE && to_end - to >= i + AT_ONCE; i += AT_ONCE)
-            memcpy(to + i, from + i, AT_ONCE * sizeof(T));
+        if (room >= AT_ONCE) {
+            // Also of an empty list: a processor cannot foresee which ones are.
+            do {
+                memcpy(to + i, from + i, AT_ONCE * sizeof(T));
+                i += AT_ONCE;
+            } while (i < kept && room >= i + AT_ONCE);
+        }
         for (; i < kept; i++) to[i] = from[i];
         from += length;
         to += kept;
@@ -491,6 +498,21 @@ bool on_feature(const Group &group, int64_t feature, Tile *tiles, Scratch *value
 }
 
 }  // namespace
+
+// Whether the lists of each feature are as many values as it has, and none has a negative length.
+extern "C" int hetstream_are_lists(int64_t num_features, int64_t num_rows, const int64_t *const *lengths, const int64_t *sizes) {
+    for (int64_t feature = 0; feature < num_features; feature++) {
+        const uint64_t size = (uint64_t)sizes[feature];
+        uint64_t total = 0, is_wrong = 0;
+        for (int64_t row = 0; row < num_rows; row++) {
+            const uint64_t length = (uint64_t)lengths[feature][row];  // a negative one is larger than all sizes
+            is_wrong |= length > size;
+            total += length;
+        }
+        if (is_wrong || total != size) return 0;
+    }
+    return 1;
+}
 
 // How many values each feature will have, and the lengths of its lists.
 extern "C" void hetstream_sizes(const Group *group, int64_t *sizes) {

@@ -72,4 +72,6 @@ def _loaded(path: Path) -> Any:
     found.hetstream_run.restype = ctypes.c_int
     found.hetstream_sizes.argtypes = [ctypes.POINTER(Group), ctypes.c_void_p]
     found.hetstream_sizes.restype = None
+    found.hetstream_are_lists.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    found.hetstream_are_lists.restype = ctypes.c_int
     return found

@@ -33,6 +33,14 @@ _MOST = RANGES["int64"][1]
 _SLAB_VALUES = 1 << 20
 
 
+def are_lists(library: Any, lengths: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    """As that of `reading.py`, where the lengths are."""
+    lengths = [each.contiguous() for each in lengths]
+    addresses, numbers = array("q", map(torch.Tensor.data_ptr, lengths)), array("q", sizes)
+    places = addresses.buffer_info()[0], numbers.buffer_info()[0]
+    return bool(library.hetstream_are_lists(len(lengths), len(lengths[0]), *places))
+
+
 class NativeGroup:
     """Chains that are run together: the same operators, but for numbers, on features of one type.
 

@@ -114,7 +114,7 @@ class Onehot(Operator):
 
     Args:
         lower, upper: Of the values that are told apart; lower < upper.
-        num_classes: How many, at least 1.
+        num_classes: How many, 1 to 2**24: float32 tells no more whole numbers apart. A row takes 4 bytes for each.
     """
 
     lower: float = 0.0
@@ -124,8 +124,8 @@ class Onehot(Operator):
     def problems(self) -> Iterator[str]:
         if not (math.isfinite(self.lower) and math.isfinite(self.upper) and self.lower < self.upper):
             yield f"lower={self.lower}, upper={self.upper}: finite, lower < upper"
-        if self.num_classes < 1:
-            yield f"num_classes={self.num_classes}: at least 1"
+        if not 1 <= self.num_classes <= 2**24:
+            yield f"num_classes={self.num_classes}: at least 1 and at most 2**24: float32 tells no more apart"
         elif math.isfinite(self.upper - self.lower) and not 0 < self.step < math.inf:
             yield f"lower={self.lower}, upper={self.upper}: too near or too far apart for float32"
 

@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Ker
 from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
 from hetstream.mpi_dataworkers.features.native_choice import NativeChoice, is_exact, native_choice
 from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
+from hetstream.mpi_dataworkers.features.native_groups import are_lists as native_lists
 from hetstream.mpi_dataworkers.features.operators import MapId
 from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
 from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, apart, as_matrix, spans
@@ -98,6 +99,12 @@ class FeatureTransform:
             for output in graph.outputs
             if not output.keys and not graph.types[output.of[0]].is_jagged
         }
+        # Likewise of each output that is one jagged feature.
+        self._lists = {
+            output.name: output.of[0]
+            for output in graph.outputs
+            if not output.keys and graph.types[output.of[0]].is_jagged
+        }
         # Of several outputs, so that none may have another's memory: a program may change one of them in place.
         uses = Counter(name for output in graph.outputs for name in output.of)
         self._shared = frozenset(name for name, num in uses.items() if num > 1)
@@ -144,6 +151,8 @@ class FeatureTransform:
                 zip(self._plain, map(features.values.__getitem__, self._plain.values()), strict=True)
             )
             if len(made) < len(self.graph.outputs):
+                lists = (map(of.__getitem__, self._lists.values()) for of in (features.values, features.lengths))
+                made |= zip(self._lists, map(Jagged._make, zip(*lists, strict=True)), strict=True)
                 made = {
                     output.name: made[output.name] if output.name in made else self._output(output, features, num_rows)
                     for output in self.graph.outputs
@@ -168,6 +177,7 @@ class FeatureTransform:
                 compiler=native_code.compiler(),
             )
             if choice.runs == "native" and (library := native_code.library()) is not None:
+                self._read = Reader(self.graph.inputs, partial(native_lists, library))
                 self._groups = [
                     NativeGroup(some, self.graph, library)
                     if is_so or self.native is True
@@ -181,9 +191,6 @@ class FeatureTransform:
         self._choice = choice
 
     def _output(self, output: Output, features: Columns, num_rows: int) -> Any:
-        if not output.keys:
-            [name] = output.of
-            return Jagged(features.values[name], features.lengths[name])
         types = [self.graph.types[name] for name in output.of]
         found = [features[name] for name in output.of]
         join = _joined if self._shared.isdisjoint(output.of) else torch.cat

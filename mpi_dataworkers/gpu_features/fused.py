@@ -19,6 +19,7 @@ from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
 from hetstream.mpi_dataworkers.gpu_features.opcodes import LAUNCHES_AT, program_of
+from hetstream.mpi_dataworkers.gpu_features.streams import device_of
 
 _log = logging.getLogger(__name__)
 _LARGEST_TILE = 512
@@ -76,7 +77,7 @@ class FusedTransform:
             raise FeatureError(f"arena_bytes={arena_bytes!r}: a number of bytes")
         check_tile(tile)
         self.graph = graph
-        self._device = torch.device(device)
+        self._device = device_of(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise FeatureError(f"device={str(device)!r}: there is no GPU here; FeatureTransform needs none")
         self._launch, self._tile = launch or triton_launch(), tile

@@ -77,6 +77,15 @@ class Streams(Protocol):
         """
 
 
+def device_of(device: str | torch.device) -> torch.device:
+    """torch's device of a name; raises FeatureError where there is none of it."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        found = str(error).partition("\n")[0]
+        raise FeatureError(f"device={device!r}: a device of torch, such as 'cuda' or 'cuda:1': {found}") from error
+
+
 class CudaStreams:
     """The streams of a CUDA device: training on the program's own, preprocessing on one of the lowest priority.
 
@@ -91,7 +100,7 @@ class CudaStreams:
     """
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
-        self.device = torch.device(device)
+        self.device = device_of(device)
         if self.device.type != "cuda" or not torch.cuda.is_available():
             raise FeatureError(f"device={str(device)!r}: there is no GPU here")
         index = torch.cuda.current_device() if self.device.index is None else self.device.index

@@ -25,13 +25,14 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from hetstream.mpi_dataworkers.errors import FeatureError, PipelineError
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
 from hetstream.mpi_dataworkers.ops.reachable import device_of
+from hetstream.mpi_dataworkers.ops.row_at_fault import named, place_at_fault
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, run_stage
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.length_rounds import StreamBuckets
@@ -194,49 +195,20 @@ class Pipeline:
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
             samples = self._make_sample(read, sample, step_seed, seeds_all, watched)
         elif reads_apart(self.dataset):
-            samples = self._together(self.dataset.read_samples, wanted, step_seed, watched)
+            samples = self._together(self.dataset.read_samples, wanted, wanted, step_seed, watched)
             transform = self.dataset.transform
             if transform is not None:
                 work = [partial(transform, raw) for raw in samples], wanted, seeds
                 samples = self._each(*work, seeds_all, watched, team)
         elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self._together(self.dataset.__getitems__, given, step_seed, watched)
+            samples = self._together(self.dataset.__getitems__, given, wanted, step_seed, watched)
         else:
             reads = [partial(getitem, self.dataset, index) for index in given]
             samples = self._each(reads, wanted, seeds, seeds_all, watched, team)
         watched.at_sample(-1)
         if not seeds_all:
             self._seed(step_seed)
-        try:
-            return self.collated(samples, step_seed)
-        except SampleError as error:
-            raise self._of_sample(error, samples, wanted, step_seed) from error.__cause__
-
-    def _of_sample(self, error: SampleError, samples: Any, indices: Sequence[Any], step_seed: int) -> SampleError:
-        """An error of a whole batch as that of the sample that is at fault, if it says which row of the batch that is.
-
-        A collate function may sort, so that the row is another sample's: the first that is at fault alone counts.
-        """
-        cause = error.__cause__
-        if not self.batched or not isinstance(cause, FeatureError):
-            return error
-        if not cause.num_rows == len(samples) == len(indices) > cause.row >= 0:
-            return error
-        others = (place for place in range(len(samples)) if place != cause.row)
-        found = next((place for place in (cause.row, *others) if self._is_at_fault(samples[place], step_seed)), None)
-        if found is None:
-            return error
-        if isinstance(origin := getattr(samples[found], "origin", None), str):  # of a `sources.table.Row`
-            cause.args = (f"{cause}; it is {origin}",)
-        return SampleError(indices[found]) if isinstance(indices[found], int) else error
-
-    def _is_at_fault(self, sample: Any, step_seed: int) -> bool:
-        """Whether a batch of it alone does not fit a feature graph, by its only row."""
-        try:
-            self.collated([sample], step_seed)
-        except SampleError as error:
-            return isinstance(error.__cause__, FeatureError) and error.__cause__.row == 0
-        return False
+        return self.collated(samples, step_seed, wanted)
 
     def _each(
         self,
@@ -256,15 +228,17 @@ class Pipeline:
             return [make(place, 0) for place in range(len(work))]
         return team.map(make, len(work), watched.rest)
 
-    def _together(self, read: Callable[[Any], list[Any]], wanted: Any, seed: int, watched: Watched) -> Any:
+    def _together(
+        self, read: Callable[[Any], list[Any]], given: Any, wanted: list[int], seed: int, watched: Watched
+    ) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
         watched.at_sample(-1)
         self._seed(seed)
         try:
             with making_sample(seed):
-                return read(wanted)
+                return read(given)
         except Exception as error:
-            raise SampleError(-1) from error
+            raise SampleError(_sample_at(place_at_fault(error, given, read), wanted)) from error
 
     def _make_sample(
         self, make: Callable[[], Any], index: int, seed: int, seeds_all: bool, watched: Watched, thread: int = 0
@@ -283,16 +257,29 @@ class Pipeline:
         if self.own_generators is not None:
             self.own_generators.seed(seed)
 
-    def collated(self, samples: Any, step_seed: int) -> Any:
+    def collated(self, samples: Any, step_seed: int, indices: Sequence[Any] = ()) -> Any:
         """Make a batch of a step's samples: collate them, and run the batch stage.
 
         Args:
             samples: of the step.
             step_seed: 64 bits that no other step of the epoch has; with indexed data that of its first sample.
+            indices: of indexed data, of the samples; an error of one of them alone then has its index.
 
         Raises:
-            SampleError: user code raised.
+            SampleError: user code raised. Where it says which row of the batch is at fault, it names the row's file.
         """
+        try:
+            return self._collated(samples, step_seed)
+        except SampleError as error:
+            if not self.batched:
+                raise
+            place = place_at_fault(error.__cause__, samples, lambda some: self._collated(some, step_seed))
+            if place < 0:
+                raise
+            named(error.__cause__, samples[place])
+            raise SampleError(_sample_at(place, indices)) from error.__cause__
+
+    def _collated(self, samples: Any, step_seed: int) -> Any:
         try:
             batch = self.collate_fn(samples)
         except Exception as error:
@@ -346,6 +333,11 @@ class Pipeline:
             "collate_fn": _name_of(self.collate_fn),
             "batched": str(self.batched),
         } | ({} if by_length is None else {"buckets": by_length.description})
+
+
+def _sample_at(place: int, indices: Sequence[Any]) -> int:
+    """The index of a sample of a step; -1 where it is not known, or is no number."""
+    return indices[place] if 0 <= place < len(indices) and isinstance(indices[place], int) else -1
 
 
 def is_its_own(value: object, name: str) -> bool:

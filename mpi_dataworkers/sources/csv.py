@@ -60,7 +60,7 @@ class CsvDataset(TableDataset):
     def look_at(self, path: Path) -> tuple[int, ...]:
         lists = [name for name, kind in self._types.items() if kind.is_list]
         if lists:
-            raise SourceError(f"{path}: column {lists[0]}: a CSV file has no lists")
+            raise SourceError.of(path, f"column {lists[0]}: a CSV file has no lists")
         starts, num_rows, first = [], 0, None
         for start in self._row_starts(path):
             if first is None:
@@ -79,36 +79,40 @@ class CsvDataset(TableDataset):
             said = [f"there is no column {name}" for name in missing] + [
                 f"column {name} is there twice" for name in twice
             ]
-            raise SourceError(f"{path}: {'; '.join(said)}. The file has: {', '.join(header[:20]) or 'nothing'}")
+            raise SourceError.of(path, f"{'; '.join(said)}. The file has: {', '.join(header[:20]) or 'nothing'}")
         whole, left = divmod(num_rows, self._group_rows)
         return (self._group_rows,) * whole + ((left,) if left else ())
 
-    def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
+    def read_group(self, path: Path, number: int) -> tuple[Mapping[str, Column], Mapping[int, str]]:
         header = self._header(path)
         rows = self._rows(path, number)
+        faults: dict[int, str] = {}
         for at, row in enumerate(rows):
             if len(row) != len(header):
-                line = self._line(path, number, at)
-                raise SourceError(f"{path}: line {line}: {len(row)} fields, and {len(header)} columns")
+                faults[at] = f"{len(row)} fields, and {len(header)} columns"
+                rows[at] = [""] * len(header)
         by_column = dict(zip(header, zip(*rows, strict=True), strict=True))
         found = {}
         for name, kind in self._types.items():
             texts = np.asarray(by_column[name], dtype=np.str_)
             missing = texts == ""
-            if missing.any() and not kind.is_nullable:
-                line = self._line(path, number, int(np.argmax(missing)))
-                raise SourceError(f'{path}: line {line}: column {name} is empty: say "{kind.dtype}?" if it may be')
+            if not kind.is_nullable:
+                for at in np.flatnonzero(missing).tolist():
+                    faults.setdefault(at, f'column {name} is empty: say "{kind.dtype}?" if it may be')
             texts[missing] = "0"
             try:
                 values = _numbers(texts, kind)
             except (ValueError, OverflowError):
-                wrong = next(at for at, text in enumerate(texts.tolist()) if not _is_number(text, kind))
-                line = self._line(path, number, wrong)
-                raise SourceError(
-                    f"{path}: line {line}: column {name}: {texts[wrong].item()[:60]!r} is no {kind.dtype}"
-                ) from None
+                for at, text in enumerate(texts.tolist()):
+                    if not _is_number(text, kind):
+                        faults.setdefault(at, f"column {name}: {text[:60]!r} is no {kind.dtype}")
+                        texts[at] = "0"
+                values = _numbers(texts, kind)
             found[name] = Column(values, ~missing if kind.is_nullable else None)
-        return found
+        return found, faults
+
+    def where(self, path: Path, number: int, place: int) -> str:
+        return f"line {self._line(path, number, place)}"
 
     def _header(self, path: Path) -> list[str]:
         if self._names is not None:
@@ -129,7 +133,7 @@ class CsvDataset(TableDataset):
             text = data.removeprefix(_BYTE_ORDER_MARK).decode()
             return list(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter, strict=True))
         except (csv.Error, UnicodeDecodeError) as exc:
-            raise SourceError(f"{path}: {where}: cannot be read as CSV: {exc}") from exc
+            raise SourceError.of(path, f"{where}: cannot be read as CSV: {exc}") from exc
 
     def _line(self, path: Path, number: int, row: int) -> int:
         """On which line of the file a row begins; counted when an error is to be told."""
@@ -176,19 +180,19 @@ class CsvDataset(TableDataset):
                         if len(stray):
                             # Where it stands alone, all rows up to the next one would be taken for one.
                             line = self._line_of(path, begin + int(stray[0]))
-                            raise SourceError(f"{path}: line {line}: a quote in a field that does not begin with one")
+                            raise SourceError.of(path, f"line {line}: a quote in a field that does not begin with one")
                         num_quotes += len(quotes)
                     if len(returns):
                         line = self._line_of(path, begin + int(returns[0]))
-                        raise SourceError(f"{path}: line {line}: it ends with \\r alone; \\n and \\r\\n end a line")
+                        raise SourceError.of(path, f"line {line}: it ends with \\r alone; \\n and \\r\\n end a line")
                     for end in (ends + begin + 1).tolist():
                         yield row
                         row = end
                     begin, last = begin + len(block), block[-1]
         except OSError as exc:
-            raise SourceError(f"{path}: cannot be read: {exc}") from exc
+            raise SourceError.of(path, f"cannot be read: {exc}") from exc
         if num_quotes % 2:
-            raise SourceError(f"{path}: the file ends within quotes: it is cut off, or a quote is not closed")
+            raise SourceError.of(path, "the file ends within quotes: it is cut off, or a quote is not closed")
         if row < begin:
             yield row
 

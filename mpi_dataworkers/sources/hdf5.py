@@ -65,13 +65,13 @@ class Hdf5Dataset:
         self._readers: dict[str, _Column] = {}
         self._pid = 0
         if not self._names:
-            raise SourceError(f"{self.path}: columns is empty; name at least one dataset")
+            raise SourceError.of(self.path, "columns is empty; name at least one dataset")
         with _open(self.path) as file:
             lengths = {name: len(_Column(file, self.path, name)) for name in self._names}
         self._length = next(iter(lengths.values()))
         if len(set(lengths.values())) > 1:
             listing = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise SourceError(f"{self.path}: datasets of one sample must have one length, these differ ({listing})")
+            raise SourceError.of(self.path, f"datasets of one sample must have one length, these differ ({listing})")
 
     def __len__(self) -> int:
         return self._length
@@ -160,9 +160,10 @@ class Hdf5Dataset:
             for name, reader in readers.items():
                 if len(reader) != self._length:
                     file.close()
-                    raise SourceError(
-                        f"{self.path}: dataset {name} has {len(reader)} rows and had {self._length} when this "
-                        "Hdf5Dataset was made; write a new file instead of changing one that is being read"
+                    raise SourceError.of(
+                        self.path,
+                        f"dataset {name} has {len(reader)} rows and had {self._length} when this "
+                        "Hdf5Dataset was made; write a new file instead of changing one that is being read",
                     )
             self._file, self._readers = file, readers
         return self._readers
@@ -176,10 +177,10 @@ class _Column:
         self._name = name
         dataset, field = _find(file, path, name)
         if dataset.shape is None or dataset.ndim == 0:
-            raise SourceError(f"{path}: dataset {name} holds a single value; a column needs one row per sample")
+            raise SourceError.of(path, f"dataset {name} holds a single value; a column needs one row per sample")
         if field is None and dataset.dtype.names:
             fields = ", ".join(f"{name}/{known}" for known in dataset.dtype.names)
-            raise SourceError(f"{path}: dataset {name} is compound; name its fields as columns: {fields}")
+            raise SourceError.of(path, f"dataset {name} is compound; name its fields as columns: {fields}")
         self._length = int(dataset.shape[0])
         dtype = dataset.dtype if field is None else dataset.dtype[field]
         self._row_bytes = max(1, int(dtype.itemsize * np.prod(dataset.shape[1:], dtype=np.int64)))
@@ -201,9 +202,10 @@ class _Column:
             try:
                 block = self._view[first : last + 1]
             except (OSError, UnicodeDecodeError) as exc:
-                raise SourceError(
-                    f"{self._path}: cannot read rows {first}..{last} of dataset {self._name}: {exc}. "
-                    f"Check the file: h5dump -H {self._path}"
+                raise SourceError.of(
+                    self._path,
+                    f"cannot read rows {first}..{last} of dataset {self._name}: {exc}. "
+                    f"Check the file: h5dump -H {self._path}",
                 ) from exc
             for row in run:
                 value = block[row - first]
@@ -226,13 +228,13 @@ def runs(rows: Sequence[int], max_gap: int) -> Iterator[Sequence[int]]:
 
 def _open(path: Path) -> h5py.File:
     if not path.is_file():
-        raise SourceError(
-            f"{path}: no such file; data workers need the same path as the trainer (a shared file system)"
+        raise SourceError.of(
+            path, "no such file; data workers need the same path as the trainer (a shared file system)"
         )
     try:
         return h5py.File(path, "r")
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be opened as HDF5: {exc}") from exc
+        raise SourceError.of(path, f"cannot be opened as HDF5: {exc}") from exc
 
 
 def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | None]:
@@ -248,7 +250,7 @@ def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | N
         f" and {len(names) - _NAMES_IN_ERROR} more" * (len(names) > _NAMES_IN_ERROR)
     )
     kind = "is a group" if isinstance(found, h5py.Group) else "does not exist"
-    raise SourceError(f"{path}: dataset {name!r} {kind}; the file has: {shown or 'no dataset'}")
+    raise SourceError.of(path, f"dataset {name!r} {kind}; the file has: {shown or 'no dataset'}")
 
 
 def _dataset_names(file: h5py.File) -> list[str]:

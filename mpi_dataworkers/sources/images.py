@@ -59,10 +59,10 @@ class ImageFolder:
         self.root = Path(root).absolute()
         self.transform = transform
         if not self.root.is_dir():
-            raise SourceError(f"{self.root}: no such folder; data workers need the same path as the trainer")
+            raise SourceError.of(self.root, "no such folder; data workers need the same path as the trainer")
         self._files = tuple(sorted(_images(self.root)))
         if not self._files:
-            raise SourceError(f"{self.root}: no image below it; suffixes read: {', '.join(SUFFIXES)}")
+            raise SourceError.of(self.root, f"no image below it; suffixes read: {', '.join(SUFFIXES)}")
         if label_of is None:
             names = [self._class_folder(file) for file in self._files]
             self._refuse_empty_classes(set(names))
@@ -102,9 +102,10 @@ class ImageFolder:
     def _class_folder(self, file: str) -> str:
         folder, slash, _ = file.partition("/")
         if not slash:
-            raise SourceError(
-                f"{self.root / file}: image outside any class folder. Move it into one, or give label_of= to take "
-                "the class from the file name"
+            raise SourceError.of(
+                self.root / file,
+                "image outside any class folder. Move it into one, or give label_of= to take "
+                "the class from the file name",
             )
         return folder
 
@@ -112,7 +113,7 @@ class ImageFolder:
         folders = {entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
         empty = sorted(folders - found)
         if empty:
-            raise SourceError(f"{self.root}: class folder without an image: {', '.join(empty)}. Remove it or fill it")
+            raise SourceError.of(self.root, f"class folder without an image: {', '.join(empty)}. Remove it or fill it")
 
 
 def decode(path: Path) -> npt.NDArray[np.uint8]:
@@ -124,13 +125,13 @@ def decode(path: Path) -> npt.NDArray[np.uint8]:
     try:
         with Image.open(path) as image:
             if image.mode.startswith(_DEEP_MODES):
-                raise SourceError(
-                    f"{path}: mode {image.mode} has more than 8 bits a channel; convert the file to 8 bits"
+                raise SourceError.of(
+                    path, f"mode {image.mode} has more than 8 bits a channel; convert the file to 8 bits"
                 )
             # A copy: the array that Pillow shares is read-only, and torch warns about those.
             return np.array(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as exc:
-        raise SourceError(f"{path}: cannot be decoded: {exc}. Replace or remove the file") from exc
+        raise SourceError.of(path, f"cannot be decoded: {exc}. Replace or remove the file") from exc
 
 
 def _images(root: Path) -> Iterator[str]:

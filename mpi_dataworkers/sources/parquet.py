@@ -47,22 +47,23 @@ class ParquetDataset(TableDataset):
                     problems.append(f"column {name} holds {schema.field(name).type}, and not {self.columns[name]}")
             if problems:
                 shown = ", ".join(schema.names[:20]) + f" and {len(schema.names) - 20} more" * (len(schema.names) > 20)
-                raise SourceError(f"{path}: {'; '.join(problems)}. The file has: {shown}")
+                raise SourceError.of(path, f"{'; '.join(problems)}. The file has: {shown}")
             rows = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
             if wrong := [number for number, count in enumerate(rows) if count < 0]:
-                raise SourceError(f"{path}: row group {wrong[0]}: it is said to have {rows[wrong[0]]} rows")
+                raise SourceError.of(path, f"row group {wrong[0]}: it is said to have {rows[wrong[0]]} rows")
             return rows
 
-    def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
+    def read_group(self, path: Path, number: int) -> tuple[Mapping[str, Column], Mapping[int, str]]:
         with _opened(path, f"row group {number}: ") as file:
             table = self._table(file, path, number)
             num_rows = file.metadata.row_group(number).num_rows
             if table.num_rows != num_rows:
                 name = next(iter(self._types))
-                raise SourceError(
-                    f"{path}: row group {number}: column {name}: {table.num_rows} rows, and the group has {num_rows}"
+                raise SourceError.of(
+                    path, f"row group {number}: column {name}: {table.num_rows} rows, and the group has {num_rows}"
                 )
-            return {name: self._column(path, number, name, table.column(name)) for name in self._types}
+            faults: dict[int, str] = {}
+            return {name: self._column(name, table.column(name), faults) for name in self._types}, faults
 
     def _table(self, file: Any, path: Path, number: int) -> Any:
         # One thread: a data worker has one CPU, and a fork would leave the others behind.
@@ -74,7 +75,7 @@ class ParquetDataset(TableDataset):
                     again.read_row_group(number, columns=[name], use_threads=False)
             raise
 
-    def _column(self, path: Path, number: int, name: str, chunks: Any) -> Column:
+    def _column(self, name: str, chunks: Any, faults: dict[int, str]) -> Column:
         kind = self._types[name]
         array = chunks.combine_chunks()
         if isinstance(array, pa.ChunkedArray):
@@ -86,12 +87,12 @@ class ParquetDataset(TableDataset):
             array = array.flatten()
         valid = array.is_valid().to_numpy(zero_copy_only=False)
         if not valid.all() and not kind.is_nullable:
-            what = (
-                "a list has a missing value"
-                if kind.is_list
-                else f'value {int(np.argmin(valid))} is missing: say "{kind.dtype}?"'
-            )
-            raise SourceError(f"{path}: row group {number}: column {name}: {what}")
+            places = np.flatnonzero(~valid)
+            if starts is None:
+                what = f'column {name} is missing: say "{kind.dtype}?" if it may be'
+            else:
+                places, what = np.searchsorted(starts, places, side="right") - 1, f"column {name}: a value is missing"
+            faults |= dict.fromkeys(places.tolist(), what)
         if pa.types.is_boolean(array.type):
             array = array.cast(pa.int8())
         values = array.fill_null(0).to_numpy(zero_copy_only=False).astype(kind.dtype)
@@ -111,8 +112,8 @@ def _is_read_as(found: Any, kind: ColumnType) -> bool:
     return bool(np.can_cast(given, wanted, "safe")) and (given.kind == "f") == (wanted.kind == "f")
 
 
-# What Arrow raises for a file that is none, or is damaged; UnicodeDecodeError for the name of a column.
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+# What Arrow raises for a file that is none, or is damaged; UnicodeError for the name of a column, or of a file.
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeError)
 
 
 @contextmanager
@@ -122,4 +123,4 @@ def _opened(path: Path, where: str = "") -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except _UNREADABLE as exc:
-        raise SourceError(f"{path}: {where}cannot be read as Parquet: {exc}") from exc
+        raise SourceError.of(path, f"{where}cannot be read as Parquet: {exc}") from exc

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +51,13 @@ class RowGroup:
         columns: by name.
         origin: file and group, in words.
         first_row: of the file, counted from 0.
+        faults: what is wrong with rows that cannot be used, by their places in the group.
     """
 
     columns: Mapping[str, Column]
     origin: str = ""
     first_row: int = 0
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 class Row(Mapping[str, Any]):
@@ -160,7 +162,7 @@ class TableDataset(ABC):
         problems += ["columns is empty; name at least one"] * (not columns) + ["no file is given"] * (not given)
         problems += [f"cached_groups={cached_groups}: at least 1"] * (cached_groups < 1)
         if problems:
-            raise SourceError(f"{type(self).__name__}: {'; '.join(problems)}")
+            raise SourceError.of(type(self).__name__, f"{'; '.join(problems)}")
         self._types = {name: kind for name, kind in types.items() if kind is not None}
         self._cached_groups = cached_groups
         self._groups: OrderedDict[int, RowGroup] = OrderedDict()
@@ -178,12 +180,16 @@ class TableDataset(ABC):
         """
 
     @abstractmethod
-    def read_group(self, path: Path, number: int) -> Mapping[str, Column]:
-        """The columns of one group of rows.
+    def read_group(self, path: Path, number: int) -> tuple[Mapping[str, Column], Mapping[int, str]]:
+        """The columns of one group of rows, and `RowGroup.faults`.
 
         Raises:
-            SourceError: The file cannot be read; the message names the group or the line.
+            SourceError: The group cannot be read; the message names it.
         """
+
+    def where(self, path: Path, number: int, place: int) -> str:  # noqa: ARG002, a subclass may look into the file
+        """In words, the row at a place in a group of a file."""
+        return f"row group {number}, row {place}"
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -196,10 +202,11 @@ class TableDataset(ABC):
 
         Raises:
             IndexError: An index is outside `-len(self) .. len(self) - 1`.
-            SourceError: As `read_group`; or a file has changed since this object was made.
+            SourceError: As `read_group`; or a file has changed since this object was made; or a row cannot be used,
+                and then the error's `row` is its place among `indices`.
         """
         found: dict[int, RowGroup] = {}  # of this call, whatever is kept
-        rows = []
+        rows: list[Row] = []
         for index in indices:
             at = operator.index(index)
             if not -len(self) <= at < len(self):
@@ -208,7 +215,11 @@ class TableDataset(ABC):
             number = bisect_right(self._ends, at)
             if number not in found:
                 found[number] = self._group(number)
-            rows.append(Row(found[number], at - (self._ends[number - 1] if number else 0)))
+            row = Row(found[number], at - (self._ends[number - 1] if number else 0))
+            if fault := row.group.faults.get(row.place):
+                file, of_file = self._places[number]
+                raise SourceError.of(file.path, f"{self.where(file.path, of_file, row.place)}: {fault}", len(rows))
+            rows.append(row)
         return rows
 
     @property
@@ -235,15 +246,17 @@ class TableDataset(ABC):
             file, of_file = self._places[number]
             now = _status(file.path)
             if (now.st_size, now.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-                raise SourceError(
-                    f"{file.path}: row group {of_file}: the file has changed since this {type(self).__name__} was made "
-                    f"({file.num_bytes:,} bytes then, {now.st_size:,} now); write a new file instead"
+                raise SourceError.of(
+                    file.path,
+                    f"row group {of_file}: the file has changed since this {type(self).__name__} was made "
+                    f"({file.num_bytes:,} bytes then, {now.st_size:,} now); write a new file instead",
                 )
             try:
                 origin = printable(f"{file.path}: row group {of_file}")
-                group = RowGroup(self.read_group(file.path, of_file), origin, sum(file.group_rows[:of_file]))
+                columns, faults = self.read_group(file.path, of_file)
+                group = RowGroup(columns, origin, sum(file.group_rows[:of_file]), faults)
             except OSError as exc:
-                raise SourceError(f"{file.path}: row group {of_file}: cannot be read: {exc}") from exc
+                raise SourceError.of(file.path, f"row group {of_file}: cannot be read: {exc}") from exc
         self._groups[number] = group
         while len(self._groups) > self._cached_groups:
             self._groups.popitem(last=False)
@@ -294,6 +307,6 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as exc:
-        raise SourceError(
-            f"{path}: cannot be read: {exc.strerror}; data workers need the same path as the trainer (a shared one)"
+        raise SourceError.of(
+            path, f"cannot be read: {exc.strerror}; data workers need the same path as the trainer (a shared one)"
         ) from exc

@@ -58,6 +58,7 @@ def problems_of(*steps: Step, inputs: tuple[Input, ...] = (), outputs: tuple[Out
         (ops.BoxCox(NAN), "x", "lmbda=nan: a finite number"),
         (ops.Onehot(1.0, 1.0, 3), "x", "lower < upper"),
         (ops.Onehot(0.0, 1.0, 0), "x", "num_classes=0: at least 1"),
+        (ops.Onehot(0.0, 1.0, 10**12), "x", "num_classes=1000000000000: at least 1 and at most 2**24"),
         (ops.SigridHash(0, -5), "j", "max_value=-5: 1 to 2**63 - 1"),
         (ops.SigridHash(0, 5), "x", "it takes int64"),
         (ops.FirstX(-1), "j", "n=-1: at least 0"),
@@ -201,8 +202,29 @@ def test_json_that_is_no_graph() -> None:
     ):
         with pytest.raises(FeatureError, match=words):
             from_json(json.dumps({**form, **change}))
-    with pytest.raises(FeatureError, match="no feature graph in JSON"):
-        from_json(to_json(EVERY)[:-5])
+    deep = '{"version": 1, "inputs": [], "outputs": [], "steps": [{"parameters": {"n": ' + "[" * 10_000
+    for text in (to_json(EVERY)[:-5], "\ud800", deep, None, 5):
+        with pytest.raises(FeatureError, match="no feature graph in JSON"):
+            from_json(text)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="graph is a int; give a FeatureGraph"):
+        to_json(5)  # type: ignore[arg-type]
+
+
+def test_a_flat_form_of_other_things_is_refused_in_words() -> None:
+    node, of = Input("x", FeatureType("float32")), Output("y", ("x",))
+    with pytest.raises(FeatureError, match=r"inputs is a int; give a tuple of Input.*steps is a int.*outputs is a int"):
+        FeatureGraph(1, 2, 3)  # type: ignore[arg-type]
+    for parts, words in (
+        (((5,), (), (of,)), r"inputs\[0\] is 5, and no Input"),
+        (((Input("x", "float32"),), (), (of,)), r"inputs\[0\]: type is 'float32', and no FeatureType"),
+        (((node,), (node,), (of,)), r"steps\[0\] is Input.*, and no Step"),
+        (((node,), (Step([], "x", ops.Cast()),), (of,)), r"steps\[0\]: .*: names are texts"),
+        (((node,), (Step("s", {}, ops.Cast()),), (of,)), r"steps\[0\]: .*: names are texts"),
+        (((node,), (), (Output("y", "x"),)), r"outputs\[0\]: of='x', keys=\(\): tuples of names"),
+        (((node,), (), (Output("y", ([],)),)), r"outputs\[0\]: .*: names are texts"),
+    ):
+        with pytest.raises(FeatureError, match=f"this is no feature graph: {words}"):
+            FeatureGraph(*parts)  # type: ignore[arg-type]
 
 
 def test_chains_that_begin_alike_are_computed_once_and_like_chains_together() -> None:

@@ -184,6 +184,29 @@ def test_lengths_that_are_more_than_int64_together_are_refused(is_native: bool) 
         transform({"x": Jagged(torch.empty(0, dtype=torch.int64), lengths)})
 
 
+@needs_compiler
+def test_lists_that_do_not_fit_are_refused_in_the_same_words() -> None:
+    graph = FeatureGraph.of({name: jagged(name) >> ops.FirstX(1) for name in ("x", "y")})
+    own, plain = FeatureTransform(graph, native=True), FeatureTransform(graph)
+    right = Jagged(torch.arange(6)[::2], torch.tensor([1, 9, 0, 9, 2, 9])[::2])  # not one behind the other
+    assert [part.tolist() for part in own({"x": right, "y": right})["y"]] == [[0, 2], [1, 0, 1]]
+    for lengths in (
+        [1, 1, 2],
+        [1, 0, 1],
+        [4, -2, 1],
+        [3, 1, -1],
+        [2**63 - 1, 4, -(2**63)],
+        [2**62] * 2 + [-(2**63) + 3],
+    ):
+        batch = {"x": right, "y": Jagged(torch.arange(3), torch.tensor(lengths))}
+        said = []
+        for transform in (own, plain):
+            with pytest.raises(FeatureError) as caught:
+                transform(batch)
+            said.append((str(caught.value), caught.value.row))
+        assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     ("compiler", "words"), [(None, "no C++ compiler"), ("#!/bin/sh\necho too old >&2\nexit 1\n", "too old")]
 )

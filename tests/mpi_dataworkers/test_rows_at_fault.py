@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
-from hetstream import FeatureError
+from hetstream import FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, jagged
 from hetstream.mpi_dataworkers.features.operators import FirstX
@@ -46,6 +47,53 @@ def test_a_length_below_zero_is_named_with_its_file(loaders: Any, tmp_path: Path
     named = re.escape(f"{tmp_path}/rows\\x1b[31m\\n.csv")
     with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {named}: row group 1, row 3 .row 13 of the file"):
         list(loaders(dataset, collate_fn=collate, batch_stage=STAGE))
+
+
+class Rows(IterableDataset[Any]):
+    """The rows of a table one after the other."""
+
+    def __init__(self, table: CsvDataset) -> None:
+        self.table = table
+
+    def __iter__(self) -> Any:
+        return map(self.table.__getitem__, range(len(self.table)))
+
+
+@pytest.mark.parametrize("place", ["data workers", "in process"])
+def test_a_length_below_zero_in_a_stream_is_named_with_its_file(
+    loaders: Any, three: Any, tmp_path: Path, place: str
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("number\n" + "".join(f"{number}\n" for number in range(40)))
+    options = {"service": three.name} if place == "data workers" else {}
+    stream = Rows(CsvDataset(path, {"number": "int64"}, group_rows=10))
+    loader = loaders(stream, shuffle=False, collate_fn=collate, batch_stage=STAGE, **options)
+    with pytest.raises(FeatureError, match=f"{FALLS}.*; it is {path}: row group 1, row 3 .row 13 of the file"):
+        list(loader)
+
+
+@pytest.mark.parametrize("place", ["data workers", "in process"])
+def test_of_a_group_of_rows_only_those_that_cannot_be_used_are_left_out(
+    loaders: Any, three: Any, tmp_path: Path, place: str
+) -> None:
+    wrong = {3: "many", 13: "", 17: "4,5"}
+    path = tmp_path / "rows.csv"
+    path.write_text("number\n" + "".join(f"{wrong.get(number, number)}\n" for number in range(40)))
+    options = {"service": three.name} if place == "data workers" else {}
+    dataset = CsvDataset(path, {"number": "int64"}, group_rows=20)
+    loader = loaders(dataset, collate_fn=lambda rows: [int(row["number"]) for row in rows], on_error="skip", **options)
+    kept = [number for batch in loader for number in batch]
+    assert sorted(kept) == [number for number in range(40) if number not in wrong]
+    errors = {sample.sample_index: sample.error for sample in loader.skipped_samples}
+    assert errors.keys() == wrong.keys()
+    for number, said in (
+        (3, "line 5: column number: 'many' is no int64"),
+        (13, "line 15: column number is empty"),
+        (17, "line 19: 2 fields, and 1 columns"),
+    ):
+        assert errors[number].startswith(f"SourceError: {path}: {said}")
+    with pytest.raises(SourceError, match=r"rows\.csv: line (5|15|19): "):
+        list(loaders(dataset, collate_fn=len, **options))
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])

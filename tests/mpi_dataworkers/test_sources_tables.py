@@ -21,6 +21,8 @@ from hetstream import DataLoader, FeatureError, SourceError
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.collate import collate_rows
 from hetstream.mpi_dataworkers.sources.csv import CsvDataset
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
+from hetstream.mpi_dataworkers.sources.images import ImageFolder
 from hetstream.mpi_dataworkers.sources.parquet import ParquetDataset
 from hetstream.mpi_dataworkers.sources.table import RowGroupSampler
 
@@ -141,7 +143,7 @@ def test_hostile_parquet_files(parquet: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"cut\.parquet: cannot be read as Parquet"):
         ParquetDataset(cut, TYPES)
     strict = ParquetDataset(parquet, {**TYPES, "price": "float32"})
-    with pytest.raises(SourceError, match=r'row group 1: column price: value 1 is missing: say "float32\?"'):
+    with pytest.raises(SourceError, match=r'row group 1, row 1: column price is missing: say "float32\?"'):
         strict[9]
     bad = tmp_path / "bad.parquet"
     bad.write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])  # pages of the first row group
@@ -168,6 +170,39 @@ def test_a_damaged_parquet_file_gives_rows_or_one_error_with_its_name(parquet: P
     places = {text.split(": ")[1] for text in said}
     assert "cannot be read as Parquet" in places
     assert any(place.startswith("row group") for place in places)
+
+
+def test_of_a_parquet_file_only_rows_that_lack_a_value_cannot_be_used(parquet: Path, tmp_path: Path) -> None:
+    strict = ParquetDataset(parquet, {**TYPES, "price": "float32"})
+    with pytest.raises(SourceError) as caught:
+        strict.__getitems__([10, 11, 9, 8])
+    assert caught.value.row == 2
+    assert [row["price"] for row in strict.__getitems__([10, 11, 8])] == [5.0, 5.5, 4.0]
+    path = tmp_path / "lists.parquet"
+    pq.write_table(pa.table({"ids": pa.array([[1], [], [2, None], [3]], pa.list_(pa.int64()))}), path)
+    lists = ParquetDataset(path, {"ids": "list<int64>"})
+    with pytest.raises(SourceError, match="row group 0, row 2: column ids: a value is missing") as caught:
+        lists.__getitems__([0, 1, 3, 2])
+    assert caught.value.row == 3
+    assert [row["ids"].tolist() for row in lists.__getitems__([0, 1, 3])] == [[1], [], [3]]
+
+
+def test_names_of_files_and_columns_are_no_more_than_text_in_errors(tmp_path: Path) -> None:
+    """Newlines and escape sequences in them would be lines and colours of a log."""
+    name = "a\x1b[31m\n\udcff"
+    table = pa.table({"b\x1b[0m\n": [1]})
+    for make in (
+        lambda: CsvDataset(csv_of(tmp_path / f"{name}.csv", "b\x1b[0m\n1\n"), {"a": "int64"}),
+        lambda: CsvDataset(csv_of(tmp_path / f"{name}.csv", "a\nx\n"), {"a": "int64"})[0],
+        lambda: CsvDataset(tmp_path / name, {"a": "int64"}),
+        lambda: pq.write_table(table, parquet := tmp_path / "names.parquet") or ParquetDataset(parquet, {"a": "int64"}),
+        lambda: ParquetDataset(csv_of(tmp_path / f"{name}.parquet", "no"), {"a": "int64"}),
+        lambda: ImageFolder(tmp_path / name),
+        lambda: Hdf5Dataset(tmp_path / name, ["x"]),
+    ):
+        with pytest.raises(SourceError) as caught:
+            make()
+        assert str(caught.value).isprintable()
 
 
 def test_what_is_damaged_in_a_parquet_file_is_named(parquet: Path, tmp_path: Path) -> None:

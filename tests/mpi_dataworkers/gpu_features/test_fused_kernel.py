@@ -165,6 +165,8 @@ def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
     for options, message in (
         ({"num_programs": 0}, "num_programs=0"),
         ({"tile": 48}, "tile=48: a power of two, at most 512"),
+        ({"device": "foo"}, "device='foo': a device of torch, such as 'cuda' or 'cuda:1': Expected one of"),
+        ({"device": None}, "device=None: a device of torch"),
     ):
         with pytest.raises(FeatureError, match=message):
             fused(make_plan(PLANS[0]), **options)

@@ -78,7 +78,7 @@ def test_of_a_group_of_rows_only_those_that_cannot_be_used_are_left_out(
 ) -> None:
     wrong = {3: "many", 13: "", 17: "4,5"}
     path = tmp_path / "rows.csv"
-    path.write_text("number\n" + "".join(f"{wrong.get(number, number)}\n" for number in range(40)))
+    path.write_text("number,more\n" + "".join(f"{wrong.get(number, number)},0\n" for number in range(40)))
     options = {"service": three.name} if place == "data workers" else {}
     dataset = CsvDataset(path, {"number": "int64"}, group_rows=20)
     loader = loaders(dataset, collate_fn=lambda rows: [int(row["number"]) for row in rows], on_error="skip", **options)
@@ -89,7 +89,7 @@ def test_of_a_group_of_rows_only_those_that_cannot_be_used_are_left_out(
     for number, said in (
         (3, "line 5: column number: 'many' is no int64"),
         (13, "line 15: column number is empty"),
-        (17, "line 19: 2 fields, and 1 columns"),
+        (17, "line 19: 3 fields, and 2 columns"),
     ):
         assert errors[number].startswith(f"SourceError: {path}: {said}")
     with pytest.raises(SourceError, match=r"rows\.csv: line (5|15|19): "):

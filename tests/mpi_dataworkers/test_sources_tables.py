@@ -336,7 +336,7 @@ def test_rows_are_found_whatever_their_texts_hold(
 def test_hostile_csv_files(tmp_path: Path, text: str, words: str) -> None:
     path = csv_of(tmp_path / "bad.csv", text)
     with pytest.raises(SourceError, match=rf"bad\.csv: .*{words}"):
-        CsvDataset(path, {"a": "int64", "b": "float32"})[0]
+        list(CsvDataset(path, {"a": "int64", "b": "float32"}))
     path.write_bytes(b"a,b\n\xff\xfe,1\n")
     with pytest.raises(SourceError, match="row group 0: cannot be read as CSV"):
         CsvDataset(path, {"a": "int64", "b": "float32"})[0]

@@ -16,6 +16,8 @@ from hetstream.hetjob.gpu.orders import Statistics
 # Mini-batches beside others, and those without, that are kept.
 _KEPT = 64
 _KEPT_ALONE = 32
+# Of the latter, so many are kept when the others are seen to be out of date.
+_KEPT_WHEN_FASTER = 4
 # What gaps are likely to be, and how much memory is needed, so many of the last ones say.
 _LATE = 32
 # A judgement is over so many mini-batches, or over fewer that took so long together.
@@ -99,6 +101,10 @@ class BatchHistory:
                 return replace(self, alone=(self.alone[-1], batch), beside=(), fresh=0)
         return replace(self, alone=(*self.alone, batch)[-_KEPT_ALONE:])
 
+    def become_faster(self) -> BatchHistory:
+        """Nobody makes another job faster: it has become so by itself since most of its mini-batches alone."""
+        return replace(self, alone=self.alone[-_KEPT_WHEN_FASTER:], beside=(), fresh=0)
+
     def changed(self) -> BatchHistory:
         """From here on, others are told something else: what comes is judged by itself."""
         return replace(self, fresh=-_IN_BETWEEN, beside=())
@@ -168,5 +174,9 @@ def _mean(values: Sequence[float], most: float) -> Pace:
 def _difference(beside: Sequence[float], alone: Sequence[float]) -> Pace:
     """By how much the one mean is above the other."""
     most = _FAR * max(statistics.median(beside), statistics.median(alone))
-    pace_beside, pace_alone = _mean(beside, most), _mean(alone, most)
-    return Pace(pace_beside.mean_ns - pace_alone.mean_ns, math.hypot(pace_beside.error_ns, pace_alone.error_ns))
+    pairs = [[min(value, most) for value in values] for values in (beside, alone)]
+    means = [statistics.fmean(values) for values in pairs]
+    # Few values say little of how far they are apart by chance, so both together say it.
+    squares = sum((value - mean) ** 2 for values, mean in zip(pairs, means, strict=True) for value in values)
+    deviation = math.sqrt(squares / (len(beside) + len(alone) - 2))
+    return Pace(means[0] - means[1], deviation * math.sqrt(1 / len(beside) + 1 / len(alone)))

@@ -147,6 +147,8 @@ def _judge(pacing: Pacing, alone: Pace, cost: Pace) -> Pacing:
     by_chance = SURE * cost.error_ns * pacing.part_beside / alone.mean_ns
     seen = f"mini-batches take {_ms(alone.mean_ns)} alone and {slowdown:+.1%} beside others"
     most, is_full = pacing.tolerance, pacing.history.is_full
+    if slowdown < -max(by_chance, TOLERANCE):
+        return replace(pacing, history=pacing.history.become_faster(), reason=f"{seen}: it has become faster by itself")
     if slowdown - by_chance > most or (is_full and slowdown > most):
         return _less(pacing, slowdown, seen)
     is_little = slowdown + by_chance <= most or (is_full and slowdown <= most / 2)

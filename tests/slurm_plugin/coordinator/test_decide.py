@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -209,6 +211,19 @@ def test_a_pace_that_was_measured_in_a_lucky_moment_does_not_keep_gaps_closed(sh
     assert shared.state.pacing.gap_use == FULL_SHARE
     assert shared.state.pacing.alone is not None
     assert shared.state.pacing.alone.mean_ns == pytest.approx(103 * MS, rel=0.01)
+
+
+def test_a_job_that_becomes_a_little_faster_by_itself_does_not_hide_what_others_cost(shared: Gpu) -> None:
+    """Its mini-batches alone are older than those beside others, and noise hides when it became faster."""
+    source = random.Random(0)
+    slowdowns = []
+    for number in range(900):
+        ms = source.gauss(100 if number < 300 else 90, 4)
+        cost_ms = ms * shared.state.pacing.share / FULL_SHARE
+        pacing = shared.state.pacing
+        slowdowns.append(0.0 if pacing.is_left_alone(pacing.history.seen) else cost_ms / ms)
+        share_gaps(shared, 1, ms, cost_ms)
+    assert statistics.fmean(slowdowns[300:]) <= 0.03
 
 
 def test_a_stop_of_minutes_says_nothing_about_mini_batches(shared: Gpu) -> None:

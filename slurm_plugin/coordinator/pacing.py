@@ -23,7 +23,7 @@ from hetstream.slurm_plugin.coordinator.batches import SURE, BatchHistory, Pace
 # not seen.
 TOLERANCE, _DEAR = 0.0225, 0.75
 # Of what may be lost, trials of what turns out to be too much may cost so much more.
-_TRIAL_PART = 0.4
+_TRIAL_PART = 0.42
 # Of the mini-batches, others get nothing in this part, to see how long they take then.
 _ALONE_PART = 1 / 20
 # Up to `_ALL_GAPS`, the use of gaps is how many of them are used; from there on, how far each.
@@ -147,7 +147,7 @@ def _judge(pacing: Pacing, alone: Pace, cost: Pace) -> Pacing:
     by_chance = SURE * cost.error_ns * pacing.part_beside / alone.mean_ns
     seen = f"mini-batches take {_ms(alone.mean_ns)} alone and {slowdown:+.1%} beside others"
     most, is_full = pacing.tolerance, pacing.history.is_full
-    if slowdown < -max(by_chance, TOLERANCE):
+    if slowdown < -max(by_chance, TOLERANCE) and not pacing.has_no_gaps:
         return replace(pacing, history=pacing.history.become_faster(), reason=f"{seen}: it has become faster by itself")
     if slowdown - by_chance > most or (is_full and slowdown > most):
         return _less(pacing, slowdown, seen)

@@ -226,7 +226,7 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, simulate, and write."""
     check_page(args.html, [path for path in (args.trace, args.cluster, args.policy_settings) if path])
-    _check_numbers(args)
+    _check_options(args)
     prices = prices_of(args)
     traces = _traces(args)
     cluster = _cluster(args)
@@ -241,11 +241,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--policies={args.policies}: names none")
     if "recorded" in policies and not recorded:
         raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
-    if args.quotas is not None:
-        raise UsageError(
-            "--quotas: simulate knows no quotas, and each job counts as within its own. Leave it out. What quotas do "
-            "to the jobs that there are says: hetstream packer --observe --quotas FILE"
-        )
     is_packed = args.packing or any(name.endswith(PACKED) for name in policies)
     if is_packed:
         _check_packing(traces)
@@ -289,8 +284,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing, by the names of the options."""
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse what means nothing, by the names of the options."""
+    if args.quotas is not None:
+        raise UsageError(
+            "--quotas: simulate knows no quotas, and each job counts as within its own. Leave it out. What quotas do "
+            "to the jobs that there are says: hetstream packer --observe --quotas FILE"
+        )
     if not 1 <= args.seeds <= _MOST_SEEDS:
         raise UsageError(f"--seeds={args.seeds}: must be at least 1, and at most {_MOST_SEEDS:,}")
     for name in ("seed", "list"):

@@ -49,6 +49,7 @@ class DataWorkersPart:
     """
 
     def __init__(self, cut: CutGraph) -> None:
+        _check_cut("DataWorkersPart", cut)
         self.cut = cut
         self._check = Reader(cut.graph.inputs)
         self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers, native="exact")
@@ -89,6 +90,7 @@ class TrainersPart:
     """
 
     def __init__(self, cut: CutGraph, compute: Compute | None = None) -> None:
+        _check_cut("TrainersPart", cut)
         self.cut = cut
         if cut.trainer is not None and compute is None:
             compute = FeatureTransform(cut.trainer, native="exact")
@@ -99,3 +101,8 @@ class TrainersPart:
             raise FeatureError(f"these features were handed over for another cut than {self.cut}")
         made = handed.features if self._compute is None else handed.features | self._compute(handed.features)
         return {output.name: made[output.name] for output in self.cut.graph.outputs}
+
+
+def _check_cut(who: str, cut: object) -> None:
+    if not isinstance(cut, CutGraph):
+        raise FeatureError(f"{who}: cut is a {type(cut).__name__}; give a CutGraph")

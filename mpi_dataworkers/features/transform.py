@@ -20,6 +20,7 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
+from hetstream.mpi_dataworkers.features import native_choice as native_rules
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.chains import Chain, groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
@@ -142,7 +143,9 @@ class FeatureTransform:
         """The outputs for inputs that a `Reader` has read; these get the features that are made of them."""
         began = time.perf_counter()
         with torch.no_grad(), in_host_memory():
-            if self._groups is None or self._choice.runs == "undecided":
+            # Until then there is nothing to decide, and finding the chains of many features takes longer than a batch.
+            is_due = self._choice.runs == "undecided" and self._spent_s >= native_rules.WORTH_S
+            if self._groups is None or is_due:
                 self._choose()
             assert self._groups is not None
             for group in self._groups:

@@ -9,6 +9,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer
+from hetstream.mpi_dataworkers.gpu_features.checks import check_graph, check_tile
 from hetstream.mpi_dataworkers.gpu_features.launches import LaunchPlan, check_plan
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
 
@@ -18,23 +19,31 @@ class Computed(NamedTuple):
 
     Attributes:
         features: the graph's outputs.
+        digest: of the graph.
     """
 
     features: dict[str, Any]
+    digest: str
 
 
 class ComputedByDataWorkers:
-    """A batch stage: the whole graph in data workers, marked so that nobody computes it again. It can be pickled."""
+    """A batch stage: the whole graph in data workers, marked so that nobody computes it again. It can be pickled.
 
-    def __init__(self, graph: FeatureGraph) -> None:
+    Args:
+        graph: the graph.
+        before: the loader's stage in whose place this one is; it does not go to data workers.
+    """
+
+    def __init__(self, graph: FeatureGraph, before: Any = None) -> None:
         self.graph = graph
+        self.before = before
         self._transform = FeatureTransform(graph, native="exact")
 
     def __reduce__(self) -> tuple[object, ...]:
         return ComputedByDataWorkers, (self.graph,)
 
     def __call__(self, batch: Mapping[str, Any]) -> Computed:
-        return Computed(self._transform(batch))
+        return Computed(self._transform(batch), self.graph.digest)
 
 
 class PackedByDataWorkers:
@@ -43,10 +52,13 @@ class PackedByDataWorkers:
         loader = DataLoader(..., collate_fn=collate_rows, batch_stage=PackedByDataWorkers(graph, plan))
 
     Raises:
-        FeatureError: when it is called: the batch does not fit the graph, and the message names each feature.
+        FeatureError: when it is made: the plan is none or another graph's, or the tile cannot be; when it is called:
+            the batch does not fit the graph, and the message names each feature.
     """
 
     def __init__(self, graph: FeatureGraph, plan: LaunchPlan, tile: int = 256) -> None:
+        check_graph("PackedByDataWorkers", graph)
+        check_tile(tile)
         check_plan(plan, len(program_of(graph).chains))
         self._made_of = graph, plan, tile
         self._read = Reader(graph.inputs)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed
@@ -73,7 +74,7 @@ class CapturedCoRun:
         num_replays: Steps that were replayed.
 
     Raises:
-        FeatureError: as `CoRun`.
+        FeatureError: as `CoRun`, and where step is no function.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class CapturedCoRun:
         streams: Streams | None = None,
         **options: Any,
     ) -> None:
+        if not callable(step):
+            raise FeatureError(f"step={step!r}: give a function of a batch's features, a whole training step")
         self.corun = CoRun(graph, plan, model, streams=streams, **options)
         self.corun.take_memory = self._take
         self.num_replays = 0

@@ -28,10 +28,10 @@ from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed
+from hetstream.mpi_dataworkers.gpu_features.checks import check_is, check_tile
 from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
 from hetstream.mpi_dataworkers.gpu_features.fused import (
     Launch,
-    check_tile,
     memory_bytes,
     moved,
     triton_launch,
@@ -133,7 +133,7 @@ class CoRun:
 
     Raises:
         FeatureError: the plan is none, leaves out features or has some twice, or knows no layer of the model; a cut
-            graph leaves the trainer nothing; a tile cannot be.
+            graph leaves the trainer nothing; a tile cannot be; something is of another type.
     """
 
     def __init__(
@@ -147,6 +147,10 @@ class CoRun:
         streams: Streams | None = None,
         kernel: tuple[int, Launch | None] = (256, None),
     ) -> None:
+        check_is("graph", graph, FeatureGraph | CutGraph, "a FeatureGraph, or a CutGraph")
+        check_is("model", model, torch.nn.Module, "the torch.nn.Module that is trained")
+        if optimizer is not None:
+            check_is("optimizer", optimizer, torch.optim.Optimizer, "the model's torch.optim.Optimizer")
         self._cut = graph if isinstance(graph, CutGraph) else None
         self._whole = graph.graph if isinstance(graph, CutGraph) else graph
         own = graph.trainer if isinstance(graph, CutGraph) else graph
@@ -274,9 +278,10 @@ class CoRun:
         return self._loader_state
 
     def close(self) -> None:
-        """Take the hooks off the model; safe to call twice."""
+        """Take the hooks off the model, and give loaders their stages back; safe to call twice."""
         self._context.close()
         self._begin()
+        self.fallback.close()
 
     def __enter__(self) -> CoRun:
         if not self.fallback.missing:
@@ -330,6 +335,8 @@ class CoRun:
 
     def _begin_copy(self, number: int, batch: _Batch) -> None:
         if isinstance(batch.raw, Computed):
+            if batch.raw.digest != self._whole.digest:
+                raise FeatureError(f"batch {number}: data workers computed another graph than this CoRun's")
             batch.features = batch.raw.features
         elif self.fallback.is_away:
             batch.features = self._computed(batch.raw)

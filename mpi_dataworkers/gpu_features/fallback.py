@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
@@ -38,8 +40,8 @@ class Fallback:
         self._short_of = "", 0  # of a batch that had no memory: why, and of how many bytes; until that is carried out
         self._needed_bytes = 0
         self._has_said_so = False
-        # What loaders had before data workers computed the graph for them, because of a shortage.
-        self._stages_before: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # Of loaders whose data workers compute the graph, because the GPU could not: the stage by which they do.
+        self._stages: weakref.WeakKeyDictionary[Any, ComputedByDataWorkers] = weakref.WeakKeyDictionary()
 
     @property
     def is_away(self) -> bool:
@@ -83,20 +85,35 @@ class Fallback:
             self._has_said_so = False
             _log.warning("hetstream: features: the GPU has memory again, and computes its part of the graph")
 
+    def close(self) -> None:
+        """Give loaders the stages that they had: who iterates them next wants other batches, or says so again."""
+        for loader in [*self._stages]:
+            with contextlib.suppress(HetstreamError):  # one that is closed, say, needs none
+                self._take_back(loader)
+
     def _take_back(self, loader: Iterable[Any]) -> None:
-        if hasattr(loader, "set_batch_stage") and loader in self._stages_before:
-            loader.set_batch_stage(self._stages_before.pop(loader))
+        if not hasattr(loader, "set_batch_stage") or loader not in self._stages:
+            return
+        stage = self._stages.pop(loader)
+        now = getattr(loader, "batch_stage", None)
+        if now is stage:  # else the program has changed it
+            loader.set_batch_stage(stage.before)
 
     def _leave_to_data_workers(self, loader: Iterable[Any], reason: str) -> bool:
         """Have data workers compute the graph from the next step on, and say so once; whether they will."""
         # A stage of the program's own would be gone.
         own = getattr(loader, "batch_stage", None)
+        if own is not None and hasattr(loader, "set_batch_stage") and self._stages.get(loader) is own:
+            return True
+        if isinstance(own, ComputedByDataWorkers):  # of an older CoRun that was not closed
+            own = own.before
         can = hasattr(loader, "set_batch_stage") and (
             own is None or isinstance(own, PackedByDataWorkers | DataWorkersPart)
         )
         if can:
-            loader.set_batch_stage(ComputedByDataWorkers(self._graph))  # type: ignore[attr-defined]
-            self._stages_before[loader] = own
+            stage = ComputedByDataWorkers(self._graph, own)
+            loader.set_batch_stage(stage)  # type: ignore[attr-defined]
+            self._stages[loader] = stage
         if not self._has_said_so:
             who = "data workers compute the whole graph" if can else "computed by the trainer's CPU"
             _log.warning("hetstream: features: %s: %s", who, reason)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
+from hetstream.mpi_dataworkers.gpu_features.checks import check_number, check_tile
 from hetstream.mpi_dataworkers.gpu_features.opcodes import LAUNCHES_AT, program_of
 from hetstream.mpi_dataworkers.gpu_features.streams import device_of
 
 _log = logging.getLogger(__name__)
-_LARGEST_TILE = 512
 # As `kernel.launch`.
 Launch = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int, int, int], None]
 
@@ -53,7 +52,8 @@ class FusedTransform:
 
     Raises:
         FeatureError: when it is made: there is no GPU or no Triton, the kernel does not run, num_programs is below 1,
-            or tile cannot be; when it is called: the batch does not fit the graph, and the message names each feature.
+            or arena_bytes or tile cannot be; when it is called: the batch does not fit the graph, and the message names
+            each feature.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class FusedTransform:
             )
         if num_programs is not None and not (isinstance(num_programs, int) and num_programs >= 1):
             raise FeatureError(f"num_programs={num_programs!r}: a whole number, at least 1")
-        if arena_bytes is not None and not isinstance(arena_bytes, Real):
-            raise FeatureError(f"arena_bytes={arena_bytes!r}: a number of bytes")
+        if arena_bytes is not None:
+            check_number("arena_bytes", arena_bytes, may_be_infinite=True)
         check_tile(tile)
         self.graph = graph
         self._device = device_of(device)
@@ -118,12 +118,6 @@ class FusedTransform:
             _log.warning("features: computed in host memory instead of on %s: %s", self._device, reason)
             self._has_said_so = True
         return {name: moved(value, self._device) for name, value in self._in_host_memory(batch).items()}
-
-
-def check_tile(tile: int) -> None:
-    """Raise FeatureError where a program cannot work on so many values."""
-    if not isinstance(tile, int) or not 1 <= tile <= _LARGEST_TILE or tile & (tile - 1):
-        raise FeatureError(f"tile={tile!r}: a power of two, at most {_LARGEST_TILE}")
 
 
 def triton_launch() -> Launch:

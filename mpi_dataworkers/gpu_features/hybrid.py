@@ -117,10 +117,10 @@ def _check(who: str, graph: object, gpu: object, layers: object) -> None:
 
 
 def _reason(moved: int, count: int, exposed_s: float, whole_exposed_s: float, allowed_s: float) -> str:
-    allowed = f"{allowed_s * 1e6:.0f} us are allowed"
+    allowed = f"{allowed_s * 1e6:.3g} us are allowed"
     if not moved:
-        return f"all {count} operators fit beside training: it is {exposed_s * 1e6:.0f} us longer, and {allowed}"
-    whole = f"with the whole graph on the GPU a step is {whole_exposed_s * 1e6:.0f} us longer, and {allowed}"
+        return f"all {count} operators fit beside training: it is {exposed_s * 1e6:.3g} us longer, and {allowed}"
+    whole = f"with the whole graph on the GPU a step is {whole_exposed_s * 1e6:.3g} us longer, and {allowed}"
     if moved == count:
         return f"{whole}: no operator fits, data workers have all {count}"
-    return f"{whole}: data workers have {moved} of {count} operators, and it is {exposed_s * 1e6:.0f} us longer"
+    return f"{whole}: data workers have {moved} of {count} operators, and it is {exposed_s * 1e6:.3g} us longer"

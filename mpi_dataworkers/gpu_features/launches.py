@@ -19,6 +19,7 @@ import numpy as np
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_graph, check_is, check_number, check_whole
 from hetstream.mpi_dataworkers.gpu_features.opcodes import Chain, program_of
 from hetstream.mpi_dataworkers.gpu_features.operations import INSTRUCTIONS, Device, length_after
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
@@ -77,7 +78,13 @@ class LaunchPlan:
 
 
 def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPlan:
-    """All features in one launch when a layer begins: what a program has that knows nothing of its layers."""
+    """All features in one launch when a layer begins: what a program has that knows nothing of its layers.
+
+    Raises:
+        FeatureError: graph is something else, or num_programs no whole number of at least 1.
+    """
+    check_graph("all_at_once", graph)
+    check_whole("num_programs", num_programs, 1)
     chains = tuple(range(len(program_of(graph).chains)))
     return LaunchPlan((Launch(layer, chains, num_programs),), 0.0, "all features at once")
 
@@ -99,20 +106,22 @@ def plan_launches(
         device: on which it is computed.
         layers: of a training step, with what each leaves; `capacity.capacities` measures it.
         num_multiprocessors: of the device.
-        limit_s: of the search.
+        limit_s: of the search; 0: the first plan.
 
     Raises:
-        FeatureError: a number is negative, infinite or NaN, there is no layer, no row or no multiprocessor, or graph
-            and work are something else.
+        FeatureError: a number is negative, infinite or NaN, there is no layer, no row or no multiprocessor, or
+            something is of another type.
     """
     if not isinstance(graph, FeatureGraph) or not isinstance(work, Work):
         raise FeatureError(
             f"a plan of a {type(graph).__name__} for a {type(work).__name__}: give a FeatureGraph and Work"
         )
-    if work.rows < 1 or not 0 <= work.list_length < math.inf or not 0 < work.factor < math.inf:
-        raise FeatureError(f"{work}: rows of at least 1, a finite list_length, and a factor above 0")
-    if num_multiprocessors < 1:
-        raise FeatureError(f"num_multiprocessors={num_multiprocessors}: at least 1")
+    check_number("Work: rows", work.rows, 1)
+    check_number("Work: list_length", work.list_length)
+    check_number("Work: factor", work.factor, is_above=True)
+    check_whole("num_multiprocessors", num_multiprocessors, 1)
+    check_is("device", device, Device, "a Device, such as operations.H200")
+    check_each("layers", layers, Layer)
     problem = Problem(operations_of_features(graph, work, device), tuple(layers), device.launch_s)
     found = search(problem, limit_s=limit_s)
     chains: dict[int, list[int]] = {}
@@ -187,9 +196,9 @@ def check_plan(plan: LaunchPlan, count: int) -> None:
         raise FeatureError(
             f"plan={plan!r}: give a LaunchPlan; plan_launches finds one, and all_at_once needs no measurements"
         )
+    check_each("plan.launches", plan.launches, Launch)
     for launch in plan.launches:
-        if launch.num_programs < 1:
-            raise FeatureError(f"{launch}: at least one program")
+        check_whole(f"{launch}: num_programs", launch.num_programs, 1)
     chains = sorted(chain for launch in plan.launches for chain in launch.chains)
     if chains != list(range(count)):
         raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")

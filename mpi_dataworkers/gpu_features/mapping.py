@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_number, check_whole
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, filled_s
 
 # GPUs that compute a feature.
@@ -35,6 +36,9 @@ class Cluster:
         message_s: what an exchange of features takes besides.
         free_link_s: of a training step, in which the model leaves the links unused: so much of an exchange that is for
             the next batch is hidden.
+
+    Raises:
+        FeatureError: there is no GPU, a number is negative or NaN, or the links send nothing.
     """
 
     num_gpus: int
@@ -43,6 +47,12 @@ class Cluster:
     link_bytes_per_s: float
     message_s: float
     free_link_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_whole("Cluster: num_gpus", self.num_gpus, 1)
+        check_number("Cluster: link_bytes_per_s", self.link_bytes_per_s, is_above=True, may_be_infinite=True)
+        for name in ("launch_s", "message_s", "free_link_s"):
+            check_number(f"Cluster: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,20 @@ class Sparse:
         operations: for the rows of all GPUs.
         tables: the GPUs that have rows of its table.
         num_bytes: of the result, for the rows of all GPUs.
+
+    Raises:
+        FeatureError: num_bytes is negative, infinite or NaN, or something is of another type.
     """
 
     name: str
     operations: tuple[Operation, ...]
     tables: tuple[int, ...]
     num_bytes: float
+
+    def __post_init__(self) -> None:
+        check_each(f"feature {self.name}: operations", self.operations, Operation)
+        check_each(f"feature {self.name}: tables", self.tables, int)
+        check_number(f"feature {self.name}: num_bytes", self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ class Model:
             batch goes through the dense layers there.
 
     Raises:
-        FeatureError: a table is on no GPU, or on one that there is not.
+        FeatureError: a table is on no GPU, on one that there is not, or twice on one.
     """
 
     cluster: Cluster
@@ -116,10 +134,17 @@ class Model:
     dense: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
+        check_is("cluster", self.cluster, Cluster, "a Cluster")
+        check_each("sparse", self.sparse, Sparse)
+        known = set(range(self.cluster.num_gpus))
         for feature in self.sparse:
-            known = set(range(self.cluster.num_gpus))
-            if not feature.tables or not known.issuperset(feature.tables):
-                raise FeatureError(f"{feature.name}: tables={feature.tables} of {self.cluster.num_gpus} GPUs")
+            tables = feature.tables
+            if not tables or not known.issuperset(tables) or len(set(tables)) < len(tables):
+                raise FeatureError(
+                    f"feature {feature.name}: tables={tables} of {self.cluster.num_gpus} GPUs: name one at least, by "
+                    "its number from 0, each once"
+                )
+        Problem(self.dense, self.cluster.layers, self.cluster.launch_s)  # which looks at the others
 
     def problem(self, mapping: Mapping, gpu: int) -> Problem:
         """What a GPU has to schedule."""
@@ -173,7 +198,11 @@ def balanced(model: Model) -> Mapping:
     Where launches are most of what a GPU has to do, one feature less saves none of them, and only many do. Where the
     exchange is hidden anyway, every GPU on its own rows may be the best. Of mappings that expose alike, the one is
     taken that leaves the most room: a schedule never fills all of it.
+
+    Raises:
+        FeatureError: this is no `Model`.
     """
+    check_is("model", model, Model, "a Model")
     costs = _Costs(model)
     local = list(data_local(model).places or ())
     worst = costs.worst(local)

@@ -14,6 +14,7 @@ import numpy as np
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.types import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.checks import check_graph, check_is, check_number
 from hetstream.mpi_dataworkers.gpu_features.schedule import Operation
 
 # Instructions for each value of the result, counted in what `operators.py` says of each; of Bucketize for each halving.
@@ -41,12 +42,20 @@ class Device:
         launch_s: from one kernel to the next, whatever it does.
         bytes_per_s: of its memory.
         instructions_per_s: of simple ones, by all of its cores together.
+
+    Raises:
+        FeatureError: a number is not finite, a rate not above 0, or a launch takes less than no time.
     """
 
     name: str
     launch_s: float
     bytes_per_s: float
     instructions_per_s: float
+
+    def __post_init__(self) -> None:
+        check_number(f"Device {self.name}: launch_s", self.launch_s)
+        for name in ("bytes_per_s", "instructions_per_s"):
+            check_number(f"Device {self.name}: {name}", getattr(self, name), is_above=True)
 
 
 # Memory and fp32 rates: NVIDIA's A100 (40 GB) and H200 data sheets; one instruction a lane and clock. A launch of 5 us
@@ -75,7 +84,14 @@ def operations_of(graph: FeatureGraph, rows: int, list_length: float, device: De
         rows: of a batch.
         list_length: values in a list of a jagged input, on average.
         device: on which they run.
+
+    Raises:
+        FeatureError: rows or list_length are negative or not finite, or something is of another type.
     """
+    check_graph("operations_of", graph)
+    check_number("rows", rows)
+    check_number("list_length", list_length)
+    check_is("device", device, Device, "a Device, such as H200")
     sizes = sizes_of(graph, rows, list_length)
     places: dict[str, int] = {}
     found: list[Operation] = []

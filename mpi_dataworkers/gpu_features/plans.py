@@ -15,6 +15,7 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.types import FeatureType
+from hetstream.mpi_dataworkers.gpu_features.checks import check_whole
 
 # Distinct ids of the 26 sparse columns of the two public Criteo datasets; their sums are the paper's 33.7 and 177.9
 # million (Table 2).
@@ -41,6 +42,10 @@ class PlanSize:
         num_operators: in the whole graph.
         list_length: ids in a sparse feature's list, at least and at most; 1 in Criteo's data, which has no lists.
         is_random: whether operators are drawn; else every feature is filled and normalised.
+
+    Raises:
+        FeatureError: a number is negative or not whole, there is no feature, sparse ones have no table, there are fewer
+            than two operators for each feature, or lists are to be shorter than their shortest.
     """
 
     name: str
@@ -50,6 +55,18 @@ class PlanSize:
     num_operators: int
     list_length: tuple[int, int] = (1, 1)
     is_random: bool = True
+
+    def __post_init__(self) -> None:
+        who = f"PlanSize {self.name}"
+        check_whole(f"{who}: num_dense", self.num_dense, 0)
+        check_whole(f"{who}: num_sparse", self.num_sparse, 0 if self.num_dense else 1)
+        if self.is_random:
+            check_whole(f"{who}: num_operators", self.num_operators, 2 * (self.num_dense + self.num_sparse))
+        if self.num_sparse and not self.num_ids:
+            raise FeatureError(f"{who}: num_ids={self.num_ids!r}: give the rows of at least one table")
+        low, high = self.list_length
+        check_whole(f"{who}: list_length[0]", low, 0)
+        check_whole(f"{who}: list_length[1]", high, low)
 
 
 PLANS = (

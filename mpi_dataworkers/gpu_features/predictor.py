@@ -24,6 +24,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_number
 
 Numbers = npt.NDArray[np.float64]
 # RAP's Table 5: these four have a model each, and all others one together.
@@ -36,6 +37,8 @@ CACHE_BYTES = (1 << 15, 1 << 20, 1 << 25)
 _EDGES = (0.5, 1.0, 2.0)
 # Of the kernel regression, in standard deviations of what it looks at; and how much of a measurement is chance.
 _REACH, _NOISE = 2.5, 0.05
+# Of a roofline, besides counts and caches.
+_PARTS = ("launch", "feature", "row", "value", "made", "byte")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class KernelSize:
         read_bytes: that it really reads; None for all values.
         held_bytes: of a cache that what it reads takes up; None for as many as it reads.
         apart_bytes: of those read, with others between them, so that no processor fetches them ahead.
+
+    Raises:
+        FeatureError: there is no feature or no row, a number is negative, infinite or NaN, or a count is called like a
+            part of the roofline.
     """
 
     kind: str
@@ -68,6 +75,21 @@ class KernelSize:
     read_bytes: float | None = None
     held_bytes: float | None = None
     apart_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_features", "num_rows"):
+            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name), 1)
+        for name in ("width", "made_width", "given_bytes", "made_bytes", "apart_bytes"):
+            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name))
+        for name in ("read_bytes", "held_bytes"):
+            if getattr(self, name) is not None:
+                check_number(f"KernelSize {self.kind}: {name}", getattr(self, name))
+        for name, count in self.counts.items():
+            check_number(f"KernelSize {self.kind}: counts[{name!r}]", count)
+            if name in _PARTS:
+                raise FeatureError(
+                    f"KernelSize {self.kind}: counts[{name!r}]: {', '.join(_PARTS)} are counted anyway; rename it"
+                )
 
     @property
     def program(self) -> tuple[str, str]:
@@ -168,24 +190,31 @@ class LatencyModel:
 
     Args:
         caches: bytes of the device's caches.
+
+    Raises:
+        FeatureError: a cache has no bytes.
     """
 
     def __init__(self, caches: Sequence[int] = CACHE_BYTES) -> None:
+        for at, cache in enumerate(caches):
+            check_number(f"LatencyModel: caches[{at}]", cache, is_above=True)
         self._caches = caches
         self._rooflines: dict[tuple[str, str], Roofline] = {}
         # Of each class: names of counts, programs, and what has learned what the rooflines leave over.
         self._rest: dict[str, tuple[list[str], list[tuple[str, str]], Pipeline]] = {}
 
     def fit(self, sizes: Sequence[KernelSize], seconds: Sequence[float]) -> LatencyModel:
-        """Learn from kernels that took so long.
+        """Learn from kernels that took so long; what was learned before is forgotten.
 
         Raises:
             FeatureError: there is none, or a time is not above zero.
         """
+        check_each("sizes", sizes, KernelSize)
         if not sizes or len(sizes) != len(seconds):
             raise FeatureError(f"{len(sizes)} kernels and {len(seconds)} times: as many, and one at least")
-        if not all(math.isfinite(each) and each > 0 for each in seconds):
-            raise FeatureError("a kernel's time must be a finite number above 0")
+        for at, each in enumerate(seconds):
+            check_number(f"seconds[{at}]", each, is_above=True)
+        self._rooflines, self._rest = {}, {}
         times = np.asarray(seconds, dtype=np.float64)
         for program in sorted({size.program for size in sizes}):
             own = [at for at, size in enumerate(sizes) if size.program == program]
@@ -206,6 +235,7 @@ class LatencyModel:
         Raises:
             FeatureError: it has learned nothing of an operator.
         """
+        check_each("sizes", sizes, KernelSize)
         unknown = sorted({size.program for size in sizes} - set(self._rooflines))
         if unknown:
             raise FeatureError(f"nothing was measured of {', '.join(map(' '.join, unknown))}")

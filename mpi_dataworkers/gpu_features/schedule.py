@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Problem:
     """What is to be scheduled.
 
     Raises:
-        FeatureError: an operation needs a later one (a circle), or a number is negative, infinite or NaN.
+        FeatureError: an operation needs a later one (a circle), a number is negative, infinite or NaN, or something is
+            of another type.
     """
 
     operations: tuple[Operation, ...]
@@ -69,6 +71,8 @@ class Problem:
     launch_s: float
 
     def __post_init__(self) -> None:
+        check_each("operations", self.operations, Operation)
+        check_each("layers", self.layers, Layer)
         problems = list(self._problems())
         if problems:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -80,14 +84,12 @@ class Problem:
         if not _is_time(self.launch_s):
             yield f"launch_s={self.launch_s}: a finite number of seconds, 0 at least"
         for at, operation in enumerate(self.operations):
-            if not -1 <= operation.parent < at:
+            if not isinstance(operation.parent, Integral) or not -1 <= operation.parent < at:
                 yield f"operation {operation.name} needs number {operation.parent}, and is number {at} itself"
             if not (_is_time(operation.memory_s) and _is_time(operation.compute_s)):
                 yield f"operation {operation.name}: memory_s={operation.memory_s}, compute_s={operation.compute_s}"
         for layer in self.layers:
-            if not isinstance(layer, Layer):
-                yield f"layer {layer!r}: give a Layer"
-            elif not all(map(_is_time, (layer.duration_s, layer.memory_s, layer.compute_s))):
+            if not all(map(_is_time, (layer.duration_s, layer.memory_s, layer.compute_s))):
                 yield f"{layer}: finite numbers of seconds, 0 at least"
 
     @property

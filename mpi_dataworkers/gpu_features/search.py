@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse, gather
+from hetstream.mpi_dataworkers.gpu_features.checks import check_is, check_number
 from hetstream.mpi_dataworkers.gpu_features.placement import (
     Numbers,
     Placement,
@@ -75,13 +76,18 @@ def search(
     Args:
         problem: the problem.
         seed: two searches that both end before the time limit find the same.
-        limit_s: after so many seconds it ends with what it has.
+        limit_s: after so many seconds it ends with what it has; 0: with the first schedules.
         clock: says what time it is, in seconds.
+
+    Raises:
+        FeatureError: this is no problem, or limit_s negative or NaN.
     """
+    check_is("problem", problem, Problem, "a Problem")
+    check_number("limit_s", limit_s, may_be_infinite=True)
     if not problem.operations:
         return Found((), cost_of(problem, ()), "there is nothing to do")
     began = clock()
-    searching = _Search(problem, Random(seed), lambda: (clock() - began) / limit_s)
+    searching = _Search(problem, Random(seed), lambda: (clock() - began) / limit_s if limit_s else math.inf)
     fused, gathered = fuse(problem, seed), gather(problem.operations)
     schedules = [algorithm_1(problem, fused, two_resources=both) for both in (False, True)]
     searching.begin([*schedules, algorithm_1(problem, gathered, two_resources=True)])

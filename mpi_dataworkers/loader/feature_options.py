@@ -33,10 +33,11 @@ def checked_features(value: Any) -> Any:
     Raises:
         OptionsError: they are none.
     """
-    for problem in features_or_none("features", value):
-        raise OptionsError(f"DataLoader: {problem}")
-    if value is None:
-        raise OptionsError("DataLoader: features=None: give a FeatureGraph, a CutGraph or HybridFeatures")
+    if value is None or any(features_or_none("features", value)):
+        raise OptionsError(
+            f"set_features: features={value!r}: must be a FeatureGraph, a CutGraph such as decide(...).cut, or "
+            "HybridFeatures"
+        )
     return value
 
 

@@ -217,7 +217,7 @@ def test_a_cut_ends_the_decisions_and_a_graph_that_does_not_go_leaves_the_one_be
     loader = loader_of(loaders, features=HYBRID)
     whole, batches = whole_of(GRAPH), read(loader)
     assert [next(batches) for _ in range(10)] == whole[:10]
-    with pytest.raises(OptionsError, match="features=5: must be a FeatureGraph"):
+    with pytest.raises(OptionsError, match="set_features: features=5: must be a FeatureGraph"):
         loader.set_features(5)
     loader.set_features(CutGraph(GRAPH, ("price.Clamp",)))
     looks = len(drawn)

@@ -20,7 +20,9 @@ from random_features import as_bytes, random_batch, random_graph
 from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import native
 from hetstream.mpi_dataworkers.features import operators as ops
+from hetstream.mpi_dataworkers.features import transform as transform_module
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
+from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 
@@ -275,3 +277,13 @@ def test_memory_does_not_grow_with_the_steps(steps: int, is_native: bool) -> Non
     gc.collect()
     # One result of these batches that is kept is 0.7 MB.
     assert resident_bytes() - before < 8 << 20
+
+
+def test_until_it_is_time_to_decide_no_batch_pays_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of many features take longer to find than a small batch to compute."""
+    found: list[int] = []
+    monkeypatch.setattr(transform_module, "groups_of", lambda *given: found.append(1) or groups_of(*given))
+    computed = FeatureTransform(FeatureGraph.of({"x": dense("x") >> ops.Clamp(0.0, 1.0)}), native="exact")
+    for _ in range(20):
+        computed({"x": torch.ones(3)})
+    assert len(found) == 1

@@ -17,13 +17,15 @@ from hetstream import DataLoader, FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import raw_of
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
+from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
+from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     AHEAD,
     HandOver,
@@ -204,8 +206,9 @@ def test_data_workers_compute_the_graph_from_then_on(
             for number, features in enumerate(beside(loader)):
                 check(features, BATCHES[number])
                 train(model, features)
-        assert number == len(BATCHES) - 1
-        assert isinstance(loader.batch_stage, ComputedByDataWorkers)
+            assert number == len(BATCHES) - 1
+            assert isinstance(loader.batch_stage, ComputedByDataWorkers)
+        assert loader.batch_stage is None, "whoever iterates the loader next wants other batches"
     [message] = [record.message for record in caplog.records]
     assert "data workers compute the whole graph" in message
     assert ("no room" if full_at else "there is no GPU here") in message
@@ -252,8 +255,9 @@ def test_data_workers_pack_for_the_trainer(full_at: tuple[int, ...]) -> None:
             for number, features in enumerate(beside(loader)):
                 check(features, BATCHES[number])
                 train(model, features)
-        assert number == len(BATCHES) - 1
-        assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else PackedByDataWorkers)
+            assert number == len(BATCHES) - 1
+            assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else PackedByDataWorkers)
+        assert isinstance(loader.batch_stage, PackedByDataWorkers)
     other = PackedByDataWorkers(GRAPH, all_at_once(GRAPH, "dense.forward", 1), tile=16)
     with corun(model) as beside, pytest.raises(FeatureError, match="packed for another graph, plan or tile"):
         next(iter(beside([other(BATCHES[0])])))
@@ -274,8 +278,9 @@ def test_of_a_cut_graph_the_trainers_part_runs_beside_training(full_at: tuple[in
                 for number, features in enumerate(beside(loader)):
                     check(features, BATCHES[number])
                     train(model, features)
-            assert number == len(BATCHES) - 1
-            assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else DataWorkersPart)
+                assert number == len(BATCHES) - 1
+                assert isinstance(loader.batch_stage, ComputedByDataWorkers if full_at else DataWorkersPart)
+            assert isinstance(loader.batch_stage, DataWorkersPart)
     beside = CoRun(cut, plan, model, streams=FakeStreams(), kernel=kernel)
     with beside, pytest.raises(FeatureError, match="is not of the data workers' part"):
         next(iter(beside(BATCHES)))
@@ -387,8 +392,6 @@ def test_plans_of_other_graphs_and_models_are_refused_and_hooks_go_away() -> Non
         corun(model, plan=LaunchPlan((Launch("dense.forward", (0, 1), 1),), 0.0, ""))
     with pytest.raises(FeatureError, match=r"beside attention.forward, and the model has dense.forward"):
         corun(model, plan=all_at_once(GRAPH, "attention.forward", 1))
-    with pytest.raises(FeatureError, match="at least one program"):
-        corun(model, plan=all_at_once(GRAPH, "dense.forward", 0))
     for plan in (None, "all", [Launch("dense.forward", (0, 1, 2, 3), 1)]):
         with pytest.raises(FeatureError, match=r"plan=.*: give a LaunchPlan; plan_launches finds one"):
             CoRun(GRAPH, plan, model)  # type: ignore[arg-type]
@@ -411,6 +414,35 @@ def test_plans_of_other_graphs_and_models_are_refused_and_hooks_go_away() -> Non
             CudaStreams()
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_the_next_corun_on_a_loader_gets_its_own_graph(*, is_closed: bool) -> None:
+    """Where there is no GPU, data workers had the graph of the one before."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    filled = dense("dense0", is_nullable=True) >> ops.FillNull(0.0)
+    graphs = [FeatureGraph.of({"x": filled >> ops.Clamp(bound, bound + 1.0)}) for bound in (5.0, 7.0)]
+    model = Model()
+    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, shuffle=False) as loader:
+        open_ones = []
+        for graph in graphs:
+            beside = CoRun(graph, all_at_once(graph, "dense.forward", 1), model)
+            for number, features in enumerate(beside(loader)):
+                assert torch.equal(features["x"], FeatureTransform(graph)(BATCHES[number])["x"])
+            assert number == len(BATCHES) - 1
+            beside.close() if is_closed else open_ones.append(beside)
+        for beside in open_ones:
+            beside.close()
+        assert loader.batch_stage is None
+        stage = PackedByDataWorkers(GRAPH, PLAN)
+        with CoRun(graphs[0], all_at_once(graphs[0], "dense.forward", 1), model) as beside:
+            next(beside(loader))
+            loader.set_batch_stage(stage)
+        assert loader.batch_stage is stage, "which the program has given"
+    computed = [ComputedByDataWorkers(graphs[1])(BATCHES[0])]
+    with beside, pytest.raises(FeatureError, match="computed another graph"):
+        next(beside(computed))
+
+
 def test_the_stage_of_data_workers_can_be_pickled() -> None:
     stage = pickle.loads(pickle.dumps(ComputedByDataWorkers(GRAPH)))
     check(stage(BATCHES[0]).features, BATCHES[0])
@@ -426,11 +458,51 @@ def test_a_plan_puts_features_where_layers_have_room_and_takes_no_more_programs_
     assert plan.exposed_s == 0
     more = plan_launches(GRAPH, Work(4096, 2.0, factor=1000), H200, layers, num_multiprocessors=132, limit_s=0.2)
     assert 1 <= launch.num_programs < sum(each.num_programs for each in more.launches) <= 132
-    for work in (Work(0), Work(1, float("nan")), Work(1, factor=0.0)):
-        with pytest.raises(FeatureError, match="rows of at least 1"):
-            plan_launches(GRAPH, work, H200, layers, num_multiprocessors=132)
-    with pytest.raises(FeatureError, match="num_multiprocessors=0"):
-        plan_launches(GRAPH, Work(1), H200, layers, num_multiprocessors=0)
+    at_once = plan_launches(GRAPH, Work(1), H200, layers, num_multiprocessors=132, limit_s=0)
+    assert [launch.layer for launch in at_once.launches] == ["wide.forward"]
+
+
+def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
+    layers = (Layer("dense.forward", 1e-3, 9e-4, 9e-4),)
+    for given, words in (
+        ({"work": Work(0)}, "rows=0: give a finite number, at least 1"),
+        ({"work": Work("2")}, "rows='2'"),  # type: ignore[arg-type]
+        ({"work": Work(1, float("nan"))}, "list_length=nan"),
+        ({"work": Work(1, factor=0.0)}, "factor=0.0: give a finite number, above 0"),
+        ({"num_multiprocessors": 0}, "num_multiprocessors=0: give a whole number, at least 1"),
+        ({"num_multiprocessors": float("nan")}, "num_multiprocessors=nan"),
+        ({"limit_s": float("nan")}, "limit_s=nan: give a number, at least 0"),
+        ({"limit_s": -1}, "limit_s=-1"),
+        ({"device": "H200"}, "device='H200': give a Device"),
+        ({"layers": None}, "layers=None: give a tuple of Layer"),
+    ):
+        options: dict[str, Any] = {"work": Work(1), "device": H200, "layers": layers, "num_multiprocessors": 4} | given
+        with pytest.raises(FeatureError, match=words):
+            plan_launches(GRAPH, **options)
+    with pytest.raises(FeatureError, match="all_at_once: graph is a int"):
+        all_at_once(3, "dense.forward", 1)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="num_programs=0: give a whole number"):
+        all_at_once(GRAPH, "dense.forward", 0)
+    for launches, words in (
+        (None, "plan.launches=None"),
+        (("a",), r"launches\[0\]='a'"),
+        ((Launch("a", (0,), 0),), "=0"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            CoRun(GRAPH, LaunchPlan(launches, 0.0, ""), Model())  # type: ignore[arg-type]
+    for made in (
+        lambda: CoRun(3, PLAN, Model()),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, 3),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model(), optimizer=3),  # type: ignore[arg-type]
+        lambda: CapturedCoRun(GRAPH, PLAN, Model(), 3),  # type: ignore[arg-type]
+        lambda: PackedByDataWorkers(3, PLAN),  # type: ignore[arg-type]
+        lambda: PackedByDataWorkers(GRAPH, PLAN, tile=0),
+        lambda: DataWorkersPart(GRAPH),  # type: ignore[arg-type]
+        lambda: TrainersPart(GRAPH),  # type: ignore[arg-type]
+        lambda: FusedTransform(GRAPH, device="cpu", launch=interpreted_launch, arena_bytes=float("nan")),
+    ):
+        with pytest.raises(FeatureError, match=r"[:;] (give|a power of two)"):
+            made()
 
 
 def test_a_features_work_is_that_of_its_values() -> None:

@@ -12,6 +12,7 @@ from random_features import as_bytes, random_batch, random_graph
 
 from benchmarks.rap_cases import batch_of, layers, problem_of
 from hetstream import FeatureError
+from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
@@ -90,6 +91,14 @@ def test_decided_cuts_of_random_graphs_make_the_bytes_of_the_whole() -> None:
     assert len(parts) > 1, "cuts of one kind alone"
 
 
+def test_a_little_too_much_is_not_called_nothing() -> None:
+    graph = FeatureGraph.of({"x": dense("x") >> ops.Clamp(0.0, 1.0)})
+    room_s = A100.launch_s
+    decision = decide(graph, Batches(10_000), A100, (Layer("all", 1e-3, room_s, room_s),))
+    assert decision.whole_exposed_s == pytest.approx(8e4 / A100.bytes_per_s)
+    assert "a step is 0.0514 us longer, and 0 us are allowed: no operator fits" in decision.reason
+
+
 def test_numbers_that_make_no_sense_are_refused() -> None:
     for batches, allowed_s, words in (
         (Batches(0), 0.0, "rows of at least 1"),
@@ -108,7 +117,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         (CutGraph(PLAN), A100, layers(), "graph is a CutGraph; give a FeatureGraph"),
         (PLAN, "A100", layers(), "the GPU is 'A100'; give a Device"),
         (PLAN, A100, layers()[0], "give a tuple of Layer"),
-        (PLAN, A100, (1,), "layer 1: give a Layer"),
+        (PLAN, A100, (1,), r"layers\[0\]=1: give a Layer"),
         (PLAN, A100, (Layer("mlp", math.nan, 0.0, 0.0),), "duration_s=nan.*finite numbers"),
         (PLAN, A100, (Layer("mlp", "1", 0.0, 0.0),), "duration_s='1'.*finite numbers"),  # type: ignore[arg-type]
     ):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -174,3 +176,28 @@ def test_skewed_features_of_eight_gpus_are_spread() -> None:
         parallel, local, own = (max(model.exposed_s(each, estimate_s)) for each in mappings)
         assert parallel > 4.3 * own
         assert local > 4 * own
+
+
+def test_clusters_and_features_that_cannot_be_are_refused() -> None:
+    known: dict[str, Any] = {"num_gpus": 2, "layers": ROOM, "launch_s": 0.0, "link_bytes_per_s": 1e12, "message_s": US}
+    for name, value in (
+        ("num_gpus", 0),
+        ("num_gpus", 2.5),
+        ("link_bytes_per_s", 0.0),
+        ("link_bytes_per_s", -1.0),
+        ("link_bytes_per_s", math.nan),
+        ("message_s", math.nan),
+        ("message_s", -US),
+        ("free_link_s", math.inf),
+    ):
+        with pytest.raises(FeatureError, match=f"Cluster: {name}={value}: give a"):
+            Cluster(**known | {name: value})
+    for num_bytes in (math.nan, -1.0):
+        with pytest.raises(FeatureError, match="feature a: num_bytes="):
+            feature("a", US, 0, num_bytes=num_bytes)
+    with pytest.raises(FeatureError, match=r"feature a: tables=\(0, 0\).*each once"):
+        Model(cluster(2), (feature("a", US, 0, 0),))
+    with pytest.raises(FeatureError, match=r"sparse\[0\]=3: give a Sparse"):
+        Model(cluster(2), (3,))  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="model='model': give a Model"):
+        balanced("model")  # type: ignore[arg-type]

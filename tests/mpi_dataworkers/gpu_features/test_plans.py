@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.rap_cases import batch_of
+from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features import reference
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FillNull, Ngram
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.operations import A100, length_after, operations_of
+from hetstream.mpi_dataworkers.gpu_features.operations import A100, Device, length_after, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import KAGGLE_IDS, PLANS, TERABYTE_IDS, PlanSize, make_plan
 
 # The paper's Table 3: dense and sparse features, operators of a feature, of all. It says 9.80 of plan 3, and 1548 are
@@ -96,3 +99,27 @@ def test_operators_cost_what_their_values_are() -> None:
     assert length_after(Ngram(3), 5.0) == 9.0
     assert length_after(Ngram(3), 2.0) == 2.0
     assert length_after(Ngram(3), 0.0) == 0.0
+
+
+def test_sizes_and_devices_that_cannot_be_are_refused() -> None:
+    for changed, words in (
+        ({"num_dense": -1}, "num_dense=-1: give a whole number, at least 0"),
+        ({"num_ids": ()}, r"num_ids=\(\): give the rows of at least one table"),
+        ({"num_operators": 155}, "num_operators=155: give a whole number, at least 156"),
+        ({"num_dense": 0, "num_sparse": 0}, "num_sparse=0: give a whole number, at least 1"),
+        ({"list_length": (64, 32)}, r"list_length\[1\]=32: give a whole number, at least 64"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            replace(PLANS[2], **changed)  # type: ignore[arg-type]
+    for launch_s, rate in ((math.nan, 1.0), (-1.0, 1.0), (0.0, 0.0), (0.0, math.inf)):
+        with pytest.raises(FeatureError, match=r"Device new: .*: give a finite number"):
+            Device("new", launch_s, rate, 1.0)
+    graph = make_plan(PLANS[0])
+    for given, words in (
+        ((3, 1, 1.0, A100), "graph is a int; give a FeatureGraph"),
+        ((graph, math.nan, 1.0, A100), "rows=nan"),
+        ((graph, 1, -1.0, A100), "list_length=-1.0"),
+        ((graph, 1, 1.0, "A100"), "device='A100': give a Device"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            operations_of(*given)  # type: ignore[arg-type]

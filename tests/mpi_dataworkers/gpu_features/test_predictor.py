@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,3 +125,31 @@ def test_whole_graphs_are_sums_of_what_was_measured() -> None:
 
     found = expected_s(works, learned, np.array([took_s(each) for each in known]), asked, ())
     np.testing.assert_allclose(found, [took_s(each) for each in asked], rtol=0.02)
+
+
+def test_kernels_that_cannot_be_are_refused() -> None:
+    size = KernelSize("Clamp", "float32", 1, 100, 1.0, 1.0, 4, 4)
+    model = LatencyModel().fit([size], [1e-6])
+    for name, value, rule in (
+        ("num_features", 0, "at least 1"),
+        ("num_rows", 0, "at least 1"),
+        ("num_rows", math.inf, "finite"),
+        ("width", math.nan, "finite"),
+        ("made_width", -1.0, "at least 0"),
+        ("apart_bytes", "3", "a finite number"),
+        ("held_bytes", math.nan, "finite"),
+        ("counts", {"loop": math.nan}, "finite"),
+        ("counts", {"launch": 3.0}, "rename it"),
+    ):
+        with pytest.raises(FeatureError, match=f"KernelSize Clamp: {name}.*{rule}"):
+            replace(size, **{name: value})
+    with pytest.raises(FeatureError, match=r"sizes\[0\]=3: give a KernelSize"):
+        model.predict([3])  # type: ignore[list-item]
+    for seconds in (math.nan, 0.0, "1"):
+        with pytest.raises(FeatureError, match=r"seconds\[0\]=.*above 0"):
+            LatencyModel().fit([size], [seconds])  # type: ignore[list-item]
+    with pytest.raises(FeatureError, match=r"caches\[0\]=0"):
+        LatencyModel((0,))
+    other = replace(size, kind="Cast")
+    with pytest.raises(FeatureError, match="nothing was measured of Clamp"):
+        model.fit([other], [1e-6]).predict([size])

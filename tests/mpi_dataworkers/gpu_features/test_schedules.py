@@ -225,6 +225,20 @@ def test_the_clock_ends_the_search_and_the_seed_decides() -> None:
     assert first.reason == "the time was over"
 
 
+def test_without_time_the_search_ends_with_the_first_schedules() -> None:
+    problem = problem_of(operations_of(make_plan(random_plan(30)), 4096, 48.0, A100), A100, 0.95)
+    found = search(problem, limit_s=0)
+    assert problems_of(problem, found.kernels) == []
+    assert found.reason == "the time was over"
+    for limit_s in (-1.0, math.nan, "2"):
+        with pytest.raises(FeatureError, match=f"limit_s={limit_s!r}: give a number, at least 0"):
+            search(problem, limit_s=limit_s)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="operations='ab': give a tuple of Operation"):
+        Problem("ab", layers(), US)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="operation a needs number nan"):
+        Problem((Operation("a", "a", math.nan, US, US),), layers(), US)  # type: ignore[arg-type]
+
+
 def test_a_closed_step_is_used_where_there_is_no_other() -> None:
     problem = Problem(chains("ab"), layers(), US)
     grid = Placement(problem, [1] * len(problem.layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from hetstream.mpi_dataworkers.errors import FeatureError
@@ -53,6 +54,7 @@ class DataWorkersPart:
         self.cut = cut
         self._check = Reader(cut.graph.inputs)
         self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers, native="exact")
+        self._copied = _in_both(cut)
         self._columns: tuple[tuple[Any, ...], str] = (), ""  # of the batch before: its keys, and what it had
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -68,7 +70,8 @@ class DataWorkersPart:
         lists = [features.values[name].numel() for name in features.lengths]
         list_length = sum(lists) / (len(lists) * num_rows) if lists and num_rows else 0.0
         made = {} if self._transform is None else self._transform.of_columns(num_rows, features)
-        handed = made | {key: batch[name] for name, key in self.cut.passed}
+        passed = ((key, batch[name], name in self._copied) for name, key in self.cut.passed)
+        handed = made | {key: deepcopy(found) if is_shared else found for key, found, is_shared in passed}
         keys, columns = self._columns
         if keys != tuple(batch):
             columns = columns_of(batch)
@@ -106,3 +109,15 @@ class TrainersPart:
 def _check_cut(who: str, cut: object) -> None:
     if not isinstance(cut, CutGraph):
         raise FeatureError(f"{who}: cut is a {type(cut).__name__}; give a CutGraph")
+
+
+def _in_both(cut: CutGraph) -> frozenset[str]:
+    """Inputs that are passed on, and whose memory outputs of the data workers' part may have: their own or the lengths.
+
+    The trainer's part may make other outputs over that memory, and a program may change one of them in place.
+    """
+    if cut.data_workers is None:
+        return frozenset()
+    outputs = {name for output in cut.data_workers.outputs for name in output.of}
+    shared = {node.name for node in cut.data_workers.inputs if node.type.is_jagged or node.name in outputs}
+    return frozenset(name for name, _ in cut.passed if name in shared)

@@ -218,8 +218,9 @@ def _read(node: Input, batch: Mapping[str, Any]) -> tuple[Values, int]:
 
 def _tensor(name: str, found: Any) -> torch.Tensor:
     if isinstance(found, np.ndarray) and found.dtype.kind in "fiub":
-        # Copied where torch does not take it: read-only, backwards, of another byte order.
-        return torch.from_numpy(np.require(found, found.dtype.newbyteorder("="), ["C", "W"]))
+        # Copied where torch does not take it: read-only, backwards (of one row too), of another byte order.
+        found = np.require(found, found.dtype.newbyteorder("="), ["C", "W"])
+        return torch.from_numpy(found.copy() if any(stride < 0 for stride in found.strides) else found)
     if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _is_strided(found):
         raise FeatureError(f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array")
     return found

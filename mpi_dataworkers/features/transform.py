@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run
 from hetstream.mpi_dataworkers.features.native_choice import NativeChoice, is_exact, native_choice
 from hetstream.mpi_dataworkers.features.native_groups import NativeGroup
 from hetstream.mpi_dataworkers.features.native_groups import are_lists as native_lists
-from hetstream.mpi_dataworkers.features.operators import MapId
+from hetstream.mpi_dataworkers.features.operators import MapId, Ngram
 from hetstream.mpi_dataworkers.features.reading import Columns, Reader, Values
 from hetstream.mpi_dataworkers.features.tiles import SLAB_VALUES, TILE_VALUES, Tile, apart, as_matrix, spans
 
@@ -109,6 +109,7 @@ class FeatureTransform:
         # Of several outputs, so that none may have another's memory: a program may change one of them in place.
         uses = Counter(name for output in graph.outputs for name in output.of)
         self._shared = frozenset(name for name, num in uses.items() if num > 1)
+        self._has_own_lengths, self._copied = _copied(graph, self._shared)
         self._read = Reader(graph.inputs)
         self._groups: Sequence[_Group | NativeGroup] | None = None
         self._choice = NativeChoice("undecided" if native else "torch", "")
@@ -160,6 +161,8 @@ class FeatureTransform:
                     output.name: made[output.name] if output.name in made else self._output(output, features, num_rows)
                     for output in self.graph.outputs
                 }
+            for name, has_values, has_lengths in self._copied:
+                made[name] = _copy_of(made[name], has_values, has_lengths)
             if self.outside:
                 made[self.outside] = {name: _outside(features[of], size) for name, of, size in self._maps}
         self._spent_s += time.perf_counter() - began
@@ -204,10 +207,12 @@ class FeatureTransform:
             each = zip(found, types, strict=True)
             return torch.cat([as_matrix(part.values, num_rows, kind.width) for part, kind in each], dim=1)
         lengths = [
-            torch.full((num_rows,), part.width) if values.lengths is None else values.lengths
-            for values, part in zip(found, types, strict=True)
+            torch.full((num_rows,), kind.width) if part.lengths is None else part.lengths
+            for part, kind in zip(found, types, strict=True)
         ]
-        batch = JaggedBatch(output.keys, join([values.values.reshape(-1) for values in found]), join(lengths))
+        values = join([part.values.reshape(-1) for part in found])
+        join = _joined if self._has_own_lengths.issuperset(output.of) else torch.cat
+        batch = JaggedBatch(output.keys, values, join(lengths))
         return batch.to_torchrec() if self.torchrec else batch
 
 
@@ -312,6 +317,43 @@ def _flat(found: Values) -> Values:
 
 def _outside(found: Values, num_places: int) -> torch.Tensor:
     return torch.stack([(found.values < 0).sum(), (found.values >= num_places).sum()])
+
+
+def _copied(graph: FeatureGraph, shared: Set[str]) -> tuple[frozenset[str], list[tuple[str, bool, bool]]]:
+    """Which features have lengths that no other output has, and which outputs are to be copies of what others have.
+
+    An operator that leaves the lists as long as they are leaves the lengths where they are.
+
+    Args:
+        graph: the graph.
+        shared: features of several outputs.
+
+    Returns: The features; and outputs of one feature, with whether their values and their lengths are to be copied.
+    """
+    made_by = {node.name: node.name for node in graph.inputs}  # of each feature: that with which its lengths came
+    for step in graph.order:
+        # FirstX leaves lists alone where all are short.
+        made_by[step.name] = step.name if isinstance(step.operator, Ngram) else made_by[step.of]
+    uses = Counter(made_by[name] for output in graph.outputs for name in output.of if graph.types[name].is_jagged)
+    own = frozenset(name for name, came in made_by.items() if uses[came] <= 1)
+    copied = []
+    seen: set[str] = set()
+    for output in graph.outputs:
+        if output.keys or len(output.of) > 1:
+            continue  # where it shares something, it is put together by a copy
+        name = output.of[0]
+        has_values, has_lengths = name in shared and name in seen, graph.types[name].is_jagged and name not in own
+        if has_values or has_lengths:
+            copied.append((output.name, has_values, has_lengths))
+        seen.add(name)
+    return own, copied
+
+
+def _copy_of(found: torch.Tensor | Jagged, has_values: bool, has_lengths: bool) -> torch.Tensor | Jagged:
+    if isinstance(found, torch.Tensor):
+        return found.clone()
+    values, lengths = found
+    return Jagged(values.clone() if has_values else values, lengths.clone() if has_lengths else lengths)
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -123,12 +123,18 @@ class ClampKernel(ByValue):
         self.has = self.kind(operators[0])
         bounds = [[getattr(operator, side) for operator in operators] for side in ("lower", "upper")]
         self.parameters = tuple(Parameter(side, self.dtype) for side in bounds if side[0] is not None)
+        self._has_zero = given.is_float and any(0 in side for side in bounds)
 
     @classmethod
     def kind(cls, operator: ops.Clamp) -> tuple[bool, bool]:
         return operator.lower is not None, operator.upper is not None
 
     def compute(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self._has_zero and any(isinstance(bound, torch.Tensor) for bound in arguments):
+            # Of 0 and -0 torch.maximum gives one or the other, as a value is among those that make a vector or not.
+            if self.has[0]:
+                x = torch.where(x < arguments[0], arguments[0], x)
+            return torch.where(x > arguments[-1], arguments[-1], x) if self.has[1] else x
         if self.has == (True, True):
             return _clamp_(x, *arguments)
         return _at_least(x, *arguments) if self.has[0] else _at_most(x, *arguments)

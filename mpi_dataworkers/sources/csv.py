@@ -21,6 +21,8 @@ from hetstream.mpi_dataworkers.sources.table import Column, ColumnType, TableDat
 
 _BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Characters: all digits that a float64 has are fewer.
+_LONGEST_NUMBER = 2000
 
 
 class CsvDataset(TableDataset):
@@ -94,7 +96,7 @@ class CsvDataset(TableDataset):
         by_column = dict(zip(header, zip(*rows, strict=True), strict=True))
         found = {}
         for name, kind in self._types.items():
-            texts = np.asarray(by_column[name], dtype=np.str_)
+            texts = np.asarray(_short(name, kind, by_column[name], faults), dtype=np.str_)
             missing = texts == ""
             if not kind.is_nullable:
                 for at in np.flatnonzero(missing).tolist():
@@ -195,6 +197,19 @@ class CsvDataset(TableDataset):
             raise SourceError.of(path, "the file ends within quotes: it is cut off, or a quote is not closed")
         if row < begin:
             yield row
+
+
+def _short(name: str, kind: ColumnType, texts: Sequence[str], faults: dict[int, str]) -> Sequence[str]:
+    """The fields of a column, and "0" for those that an array of text must not get: too long, or with NUL in them.
+
+    An array has for each text the room of the longest one, and loses NUL at the end of a text.
+    """
+    if max(map(len, texts)) <= _LONGEST_NUMBER and "\0" not in "".join(texts):
+        return texts
+    strange = {at: text for at, text in enumerate(texts) if len(text) > _LONGEST_NUMBER or "\0" in text}
+    for at, text in strange.items():
+        faults.setdefault(at, f"column {name}: {text[:60]!r} is no {kind.dtype}")
+    return ["0" if at in strange else text for at, text in enumerate(texts)]
 
 
 def _numbers(texts: npt.NDArray[np.str_], kind: ColumnType) -> npt.NDArray[Any]:

@@ -19,6 +19,7 @@ from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.batches import Jagged, Nullable
 from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, Input, Output, Step, dense, jagged
 from hetstream.mpi_dataworkers.features.graph_json import from_json, to_json
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -298,6 +299,19 @@ def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
             transform({"x": array})
 
 
+def test_arrays_of_one_row_that_run_backwards_are_taken() -> None:
+    transform = FeatureTransform(FeatureGraph.of({"y": dense("x"), "z": jagged("l"), "w": dense("w", width=2)}))
+    for rows in (0, 1, 2):
+        numbers = np.arange(rows)
+        floats = numbers.astype(np.float32)
+        wide = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+        batch = {"x": floats[::-1], "l": (numbers[::-1], np.ones(rows, dtype=np.int64)[::-1]), "w": wide[::-1, ::-1]}
+        found = transform(batch)
+        assert found["y"].tolist() == floats[::-1].tolist()
+        assert found["z"].values.tolist() == numbers[::-1].tolist()
+        assert found["w"].tolist() == wide[::-1, ::-1].tolist()
+
+
 def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
     transform = FeatureTransform(EVERY)
     whole = a_batch()
@@ -392,3 +406,52 @@ def test_what_a_program_does_to_one_feature_in_place_happens_to_no_other(native:
     made["a"].add_(1.0)
     assert all(torch.equal(made[name], before[name]) for name in ("all", "one"))
     assert torch.equal(made["jk"].values, ids)
+
+
+LISTS = jagged("x")
+OUTPUTS_THAT_SHARE = {
+    "an input": {"a": dense("d"), "b": dense("d"), "c": LISTS, "d": LISTS, "e": [dense("d"), dense("e")], "f": [LISTS]},
+    "a chain": {
+        "a": dense("d") >> ops.Clamp(0.0),
+        "b": dense("d") >> ops.Clamp(0.0),
+        "c": [dense("d") >> ops.Clamp(0.0)],
+    },
+    "lengths": {"a": LISTS >> ops.Clamp(0, 9), "b": LISTS >> ops.SigridHash(0, 10), "c": LISTS >> ops.MapId((1, 2))},
+    "lengths of short lists": {"a": LISTS >> ops.FirstX(9), "b": LISTS >> ops.FirstX(9) >> ops.Clamp(0, 3), "c": LISTS},
+    "lengths in a matrix": {
+        "a": [LISTS >> ops.Clamp(0, 9), (jagged("y") >> ops.Clamp(0, 9)).named("y")],
+        "b": [(jagged("y") >> ops.SigridHash(0, 9)).named("z")],
+        "c": jagged("y") >> ops.FirstX(1) >> ops.Clamp(0, 2),
+    },
+}
+
+
+@pytest.mark.parametrize("native", [False, True, "exact"])
+@pytest.mark.parametrize("outputs", OUTPUTS_THAT_SHARE.values(), ids=OUTPUTS_THAT_SHARE)
+def test_outputs_of_one_feature_or_of_lists_of_one_length_share_no_memory(native: Any, outputs: dict[str, Any]) -> None:
+    lengths = torch.tensor([2, 0, 3, 1, 1, 1, 0, 4])
+    batch = {
+        "x": Jagged(torch.arange(6), lengths[:4]),  # of a transport, all columns may lie in one piece of memory
+        "y": Jagged(torch.arange(6), lengths[4:]),
+        "d": torch.tensor([0.5, -2, 3, 4]),
+        "e": torch.ones(4),
+    }
+
+    def tensors(found: Any) -> list[torch.Tensor]:
+        if isinstance(found, torch.Tensor):
+            return [found]
+        return [each for part in found if not isinstance(part[0], str) for each in tensors(part)]
+
+    graph = FeatureGraph.of(outputs)
+    made = [FeatureTransform(graph, native=native)(batch)]
+    for step in graph.steps:
+        cut = CutGraph(graph, (step.name,))
+        made.append(TrainersPart(cut)(DataWorkersPart(cut)(batch)))
+    for found in made:
+        each = [tensor for output in found.values() for tensor in tensors(output)]
+        for at, tensor in enumerate(each):
+            before = [other.clone() for other in each]
+            tensor.fill_(77)
+            same = [torch.equal(*pair) for pair in zip(before, each, strict=True)]
+            assert all(same[:at] + same[at + 1 :]), "another output has changed with it"
+        lengths.copy_(torch.tensor([2, 0, 3, 1, 1, 1, 0, 4]))

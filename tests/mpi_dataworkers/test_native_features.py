@@ -230,6 +230,21 @@ def test_where_it_cannot_be_made_torch_does_the_work(
     assert words in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bounds", [(0.0, None), (None, 0.0), (-0.0, None), (None, -0.0), (0.0, 0.0), (-1.0, 0.0)])
+def test_the_sign_of_zero_is_the_same_wherever_a_graph_runs(dtype: str, bounds: tuple[Any, Any]) -> None:
+    # Bounds that differ between features: torch takes them as tensors.
+    lower, upper = bounds
+    others = ops.Clamp(None if lower is None else -5.0, None if upper is None else 5.0)
+    chains = {"a": dense("a", dtype) >> ops.Clamp(lower, upper), "b": dense("b", dtype) >> others}
+    values = torch.tensor([-0.0, 0.0, 1.0, -1.0, np.nan] * 7, dtype=getattr(torch, dtype))
+    batch = {"a": values, "b": values}
+    with_torch, natively = (FeatureTransform(FeatureGraph.of(chains), native=some)(batch) for some in (False, True))
+    for name in chains:
+        assert torch.signbit(with_torch[name]).tolist() == torch.signbit(natively[name]).tolist()
+        assert torch.signbit(with_torch[name])[:2].tolist() == [True, False], "0 and -0 are within the bounds"
+
+
 def test_native_and_compiled_do_not_go_together() -> None:
     with pytest.raises(FeatureError, match="take one of them"):
         FeatureTransform(FeatureGraph.of({"y": dense("x")}), native=True, compiled=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,8 @@ def test_rows_are_found_whatever_their_texts_hold(
         # Numbers for Python, and for nobody who writes files.
         ("a,b\n1,1_000\n", "line 2: column b: '1_000' is no float32"),
         ("a,b\n\u0661,1\n", "line 2: column a: '\u0661' is no int64"),
+        # NumPy takes NUL at the end of a text for its end; files have them after a crash of a host.
+        ("a,b\n1,2\n3\0\0,4\n", r"line 3: column a: '3\\x00\\x00' is no int64"),
     ],
 )
 def test_hostile_csv_files(tmp_path: Path, text: str, words: str) -> None:
@@ -340,6 +343,21 @@ def test_hostile_csv_files(tmp_path: Path, text: str, words: str) -> None:
     path.write_bytes(b"a,b\n\xff\xfe,1\n")
     with pytest.raises(SourceError, match="row group 0: cannot be read as CSV"):
         CsvDataset(path, {"a": "int64", "b": "float32"})[0]
+
+
+def test_a_field_of_nul_is_not_a_missing_one_and_a_long_one_takes_no_memory(tmp_path: Path) -> None:
+    rows = 2000
+    text = "a,b\n" + "1,2\n" * rows + "1,\0\0\n" + f"{'9' * 100_000},1\n" + f"1,{'0' * 1500}.5\n"
+    dataset = CsvDataset(csv_of(tmp_path / "odd.csv", text), {"a": "int64", "b": "float32?"})
+    tracemalloc.start()
+    assert dict(dataset[0]) == {"a": 1, "b": 2}
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20, "an array of text has the room of the longest for each"
+    tracemalloc.stop()
+    assert dataset[rows + 2]["b"] == 0.5
+    with pytest.raises(SourceError, match=rf"line {rows + 2}: column b: '.x00.x00' is no float32"):
+        dataset[rows]
+    with pytest.raises(SourceError, match=rf"line {rows + 3}: column a: '9{{60}}' is no int64"):
+        dataset[rows + 1]
 
 
 def test_a_loader_streams_rows_and_goes_on_where_it_was(tmp_path: Path, parquet: Path) -> None:

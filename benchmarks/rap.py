@@ -6,6 +6,7 @@ nothing of that is a figure. docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import statistics
@@ -64,26 +65,36 @@ class Measured:
     note: str = ""
 
 
+def plan_numbers(text: str) -> list[int]:
+    """Of `PLANS`.
+
+    Raises:
+        ArgumentTypeError: they are no such numbers.
+    """
+    if not all(number.strip() in map(str, range(len(PLANS))) for number in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 0 to {len(PLANS) - 1} with commas, such as 0,4")
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> int:
     """Run the benchmark."""
     own = harness.parser("Preprocessing beside training on one GPU.", repeats=3)
-    own.add_argument("--plans", default="0,1,2,3,4", help="which plans (default: %(default)s)")
+    own.add_argument("--plans", type=plan_numbers, default="0,1,2,3,4", help="which plans (default: %(default)s)")
     own.add_argument("--tf32", action="store_true", help="matrix products may round to TF32; the paper's do not")
     args = own.parse_args()
-    numbers = [int(text) for text in args.plans.split(",")]
     names = [system.name for system in harness.chosen([System(name) for name in (*SYSTEMS, MPS)], args.systems)]
     context: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions("torch", "triton")}
     if not torch.cuda.is_available():
         context |= {"notes": [NO_GPU], "dry_run": dry_run(names)}
         return harness.finish(
-            "rap", args.out, [Row(PLANS[at].name, _OWN, None, "ms", note=NO_GPU) for at in numbers], {}, context
+            "rap", args.out, [Row(PLANS[at].name, _OWN, None, "ms", note=NO_GPU) for at in args.plans], {}, context
         )
     context["notes"] = _notes(tf32=args.tf32)
     context["gpu"] = torch.cuda.get_device_name()
     rows: list[Row] = []
     failures: dict[str, str] = {}
     context["layers"] = {}
-    for number in numbers:
+    for number in args.plans:
         size = PLANS[number]
         try:
             measured = measured_on_gpu(size, names, 0 if args.quick else args.repeats, tf32=args.tf32)

@@ -6,6 +6,8 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -90,10 +92,25 @@ def rows_of(case: str, problem: Problem, results: dict[str, Result]) -> list[Row
     return rows
 
 
+def seconds(text: str) -> float:
+    """A time limit.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = math.nan
+    if not 0 < limit_s < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a finite number of seconds above 0")
+    return limit_s
+
+
 def main() -> int:
     """Run the benchmark."""
     own = harness.parser("Schedules of preprocessing beside a model's layers.", repeats=1)
-    own.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each search (default: %(default)s)")
+    own.add_argument("--limit", type=seconds, default=LIMIT_S, help="seconds of each search (default: %(default)s)")
     own.add_argument("--add", action="store_true", help="to the report that --out has, if any: for runs in parts")
     args = own.parse_args()
     limit_s = 0.3 if args.quick else args.limit

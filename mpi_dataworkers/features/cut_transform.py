@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
-from hetstream.mpi_dataworkers.features.reading import Reader, columns_of
+from hetstream.mpi_dataworkers.features.reading import Reader, forms_of
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform, in_host_memory
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -24,7 +25,7 @@ class HandedOver(NamedTuple):
         seconds: that the data workers' part took.
         num_rows: of the batch.
         list_length: values in a list of a jagged input, on average.
-        columns: what the batch had, as `columns_of` says it.
+        columns: what the batch had, what `forms_of` says, as JSON.
         code: what ran the data workers' part, as `FeatureTransform.code`; "" where that is nothing.
     """
 
@@ -55,7 +56,7 @@ class DataWorkersPart:
         self._check = Reader(cut.graph.inputs)
         self._transform = None if cut.data_workers is None else FeatureTransform(cut.data_workers, native="exact")
         self._copied = _in_both(cut)
-        self._columns: tuple[tuple[Any, ...], str] = (), ""  # of the batch before: its keys, and what it had
+        self._columns: tuple[dict[str, Any], str] = {}, ""  # of the batch before: what it had, also as JSON
 
     def __reduce__(self) -> tuple[object, ...]:
         return DataWorkersPart, (self.cut,)
@@ -72,10 +73,9 @@ class DataWorkersPart:
         made = {} if self._transform is None else self._transform.of_columns(num_rows, features)
         passed = ((key, batch[name], name in self._copied) for name, key in self.cut.passed)
         handed = made | {key: deepcopy(found) if is_shared else found for key, found, is_shared in passed}
-        keys, columns = self._columns
-        if keys != tuple(batch):
-            columns = columns_of(batch)
-            self._columns = tuple(batch), columns
+        if (forms := forms_of(batch)) != self._columns[0]:
+            self._columns = forms, json.dumps(forms)
+        columns = self._columns[1]
         code = "" if self._transform is None else self._transform.code
         seconds = time.perf_counter() - began
         return HandedOver(self.cut.fingerprint, handed, seconds, num_rows, list_length, columns, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,9 +281,9 @@ def _falling(name: str, lengths: torch.Tensor, row: int) -> str:
     return f"{name} has a negative length: row {row} has {int(lengths[row])}, so its borders fall {fallen}"
 
 
-def columns_of(batch: Mapping[str, Any]) -> str:
-    """What a batch has, as JSON, for `missing_columns`: of each column its form, dtype and width."""
-    return json.dumps({str(name): _form_of(value) for name, value in batch.items()})
+def forms_of(batch: Mapping[str, Any]) -> dict[str, tuple[str, str, int] | None]:
+    """Of each column its form, dtype and width."""
+    return {str(name): _form_of(value) for name, value in batch.items()}
 
 
 def _form_of(found: Any) -> tuple[str, str, int] | None:
@@ -292,10 +293,15 @@ def _form_of(found: Any) -> tuple[str, str, int] | None:
         found, other = found
         if not isinstance(other, torch.Tensor | np.ndarray):
             return None
-        form = "nullable" if str(other.dtype).removeprefix("torch.") == "bool" else "jagged"
+        form = "nullable" if _dtype_name(other.dtype) == "bool" else "jagged"
     if not isinstance(found, torch.Tensor | np.ndarray) or found.ndim > 2:
         return None
-    return form, str(found.dtype).removeprefix("torch."), int(found.shape[1]) if found.ndim == 2 else 1
+    return form, _dtype_name(found.dtype), int(found.shape[1]) if found.ndim == 2 else 1
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
@@ -303,7 +309,7 @@ def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
 
     Args:
         inputs: of the graph.
-        columns: as `columns_of` says it; "" where no batch has been seen.
+        columns: what `forms_of` says, as JSON; "" where no batch has been seen.
     """
     if not columns:
         return []

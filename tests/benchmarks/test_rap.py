@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import rap, rap_plan
 from benchmarks.rap import PLANS, Measured, Row, report
 from benchmarks.rap_mps import MPS
 from benchmarks.rap_systems import SYSTEMS
@@ -59,3 +61,14 @@ def test_a_stream_is_to_be_beaten_only_where_there_is_enough_to_hide(measured: M
     assert found["low-priority stream / hetstream"].target is None
     assert found["hetstream: longer than ideal"].met is False, "each repeat must reach it"
     assert found[MPS].note == "not installed"
+
+
+def test_options_that_cannot_be_are_told_at_once() -> None:
+    assert rap.plan_numbers("0, 4") == [0, 4]
+    for text in ("9", "x", "", "0,,1", "-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give numbers of 0 to 4 with commas"):
+            rap.plan_numbers(text)
+    assert rap_plan.seconds("0.5") == 0.5
+    for text in ("0", "-3", "nan", "inf", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give a finite number of seconds above 0"):
+            rap_plan.seconds(text)

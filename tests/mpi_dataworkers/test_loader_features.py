@@ -412,6 +412,25 @@ def test_a_graph_that_batches_do_not_fit_is_refused_at_the_call(
     assert found == whole
 
 
+def test_columns_are_those_of_the_last_batch_also_where_their_names_stay(loaders: Any) -> None:
+    """Of the second pass a column has another type; the graph of the first one does not take it."""
+    loader = loader_of(loaders, features=CutGraph(FeatureGraph.of({"row": dense("row", "int64")})))
+    wide = FeatureGraph.of({"price": dense("price", "float64")})
+    next(iter(loader))
+    with pytest.raises(FeatureError, match="price is dense float32, and dense float64 in the graph"):
+        loader.set_features(wide)
+    loader.collate_fn = with_wide_prices
+    passed = iter(loader)
+    next(passed)
+    loader.set_features(wide)
+    assert next(passed)["price"].dtype == torch.float64
+
+
+def with_wide_prices(rows: list[int]) -> dict[str, Any]:
+    found = collate(rows)
+    return found | {"price": found["price"].double()}
+
+
 def test_a_graph_for_the_next_pass_is_accepted_where_the_data_changes(loaders: Any, whole: list[Any]) -> None:
     loader = loader_of(loaders, features=CutGraph(FeatureGraph.of({"row": dense("row", "int64")})))
     loader.collate_fn = without_ids

@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UsageError("name the program to run, such as: python train.py")
+    if not args.gpu.replace(",", "").strip():  # the program would share nothing, and be held back by nobody
+        raise UsageError(f"--gpu {args.gpu!r} names no GPU: write it as the coordinator calls it")
     settings = {
         "HETSTREAM_GPU": args.gpu,
         "HETSTREAM_JOB_CLASS": args.job_class,

@@ -109,6 +109,10 @@ class BatchHistory:
         """From here on, others are told something else: what comes is judged by itself."""
         return replace(self, fresh=-_IN_BETWEEN, beside=())
 
+    def undisturbed(self) -> BatchHistory:
+        """Nobody was there to be told something else: the next mini-batch counts as any other one alone."""
+        return replace(self, fresh=max(0, self.fresh))
+
     @property
     def is_due(self) -> bool:
         """Whether it is time for a judgement: after every 8 mini-batches beside others, or every 2 s."""

@@ -39,7 +39,8 @@ class GpuState:
         limits: memory limits of opportunistic jobs, in bytes, by name.
         raised_ns: when a limit was raised last.
         lowered_ns: since when a job has held more than it may, by name.
-        paused: since when a job should be paused, and the mini-batches that it had made then, by name.
+        paused: mini-batches that a job had made when it was seen to have the order to pause, by name; None: it was not
+            yet.
         understated_ns: since when a job says that it holds less than the GPU counts, by name.
         alone_ns: shortest mini-batch of an opportunistic job while nobody else was there, by name.
         measuring_ns: since when the guaranteed job is measured; 0: it is not.
@@ -50,7 +51,7 @@ class GpuState:
     limits: Mapping[str, int] = field(default_factory=dict)
     raised_ns: int = 0
     lowered_ns: Mapping[str, int] = field(default_factory=dict)
-    paused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    paused: Mapping[str, int | None] = field(default_factory=dict)
     understated_ns: Mapping[str, int] = field(default_factory=dict)
     alone_ns: Mapping[str, int] = field(default_factory=dict)
     measuring_ns: int = 0
@@ -262,7 +263,7 @@ def _watched(
     state: GpuState, seen: Measurements, decisions: dict[str, Decision], now_ns: int
 ) -> tuple[GpuState, dict[str, Decision]]:
     """Who has not kept to his orders, for how long."""
-    lowered_ns, paused = {}, {}
+    lowered_ns, paused = dict[str, int](), dict[str, int | None]()
     record = seen.guaranteed.statistics if seen.guaranteed else None
     is_short = record is None or record.host_bytes > 0  # of memory, the guaranteed job
     is_known = record is not None and len(state.pacing.history.recent) >= _SETTLED
@@ -277,9 +278,11 @@ def _watched(
             if now_ns - lowered_ns[job.name] > patience_ns and (is_short or not gives):
                 complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
         if decision.order.verdict == Verdict.PAUSE:
-            paused[job.name] = state.paused.get(job.name, (now_ns, made))
+            before = state.paused.get(job.name)
+            # What it makes before it has the order, or made under another coordinator, is not held against it.
+            paused[job.name] = made if before is None and job.name in state.paused and job.statistics else before
             # One mini-batch may have been on its way.
-            if made > paused[job.name][1] + 1:
+            if before is not None and made > before + 1:
                 complaint = "it goes on although it should pause"
         if complaint:
             decisions[job.name] = replace(decision, reason=f"{complaint}; {decision.reason}", is_disobedient=True)

@@ -67,6 +67,7 @@ class Pacing:
         share: of the time outside of gaps, in thousandths.
         trial_at: the mini-batch from which on more is tried.
         reason: why this is so.
+        is_by_itself: nobody else was there when its last mini-batch ended.
     """
 
     guaranteed: str = ""
@@ -77,6 +78,7 @@ class Pacing:
     share: int = 0
     trial_at: int = 0
     reason: str = "no guaranteed job is there"
+    is_by_itself: bool = False
 
     @property
     def has_no_gaps(self) -> bool:
@@ -117,9 +119,11 @@ def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Paci
         return Pacing(name, Phase.MEASURING, BatchHistory(seen=record.boundaries), reason="a guaranteed job has come")
     if record.boundaries == pacing.history.seen:
         return pacing
-    is_alone = not others or pacing.is_left_alone(record.boundaries - 1)
+    is_by_itself = pacing.is_by_itself and not others  # who has just left was there in a part of it
+    is_alone = is_by_itself or pacing.is_left_alone(record.boundaries - 1)
     known = len(pacing.history.alone)
-    pacing = replace(pacing, history=pacing.history.after(record, is_alone=is_alone))
+    history = pacing.history.undisturbed() if is_by_itself else pacing.history
+    pacing = replace(pacing, history=history.after(record, is_alone=is_alone), is_by_itself=False)
     if is_alone:
         # What was too much at another pace may not be at this one.
         trial_at = pacing.trial_at if len(pacing.history.alone) >= known else 0
@@ -128,7 +132,8 @@ def advance(pacing: Pacing, name: str, record: Statistics, others: bool) -> Paci
         return pacing
     if pacing.phase is Phase.MEASURING or not others:
         reason = f"alone a mini-batch takes {_ms(pacing.alone.mean_ns)}"
-        return Pacing(name, Phase.SHARING, pacing.history.changed(), pacing.alone, reason=reason)
+        history = pacing.history.changed()
+        return Pacing(name, Phase.SHARING, history, pacing.alone, reason=reason, is_by_itself=not others)
     if pacing.has_no_gaps and not pacing.share:
         return _try_share(pacing)
     cost = pacing.history.cost() if pacing.history.is_due and not is_alone else None

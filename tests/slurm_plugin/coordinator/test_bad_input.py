@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,17 @@ def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
     done = subprocess.run([*argv, "--gpu", node.gpu, "--gpu", node.gpu], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"hetstream gpu: UsageError: --gpu {node.gpu}: it is named twice"]
+
+
+@pytest.mark.parametrize("gpu", ["", " ", ","])
+def test_a_program_that_is_to_share_no_gpu_is_not_run(tmp_path: Path, gpu: str) -> None:
+    """The variable behind `--gpu` is not set: the program would share nothing, and be held back by nobody."""
+    ran = tmp_path / "ran"
+    argv = [*HETSTREAM, "gpu", "run", "--class=opportunistic", f"--gpu={gpu}", "touch", str(ran)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "names no GPU" in done.stderr
+    assert not ran.exists()
 
 
 def test_an_agent_of_another_version_ends_with_a_line_or_goes_on_as_if_alone(

@@ -309,8 +309,45 @@ def test_a_job_that_goes_on_while_it_should_pause_is_reported(gpu: Gpu) -> None:
     gpu.join("o", JobClass.OPPORTUNISTIC)
     gpu.is_reserved = True
     gpu.decide()
+    for _ in range(30):  # made before the order was written, by a coordinator that had to wait for a core
+        gpu.update("o", boundaries=gpu.jobs["o"].statistics.boundaries + 1)  # type: ignore[union-attr]
+    assert not gpu.decide(50)["o"].is_disobedient
     assert not gpu.batch("o", 10)["o"].is_disobedient  # that was on its way
     assert gpu.batch("o", 10)["o"].is_disobedient
+
+
+def test_a_job_that_a_new_coordinator_has_to_pause_is_not_reported_for_what_it_made_before(gpu: Gpu) -> None:
+    gpu.is_reserved = True
+    gpu.jobs["o"] = SharingJob("o", JobClass.OPPORTUNISTIC, gpu.now_ns)  # connected, and its page is empty
+    gpu.decide()
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=1000, is_idle=1)
+    assert not any(gpu.decide(20)["o"].is_disobedient for _ in range(100))
+    gpu.batch("o", 10)
+    assert gpu.batch("o", 10)["o"].is_disobedient
+    statistics = gpu.jobs["o"].statistics
+    gpu.update("o", held_bytes=-1)  # to say nothing that can be does not make it good
+    gpu.decide()
+    gpu.jobs["o"] = replace(gpu.jobs["o"], statistics=statistics)
+    assert gpu.decide()["o"].is_disobedient
+
+
+def test_the_pace_alone_is_followed_while_nobody_else_is_there(gpu: Gpu) -> None:
+    """Its first mini-batches were slow, as they often are: that would hide what somebody costs who comes later."""
+    gpu.join("g", JobClass.GUARANTEED)
+    gpu.settle("g", 300, gap_ms=40)
+    gpu.settle("g", 100, gap_ms=40)
+    alone = gpu.state.pacing.alone
+    assert alone is not None
+    assert alone.mean_ns == pytest.approx(100 * MS, rel=0.01)
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5)
+    share_gaps(gpu, 40, 100, 10)
+    assert "less of its gaps" in gpu.state.pacing.reason
+    while gpu.state.pacing.is_left_alone(gpu.state.pacing.history.seen):
+        share_gaps(gpu, 1, 100)
+    gpu.jobs.pop("o")  # a mini-batch in which it was there in part is none alone
+    gpu.batch("g", 110, gap_ms=40)
+    gpu.batch("g", 101, gap_ms=40)
+    assert [batch.duration_ns // MS for batch in gpu.state.pacing.history.alone[-2:]] == [100, 101]
 
 
 def test_what_cannot_stand_on_the_host_waits_until_it_fits(shared: Gpu) -> None:

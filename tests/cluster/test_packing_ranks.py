@@ -25,7 +25,7 @@ from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_pr
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.quota import Quotas
-from tests.cluster.test_packing_life import RULES, Site
+from tests.cluster.packing_site import RULES, Site
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.conftest import TRAIN_RANKS, ranks_alone
 

@@ -115,7 +115,7 @@ def test_the_table_for_people_marks_who_is_slower_than_alone() -> None:
     assert (
         sum("mini-batches take" in line for line in lines) == 2
     )  # of the GPU, and why the other one does what it does
-    assert "\x1b[31m" in "".join(render(shared(), color=True))
+    assert "\x1b[33m" in "".join(render(shared(), color=True))
 
 
 def test_a_table_of_another_version_is_refused() -> None:

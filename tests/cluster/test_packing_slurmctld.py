@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) ->
 
 
 @pytest.fixture
-def job(site: Site) -> Iterator[CheckpointJob]:
+def job(site: Site, wait_until: WaitUntil) -> Iterator[CheckpointJob]:
+    """A held job that slurmctld has written down: it forgets what came in the seconds before it was killed."""
+    state = Path(site.record.state_dir) / "state" / "job_state"
     with held_job(site) as job:
+        submitted_ns = time.time_ns()
+        wait_until(lambda: state.exists() and state.stat().st_mtime_ns > submitted_ns)
         yield job
 
 
@@ -53,7 +58,10 @@ def killed_before(site: Site, monkeypatch: pytest.MonkeyPatch, command: str) -> 
     return killed
 
 
-@pytest.mark.parametrize("point", ["held", "placed", "running", "evicted"])
+_FORGETS = pytest.mark.xfail(reason="slurmctld forgets the place and hears the release: docs/failure-modes.md")
+
+
+@pytest.mark.parametrize("point", ["held", pytest.param("placed", marks=_FORGETS), "running", "evicted"])
 def test_a_slurmctld_that_is_killed_loses_no_job(
     site: Site, job: CheckpointJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

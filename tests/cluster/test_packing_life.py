@@ -13,14 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
 from hetstream.hetjob.site.address import ADDRESS_VARIABLE, SiteSettings, parse_address
 from hetstream.slurm_plugin.packing.words import COMMENT_MARK
-from tests.cluster.packing_site import STEPS, Site, held_job, packing_cluster, training_site
+from tests.cluster.packing_site import STEPS, Site, held_job
 from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release, pytest.mark.timeout(400)]
@@ -29,18 +28,6 @@ PATIENT = """\
 #SBATCH --partition=gpu --gpus=1 --hold --account=vision --comment=hetstream:gpu-memory=128M
 #HETSTREAM --job-class=guaranteed --opportunistic-after=00:00:01
 """
-
-
-@pytest.fixture(scope="module")
-def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    with packing_cluster(release, running_cluster, "life") as devcluster:
-        yield devcluster
-
-
-@pytest.fixture
-def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
-    with training_site(running, request, wait_until) as site:
-        yield site
 
 
 @pytest.fixture

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
-from tests.cluster.packing_site import STEPS, Site, held_job, packing_cluster, training_site
+from tests.cluster.packing_site import STEPS, Site, held_job
 from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(scope="module")
-def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    with packing_cluster(release, running_cluster, "ctld") as devcluster:
-        yield devcluster
-
-
-@pytest.fixture
-def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
-    with training_site(running, request, wait_until) as site:
-        yield site
 
 
 @pytest.fixture

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import pytest
 
 from benchmarks.clients.ckpt_job import CheckpointJob
-from tests.cluster.packing_site import Site, held_job, packing_cluster, training_site
-from tests.conftest import WaitUntil
+from tests.cluster.packing_site import Site, held_job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release, pytest.mark.timeout(300)]
 # Backfill looks each second here, and a busy machine is slow: without its least time limit the job would wait until the
@@ -29,18 +27,6 @@ _YIELDS_S = 1.0
 _TOLD_S = 3.0
 # No mini-batch takes as long.
 _PAUSED_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def running(release: str, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    with packing_cluster(release, running_cluster, "times") as devcluster:
-        yield devcluster
-
-
-@pytest.fixture
-def site(running: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
-    with training_site(running, request, wait_until) as site:
-        yield site
 
 
 @pytest.fixture

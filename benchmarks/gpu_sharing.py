@@ -8,6 +8,7 @@ docs/benchmarks.md explains the rows.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -43,9 +44,9 @@ from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.coordinator.look import look
 
 # Pace and limits are found in this time, which is not measured.
-SETTLE_S, MEASURE_S = 8.0, 9.0
-# Figure 12's spread is over so many parts of that time, and table 2's over so many arrivals.
-PARTS = 3
+SETTLE_S, MEASURE_S = 8.0, 6.0
+# So many times, each beside what is measured alone just before and after it.
+ROUNDS = 3
 QUICK_S = 1.5
 NOTES = [
     "EMULATION: no GPU. Kernels are operators of real processes on one core, memory is counted, and the host's is "
@@ -53,8 +54,7 @@ NOTES = [
     "Times of jobs count from the beginning of their first step, so imports are left out.",
 ]
 # The whole run; what has not been measured then is reported as a failure.
-_LIMIT_S = 290.0
-_CUDA_LIMIT_S = 540.0
+_LIMIT_S = 540.0
 _CLIENT_S = 120.0
 
 
@@ -85,8 +85,7 @@ def main() -> int:
         return harness.finish("gpu_sharing", args.out, rows, {}, context)
     rows = []
     failures: dict[str, str] = {}
-    limit_s = _LIMIT_S if args.cpu else _CUDA_LIMIT_S
-    end_by(limit_s)
+    end_by(_LIMIT_S)
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         node: Machine = EmulatedMachine(Path(folder)) if args.cpu else CudaMachine(Path(folder))
@@ -97,7 +96,7 @@ def main() -> int:
             try:
                 rows += experiments[name](node, Run(args.quick, args.out))
             except OutOfTime:
-                failures[name] = f"not done when the whole run had taken {limit_s:.0f} s: the machine is too busy"
+                failures[name] = f"not done when the whole run had taken {_LIMIT_S:.0f} s: the machine is too busy"
             except Exception as error:  # noqa: BLE001, whatever a GPU says: the others go on, and it is told at the end
                 failures[name] = f"{type(error).__name__}: {error}"
     return harness.finish("gpu_sharing", args.out, rows, failures, context)
@@ -107,32 +106,41 @@ def table_2(node: Machine, run: Run) -> list[Row]:
     """A small opportunistic job A runs; a guaranteed B, which needs nearly the whole GPU, comes after a part of it."""
     sizes = node.sizes
     small = {**sizes.small, "wait_ms": 0, "steps": 100 if run.quick else 300}
-    large = {**sizes.large, "wait_ms": 40, "steps": 4 if run.quick else 12}
-    arrivals = 1 if run.quick else PARTS
+    large = {**sizes.large, "wait_ms": 40, "steps": 4 if run.quick else 36}
+    arrivals = 1 if run.quick else ROUNDS
     rows = []
-    alone: dict[str, float] = {}
-    for name, request in (("A", small), ("B", large)):
-        taken = []
-        for _ in range(arrivals if name == "B" else 1):
-            with node.train(JobClass.GUARANTEED, request) as training:
-                taken.append(training.finish() or 0.0)
-        alone[name] = statistics.median(taken)
-    say(f"  table 2, alone: {alone}")
+    a_alone = _alone(node, small)
+    b_before = _alone(node, large)
     for mode in ("UMem", "hetstream") if run.quick else ("pack", "UMem", "hetstream"):
         shared = mode == "hetstream"
         host_mib = 0 if mode == "pack" else sizes.host_mib
-        seen = [_arrival(node, small, large, host_mib, shared) for _ in range(arrivals if shared else 1)]
-        say(f"  table 2, {mode}: {seen}")
+        ratios: dict[str, list[float]] = {"A": [], "B": []}
+        for _ in range(arrivals if shared else 1):
+            seen = _arrival(node, small, large, host_mib, shared)
+            # B alone before and after each arrival, as a machine changes its speed.
+            b_after = _alone(node, large) if seen["B"] else b_before
+            alone = {"A": a_alone, "B": (b_before + b_after) / 2}
+            b_before = b_after
+            say(f"  table 2, {mode}: {seen}, alone {alone}")
+            for name, took_s in seen.items():
+                ratios[name] += [took_s / alone[name]] if took_s else []
+            if not all(seen.values()):
+                break
         for name in ("A", "B"):
             case = f"table 2: {name}, {'guaranteed' if name == 'B' else 'opportunistic'}"
-            ratios = [times[name] / alone[name] for times in seen if times[name]]
-            if len(ratios) < len(seen):
+            if len(ratios[name]) < (arrivals if shared else 1):
                 rows.append(Row(case, f"{mode} / alone", None, "x time", note="out of memory"))
             else:
                 goal = sizes.guaranteed_at_most if name == "B" else sizes.opportunistic_at_most
                 goal = goal if shared and not (run.quick and sizes.opportunistic_at_most) else None
-                rows.append(row_of(case, f"{mode} / alone", ratios, "x time", at_most=goal))
+                rows.append(row_of(case, f"{mode} / alone", ratios[name], "x time", at_most=goal))
     return rows
+
+
+def _alone(node: Machine, request: Mapping[str, Any]) -> float:
+    """How long a job takes that has the GPU for itself."""
+    with node.train(JobClass.GUARANTEED, request) as training:
+        return training.finish() or 0.0
 
 
 def _arrival(
@@ -222,52 +230,64 @@ def figure_12(node: Machine, run: Run) -> list[Row]:
     settle_s, measure_s = (QUICK_S, QUICK_S) if run.quick else (SETTLE_S, MEASURE_S)
     beside = {**node.sizes.beside, "wait_ms": 0}
     with node.train(JobClass.GUARANTEED, beside) as training:
-        bare_per_s = _per_s(training, measure_s / 3)
+        bare_per_s = _per_s(training, measure_s / 2)
     with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, beside) as training:
-        solo_per_s = _per_s(training, measure_s / 3)
+        solo_per_s = _per_s(training, measure_s / 2)
     rows = [row_of("figure 12: alone", "opportunistic, hetstream / no agent", [solo_per_s / bare_per_s], "x speed")]
     for wait_ms in node.sizes.waits_ms[:1] if run.quick else node.sizes.waits_ms:
         with node.train(JobClass.GUARANTEED, {**node.sizes.guaranteed, "wait_ms": wait_ms}) as guaranteed:
-            # One process all the time: alone before and after, so that a machine that changes its speed shows.
-            alone = [_window(guaranteed, 1.0, measure_s / 3)]
+            # One process all the time: alone before and after each other one, as a machine changes its speed.
+            alone = [_window(guaranteed, 1.0, measure_s / 2)]
             with node.train(JobClass.GUARANTEED, beside) as other:
-                packed = _beside(guaranteed, other, 1.0, measure_s / 3)
+                packed = _beside(guaranteed, other, 1.0, measure_s / 2)
                 # The bound: the operating system has it run while the core is idle, and takes the core away at once.
                 os.sched_setscheduler(other.process.pid, os.SCHED_IDLE, os.sched_param(0))
-                idle = _beside(guaranteed, other, 0.5, measure_s / 3)
-            with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, beside) as other:
-                shared = _beside(guaranteed, other, settle_s, measure_s)
-                (row,) = look(str(node.socket)).gpus
-                given = next(process.reason for process in row.processes if process.job_class == "opportunistic")
-            alone.append(_window(guaranteed, 1.0, measure_s / 3))
-        before_ns, after_ns = map(_step_ns, alone)
-        alone_ns = (before_ns + after_ns) / 2
-        busy_ns = statistics.fmean(busy for window in alone for _, busy in window)
-        left = 1 - busy_ns / alone_ns
-        say(f"  the coordinator, waits {wait_ms} ms: {given}")
-        note = f"alone {1 - left:.0%} busy; {after_ns / before_ns - 1:+.1%} from before to after"
+                idle = _beside(guaranteed, other, 0.5, measure_s / 2)
+            alone.append(_window(guaranteed, 1.0, measure_s / 2))
+            shared = []
+            for _ in range(1 if run.quick else ROUNDS):
+                with node.coordinator(), node.train(JobClass.OPPORTUNISTIC, beside) as other:
+                    shared.append(_beside(guaranteed, other, settle_s, measure_s))
+                    (row,) = look(str(node.socket)).gpus
+                    given = next(process.reason for process in row.processes if process.job_class == "opportunistic")
+                say(f"  the coordinator, waits {wait_ms} ms: {given}")
+                alone.append(_window(guaranteed, 1.0, measure_s / 2))
+        both = list(itertools.pairwise(alone))
         case = f"figure 12: waits {wait_ms} ms"
-        modes = (("packed", packed, bare_per_s), ("SCHED_IDLE", idle, bare_per_s), ("hetstream", shared, solo_per_s))
-        for mode, measured, alone_per_s in modes:
+        modes = (
+            ("packed", both[:1], [packed], bare_per_s),
+            ("SCHED_IDLE", both[:1], [idle], bare_per_s),
+            ("hetstream", both[1:], shared, solo_per_s),
+        )
+        for mode, around, measured, alone_per_s in modes:
+            found = [_beside_alone(seen, *windows) for seen, windows in zip(measured, around, strict=True)]
+            slowdowns = [slowdown for slowdown, _, _ in found]
+            parts = [per_s / alone_per_s / left for _, per_s, left in found]
+            left = statistics.fmean(left for _, _, left in found)
+            drift = [_step_ns(after) / _step_ns(before) - 1 for before, after in around]
+            note = f"alone {1 - left:.0%} busy; {min(drift):+.1%} .. {max(drift):+.1%} from before to after"
+            say(f"  {case}, {mode}: {slowdowns} of alone, {parts} of what is left ({note})")
             goals = mode == "hetstream" and not run.quick  # in so short a time nothing has settled
-            slowdowns = [step_ns / alone_ns for step_ns, _ in measured]
-            parts = [per_s / alone_per_s / left for _, per_s in measured]
-            say(f"  {case}, {mode}: {slowdowns[0]:.3f} of alone, {parts[0]:.2f} of what is left ({note})")
+            most, least = (1.03, 0.85) if goals else (None, None)
             rows += [
-                replace(
-                    _row(case, f"guaranteed, {mode} / alone", slowdowns, "x step", at_most=1.03 if goals else None),
-                    note=note,
-                ),
-                _row(case, f"opportunistic, {mode} / what is left", parts, "x", at_least=0.85 if goals else None),
+                replace(row_of(case, f"guaranteed, {mode} / alone", slowdowns, "x step", at_most=most), note=note),
+                row_of(case, f"opportunistic, {mode} / what is left", parts, "x", at_least=least),
             ]
     return rows
 
 
-def _row(case: str, system: str, values: list[float], unit: str, **goal: float | None) -> Row:
-    """A row of what was seen in the whole time, which is compared with the goal, and in its parts."""
-    return replace(
-        row_of(case, system, values[:1], unit, **goal), spread=(min(values), max(values)), samples=tuple(values)
-    )
+def _beside_alone(
+    seen: tuple[list[tuple[int, int]], float], before: list[tuple[int, int]], after: list[tuple[int, int]]
+) -> tuple[float, float, float]:
+    """What was seen beside another job, against the guaranteed one alone just before and just after.
+
+    Returns:
+        Its step against alone, steps a second of the other job, and the part of the time that is left alone.
+    """
+    steps, per_s = seen
+    alone_ns = (_step_ns(before) + _step_ns(after)) / 2
+    busy_ns = statistics.fmean(busy for _, busy in (*before, *after))
+    return _step_ns(steps) / alone_ns, per_s, 1 - busy_ns / alone_ns
 
 
 def _per_s(training: Training, measure_s: float) -> float:
@@ -275,25 +295,15 @@ def _per_s(training: Training, measure_s: float) -> float:
     return len(_window(training, 1.0, measure_s)) / measure_s
 
 
-def _beside(guaranteed: Training, other: Training, settle_s: float, measure_s: float) -> list[tuple[float, float]]:
-    """How long a step of the guaranteed job takes, and how many steps a second the other one makes in that time.
-
-    Returns:
-        Both in the whole time, and then in its parts.
-    """
+def _beside(
+    guaranteed: Training, other: Training, settle_s: float, measure_s: float
+) -> tuple[list[tuple[int, int]], float]:
+    """The steps of the guaranteed job in some time, and how many steps a second the other one makes in it."""
     wait_for_steps(other, 1)
     seen = _window(guaranteed, settle_s, measure_s)
-    ends = [end_ns for end_ns, _ in other.steps()]
-    long = max(1, (len(seen) - 1) // PARTS)
-    measured = []
-    for steps in (
-        seen,
-        *(seen[part * long : (part + 1) * long + 1] for part in range(PARTS if len(seen) > PARTS else 0)),
-    ):
-        began_ns, ended_ns = steps[0][0], steps[-1][0]
-        made = sum(began_ns < end_ns <= ended_ns for end_ns in ends)
-        measured.append((_step_ns(steps), made / ((ended_ns - began_ns) / 1e9)))
-    return measured
+    began_ns, ended_ns = seen[0][0], seen[-1][0]
+    made = sum(began_ns < end_ns <= ended_ns for end_ns, _ in other.steps())
+    return seen, made / ((ended_ns - began_ns) / 1e9)
 
 
 def probe(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001

@@ -26,11 +26,32 @@ from hetstream.hetjob.gpu.orders import JobClass
 
 MIB = 2**20
 CLIENTS = ROOT / "benchmarks/clients"
+_CLIENT_S = 120.0
+NO_ENVIRONMENT: Mapping[str, str] = {}
 _end_s = math.inf
 
 
 class OutOfTime(Exception):
-    """The run has taken as long as it may."""
+    """The run, or one of its experiments, has taken as long as it may."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to measure.
+
+    Attributes:
+        quick: shortly, to see that it runs.
+        out: folder for what an experiment records.
+        seconds: that the experiment is to take; infinite: as long as it does.
+    """
+
+    quick: bool
+    out: Path
+    seconds: float = math.inf
+
+    def scale(self, planned_s: float, most: float) -> float:
+        """How much longer or shorter than planned everything is to be, at most so much."""
+        return min(most, self.seconds / planned_s) if math.isfinite(self.seconds) else 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,7 @@ class Sizes:
         guaranteed_at_most: of its time alone, that the guaranteed job's may come to in table 2.
         opportunistic_at_most: the same of the other one; None: there is no goal.
         shrink_ms, grow_ms: goals of what it takes to give memory back and to take it again; None: there are none.
+        shrink_p99_ms: the same of the 99th percentile.
     """
 
     capacity_bytes: int
@@ -61,6 +83,7 @@ class Sizes:
     opportunistic_at_most: float | None = None
     shrink_ms: float | None = None
     grow_ms: float | None = None
+    shrink_p99_ms: float | None = None
 
 
 # Of the GPU's memory the one needs about 90 %, most of it activations, and the other 13 %: both do not fit. What the
@@ -92,6 +115,7 @@ ON_CUDA = Sizes(
     opportunistic_at_most=1.03,
     shrink_ms=17.0,
     grow_ms=60.0,
+    shrink_p99_ms=40.0,
 )
 
 
@@ -105,8 +129,15 @@ class Training:
 
     def steps(self) -> list[tuple[int, int]]:
         """When each step ended, and how long it computed."""
-        whole_lines = self.out.read_text().split("\n")[:-1]
-        return [(int(ended_ns), int(busy_ns)) for ended_ns, busy_ns in map(str.split, whole_lines)]
+        steps = (line.split() for line in self._lines() if line[:1].isdigit())
+        return [(int(ended_ns), int(busy_ns)) for ended_ns, busy_ns in steps]
+
+    def said(self, word: str) -> str | None:
+        """What stands behind a word at the beginning of a line; None: there is no such line."""
+        return next((line[len(word) :].strip() for line in self._lines() if line.startswith(word)), None)
+
+    def _lines(self) -> list[str]:
+        return self.out.read_text().split("\n")[:-1]
 
     def last_words(self) -> str:
         """The end of what it said."""
@@ -124,6 +155,8 @@ class Machine(Protocol):
 
     sizes: Sizes
     socket: Path
+    folder: Path
+    is_real: bool
 
     @property
     def gpu(self) -> str:
@@ -136,56 +169,72 @@ class Machine(Protocol):
         """What a process holds."""
 
     @contextlib.contextmanager
-    def coordinator(self) -> Iterator[None]:
+    def coordinator(self) -> Iterator[subprocess.Popen[bytes]]:
         """A coordinator, as long as the context."""
 
     @contextlib.contextmanager
-    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
-        """A training program, as long as the context."""
+    def train(
+        self, job_class: JobClass | None, request: Mapping[str, Any], host_mib: int | None = None,
+        extra: Mapping[str, str] = NO_ENVIRONMENT,
+    ) -> Iterator[Training]:  # fmt: skip
+        """A training program, as long as the context.
+
+        Args:
+            job_class: of the program; None: it has no agent, as far as that can be.
+            request: of `clients/gpu_training.py`.
+            host_mib: memory of the host that may stand in; None: as much as the machine's sizes say.
+            extra: variables of its environment.
+        """
 
 
 class _Programs:
     """Starts programs that share a GPU."""
 
     def __init__(self, folder: Path, sizes: Sizes) -> None:
-        self._folder, self.sizes = folder, sizes
+        self.folder, self.sizes = folder, sizes
         self.socket = folder / "gpu.sock"
         self._count = 0
 
     @contextlib.contextmanager
-    def _coordinated(self, gpu: str) -> Iterator[None]:
+    def _coordinated(self, gpu: str) -> Iterator[subprocess.Popen[bytes]]:
         argv = [sys.executable, "-m", "hetstream", "gpu", "coordinator", "--own-jobs"]
         argv += ["--gpu", gpu, "--socket", str(self.socket)]
         with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             process.stderr.readline()
             try:
-                yield
+                yield process
             finally:
                 process.terminate()
 
     @contextlib.contextmanager
-    def _train(self, gpu: str, job_class: JobClass, request: Mapping[str, Any], host_mib: int) -> Iterator[Training]:
+    def _train(self, settings: Mapping[str, str], request: Mapping[str, Any]) -> Iterator[Training]:
         self._count += 1
-        out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
-        settings = {
-            "HETSTREAM_GPU": gpu,
-            "HETSTREAM_JOB_CLASS": job_class.value,
-            "HETSTREAM_GPU_SOCKET": str(self.socket),
-            "HETSTREAM_GPU_HOST_BYTES": str(host_mib * MIB),
-        }
+        out, err = self.folder / f"{self._count}.out", self.folder / f"{self._count}.err"
         argv = [sys.executable, str(CLIENTS / "gpu_training.py"), json.dumps(dict(request))]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **environment(settings)})
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **settings})
         try:
             yield Training(process, out, err)
         finally:
             process.kill()
             process.wait()
 
+    def _shared(self, gpu: str, job_class: JobClass, host_mib: int, socket: Path) -> dict[str, str]:
+        return environment(
+            {
+                "HETSTREAM_GPU": gpu,
+                "HETSTREAM_JOB_CLASS": job_class.value,
+                "HETSTREAM_GPU_SOCKET": str(socket),
+                "HETSTREAM_GPU_HOST_BYTES": str(host_mib * MIB),
+            }
+        )
+
 
 class EmulatedMachine(_Programs):
     """One emulated GPU on the last core; all else runs on the others."""
+
+    is_real = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, ON_CPU)
@@ -212,15 +261,22 @@ class EmulatedMachine(_Programs):
             return seen.held_by(pid)
 
     @contextlib.contextmanager
-    def coordinator(self) -> Iterator[None]:
+    def coordinator(self) -> Iterator[subprocess.Popen[bytes]]:
         """As `Machine.coordinator`."""
-        with self._coordinated(self.gpu):
-            yield
+        with self._coordinated(self.gpu) as process:
+            yield process
 
     @contextlib.contextmanager
-    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
+    def train(
+        self, job_class: JobClass | None, request: Mapping[str, Any], host_mib: int | None = None,
+        extra: Mapping[str, str] = NO_ENVIRONMENT,
+    ) -> Iterator[Training]:  # fmt: skip
         """As `Machine.train`."""
-        with self._train(self.gpu, job_class, request, self.sizes.host_mib if host_mib is None else host_mib) as made:
+        host_mib = self.sizes.host_mib if host_mib is None else host_mib
+        # Kernels of the emulation are the agent's: without one is as alone, with a coordinator that nobody ever finds.
+        socket = self.folder / "nobody.sock" if job_class is None else self.socket
+        settings = self._shared(self.gpu, job_class or JobClass.GUARANTEED, host_mib, socket)
+        with self._train({**settings, **extra}, request) as made:
             yield made
 
 
@@ -231,6 +287,7 @@ class CudaMachine(_Programs):
     """
 
     gpu = "GPU-of-this-benchmark"
+    is_real = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, ON_CUDA)
@@ -262,15 +319,23 @@ class CudaMachine(_Programs):
         return int(total_bytes - free_bytes)
 
     @contextlib.contextmanager
-    def coordinator(self) -> Iterator[None]:
+    def coordinator(self) -> Iterator[subprocess.Popen[bytes]]:
         """As `Machine.coordinator`."""
-        with self._coordinated(f"{self.gpu}={self._capacity_bytes}"):
-            yield
+        with self._coordinated(f"{self.gpu}={self._capacity_bytes}") as process:
+            yield process
 
     @contextlib.contextmanager
-    def train(self, job_class: JobClass, request: Mapping[str, Any], host_mib: int | None = None) -> Iterator[Training]:
+    def train(
+        self, job_class: JobClass | None, request: Mapping[str, Any], host_mib: int | None = None,
+        extra: Mapping[str, str] = NO_ENVIRONMENT,
+    ) -> Iterator[Training]:  # fmt: skip
         """As `Machine.train`."""
-        with self._train(self.gpu, job_class, request, self.sizes.host_mib if host_mib is None else host_mib) as made:
+        host_mib = self.sizes.host_mib if host_mib is None else host_mib
+        if job_class is None:
+            settings, request = {}, {"host_bytes": host_mib * MIB, **request}
+        else:
+            settings = self._shared(self.gpu, job_class, host_mib, self.socket)
+        with self._train({**settings, **extra}, request) as made:
             yield made
 
 
@@ -281,6 +346,27 @@ def why_no_gpu() -> str:
     except ImportError as error:
         return f"there is no torch: {error}"
     return "" if torch.cuda.is_available() else "no CUDA device; --cpu runs on an emulated one"
+
+
+def client(name: str, request: Mapping[str, Any], extra: Mapping[str, str] = NO_ENVIRONMENT) -> str:
+    """Run another program of `clients` to its end. What it printed.
+
+    Raises:
+        HetstreamError: it failed.
+        OutOfTime: the run has taken as long as it may.
+    """
+    argv = [sys.executable, str(CLIENTS / name), json.dumps(dict(request))]
+    environ, left_s = {**os.environ, **extra}, max(1.0, left())
+    limit_s = min(_CLIENT_S, left_s)
+    try:
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        if left_s < _CLIENT_S:
+            raise OutOfTime from error
+        raise HetstreamError(f"{name} had not ended after {limit_s:.0f} s") from error
+    if done.returncode:
+        raise HetstreamError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
 
 
 def wait_for_steps(training: Training, steps: int) -> None:
@@ -306,3 +392,8 @@ def end_by(limit_s: float) -> None:
     """Let the whole run take no longer than this from now on."""
     global _end_s
     _end_s = time.monotonic() + limit_s
+
+
+def left() -> float:
+    """Seconds that are left of that."""
+    return _end_s - time.monotonic()

@@ -10,34 +10,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, machine
+from benchmarks import gpu_antman, gpu_interference, gpu_release, harness, machine
+from benchmarks.gpu_laws import allotted_s
 from benchmarks.gpu_machines import (
-    CLIENTS,
     CudaMachine,
     EmulatedMachine,
     Machine,
     OutOfTime,
+    Run,
     Training,
+    client,
     end_by,
     until,
     wait_for_steps,
     why_no_gpu,
 )
+from benchmarks.gpu_release import release
 from benchmarks.harness import Row, System, row_of, say
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu.devices.allocator_trace import read_trace, replay
-from hetstream.hetjob.gpu.devices.emulated_file import PREFIX
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass, Statistics
 from hetstream.hetjob.gpu.pages import VERSION
@@ -55,20 +57,16 @@ NOTES = [
 ]
 # The whole run; what has not been measured then is reported as a failure.
 _LIMIT_S = 540.0
-_CLIENT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """How to measure.
-
-    Attributes:
-        quick: shortly, to see that it runs.
-        out: folder for what an experiment records.
-    """
-
-    quick: bool
-    out: Path
+# What the experiments that are run on a real GPU take there, as estimated: each has its part of the time.
+_PLANNED_S = {
+    "probe": 30.0,
+    "real jobs": gpu_antman.PLANNED_S,
+    "release": gpu_release.PLANNED_S,
+    "interference": gpu_interference.PLANNED_S,
+    "coordinator killed": gpu_interference.PLANNED_KILL_S,
+    "allocator": 15.0,
+}
+_USUAL_PLAN_S = 60.0
 
 
 def main() -> int:
@@ -76,30 +74,55 @@ def main() -> int:
     own = harness.parser("Several jobs on one GPU.", repeats=1)
     own.add_argument("--cpu", action="store_true", help="on an emulated GPU")
     args = own.parse_args()
-    experiments = {**EXPERIMENTS, **({} if args.cpu else ON_CUDA_ALONE)}
-    names = [system.name for system in harness.chosen([System(name) for name in experiments], args.systems)]
+    names = chosen_names(args.systems, on_cpu=args.cpu)
     context = {"machine": machine.describe(), "versions": machine.versions("torch"), "notes": NOTES if args.cpu else []}
     missing = "" if args.cpu else why_no_gpu()
     if missing:
         rows = [Row(name, "hetstream", None, "x", note=missing) for name in names]
         return harness.finish("gpu_sharing", args.out, rows, {}, context)
-    rows = []
-    failures: dict[str, str] = {}
-    end_by(_LIMIT_S)
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         node: Machine = EmulatedMachine(Path(folder)) if args.cpu else CudaMachine(Path(folder))
         if isinstance(node, EmulatedMachine):
             context["machine"]["pinned_cores"] = {"gpu": [node.core]}
-        for name in names:
-            say(f"{name}: {(experiments[name].__doc__ or '').strip()}")
-            try:
-                rows += experiments[name](node, Run(args.quick, args.out))
-            except OutOfTime:
-                failures[name] = f"not done when the whole run had taken {_LIMIT_S:.0f} s: the machine is too busy"
-            except Exception as error:  # noqa: BLE001, whatever a GPU says: the others go on, and it is told at the end
-                failures[name] = f"{type(error).__name__}: {error}"
+        rows, failures = run_all(node, names, Run(args.quick, args.out), _LIMIT_S)
     return harness.finish("gpu_sharing", args.out, rows, failures, context)
+
+
+def chosen_names(words: str, *, on_cpu: bool) -> list[str]:
+    """The experiments: those of the kind of GPU, or of all of them those that are named."""
+    usual = [*EXPERIMENTS] if on_cpu else [*_PLANNED_S]
+    known = [name for name in (*usual, *EXPERIMENTS, *ON_CUDA) if not on_cpu or name not in ON_CUDA_ALONE]
+    systems = [System(name) for name in (dict.fromkeys(known) if words else usual)]
+    return [system.name for system in harness.chosen(systems, words)]
+
+
+def run_all(node: Machine, names: Sequence[str], run: Run, limit_s: float) -> tuple[list[Row], dict[str, str]]:
+    """Run experiments one after the other, all together no longer than this.
+
+    On a real GPU each has its part of the time, and is shorter where that is short.
+
+    Returns:
+        The rows of all, also of those that failed later, and why these failed.
+    """
+    rows: list[Row] = []
+    failures: dict[str, str] = {}
+    end_s = time.monotonic() + limit_s
+    for number, name in enumerate(names):
+        left_s = end_s - time.monotonic()
+        planned = {later: _PLANNED_S.get(later, _USUAL_PLAN_S) for later in names[number:]}
+        target_s, most_s = allotted_s(planned, left_s) if node.is_real else (math.inf, left_s)
+        end_by(most_s)
+        say(f"{name}: {(ALL[name].__doc__ or '').strip()}")
+        try:
+            for row in ALL[name](node, replace(run, seconds=target_s)):
+                rows.append(row)  # what was measured before a failure is kept
+        except OutOfTime:
+            failures[name] = f"not done after {most_s:.0f} s, of {limit_s:.0f} s for all: the machine is too busy"
+        except Exception as error:  # noqa: BLE001, whatever a GPU says: the others go on, and it is told at the end
+            failures[name] = f"{type(error).__name__}: {error}"
+        say(f"  {name} took {left_s - (end_s - time.monotonic()):.0f} s")
+    return rows, failures
 
 
 def table_2(node: Machine, run: Run) -> list[Row]:
@@ -206,25 +229,6 @@ def figure_11(node: Machine, run: Run) -> list[Row]:
     ]
 
 
-def release(node: Machine, run: Run) -> list[Row]:
-    """How long one process needs to give memory back at a boundary, and by how much the next mini-batch is longer."""
-    sizes = node.sizes
-    request = {**sizes.large, "gpu": node.gpu.removeprefix(PREFIX) if node.gpu.startswith(PREFIX) else ""}
-    found = json.loads(_client("gpu_release.py", {**request, "repeats": 2 if run.quick else 10}))
-    case = "figure 11: at a boundary"
-    note = f"a mini-batch takes {statistics.median(found['step_ms']):.0f} ms"
-    rows = []
-    for name, goal_ms in (("shrink", sizes.shrink_ms), ("grow", sizes.grow_ms)):
-        values = found[f"{name}_ms"]
-        if not values:
-            rows.append(Row(case, name, None, "ms", note="nothing was given back"))
-            continue
-        median = statistics.median(values)
-        target, met = (f"<= {goal_ms:g}", median <= goal_ms) if goal_ms is not None and not run.quick else (None, None)
-        rows.append(Row(case, name, median, "ms", (min(values), max(values)), target, met, note, samples=tuple(values)))
-    return rows
-
-
 def figure_12(node: Machine, run: Run) -> list[Row]:
     """A guaranteed job that waits for data, and an opportunistic one beside it, packed and coordinated."""
     settle_s, measure_s = (QUICK_S, QUICK_S) if run.quick else (SETTLE_S, MEASURE_S)
@@ -308,7 +312,7 @@ def _beside(
 
 def probe(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
     """What the GPU, its driver and PyTorch can do of what sharing needs."""
-    facts = json.loads(_client("gpu_probe.py", {}))
+    facts = json.loads(client("gpu_probe.py", {}))
     return [
         Row("probe", name, None, "", note=fact) if isinstance(fact, str) else Row("probe", name, fact[0], fact[1])
         for name, fact in facts.items()
@@ -318,7 +322,7 @@ def probe(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
 def allocator(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
     """What PyTorch's allocator does in some steps of training, recorded as JSON, and the model beside it."""
     path = run.out / "allocator_recorded.json"
-    _client("gpu_allocator.py", {"path": str(path), "steps": 3 if run.quick else 10})
+    client("gpu_allocator.py", {"path": str(path), "steps": 3 if run.quick else 10})
     found = replay(read_trace(path.read_bytes()))
     say(f"  {path}: put it into tests/hetjob/gpu/fixtures, as allocator_NAME.json, and make test replays it")
     alike = found.num_alike / found.num_requests
@@ -330,7 +334,7 @@ def allocator(node: Machine, run: Run) -> list[Row]:  # noqa: ARG001
     ]
 
 
-Experiment = Callable[[Machine, Run], list[Row]]
+Experiment = Callable[[Machine, Run], Iterable[Row]]
 EXPERIMENTS: Mapping[str, Experiment] = {
     "table 2": table_2,
     "figure 10": figure_10,
@@ -339,14 +343,14 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "figure 12": figure_12,
 }
 ON_CUDA_ALONE: Mapping[str, Experiment] = {"probe": probe, "allocator": allocator}
-
-
-def _client(name: str, request: Mapping[str, Any]) -> str:
-    argv = [sys.executable, str(CLIENTS / name), json.dumps(dict(request))]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_CLIENT_S, check=False)
-    if done.returncode:
-        raise HetstreamError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+# On an emulated GPU if they are named, to see that they run.
+ON_CUDA: Mapping[str, Experiment] = {
+    **ON_CUDA_ALONE,
+    "real jobs": gpu_antman.real_jobs,
+    "interference": gpu_interference.interference,
+    "coordinator killed": gpu_interference.coordinator_killed,
+}
+ALL: Mapping[str, Experiment] = {**EXPERIMENTS, **ON_CUDA}
 
 
 def _window(training: Training, settle_s: float, measure_s: float) -> list[tuple[int, int]]:

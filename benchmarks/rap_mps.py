@@ -1,4 +1,4 @@
-"""Preprocessing in a process of its own beside training, under NVIDIA's MPS: a system of `rap.py`.
+"""NVIDIA's MPS, and preprocessing in a process of its own beside training under it: a system of `rap.py`.
 
 The trainer and the preprocessing are two processes that begin when MPS does. As in RAP's program, a batch is begun by
 a message and its results stay where they are: handing them over is left out, in favour of this system.
@@ -6,12 +6,14 @@ a message and its results stay where they are: handing them over is left out, in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,26 +45,37 @@ def mps_step_s(bench: Bench) -> float:
     """
     tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
     request = {"plan": bench.size.name, "rows": bench.rows, "steps": bench.num_steps, "tf32": tf32}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        environment = _environment(folder)
-        if why := _start(environment):
-            raise RuntimeError(f"MPS: {why}")
-        try:
-            argv = [sys.executable, str(ROOT / "benchmarks/clients/rap_mps.py"), json.dumps(request)]
-            done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-        finally:
-            _stop(environment)
+    with mps_service() as environment:
+        argv = [sys.executable, str(ROOT / "benchmarks/clients/rap_mps.py"), json.dumps(request)]
+        environ = {**os.environ, **environment}
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"MPS: the trainer ended with {done.returncode}: {done.stderr[-2000:]}")
     return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
 
 
+@contextlib.contextmanager
+def mps_service() -> Iterator[dict[str, str]]:
+    """A service of our own, as long as the context, which no other program meets. Variables of whoever is to use it.
+
+    Raises:
+        RuntimeError: MPS cannot be started.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environment = _environment(folder)
+        if why := _start(environment):
+            raise RuntimeError(f"MPS: {why}")
+        try:
+            yield environment
+        finally:
+            _stop(environment)
+
+
 def _environment(folder: str) -> dict[str, str]:
-    """A service of our own, which no other program meets."""
     places = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
     for name in places.values():
         Path(folder, name).mkdir(exist_ok=True)
-    return {**os.environ, **{variable: str(Path(folder, name)) for variable, name in places.items()}}
+    return {variable: str(Path(folder, name)) for variable, name in places.items()}
 
 
 def _start(environment: dict[str, str]) -> str:
@@ -79,7 +92,14 @@ def _answer(argv: list[str], environment: dict[str, str], text: str = "") -> str
     with tempfile.TemporaryFile("w+") as said:
         try:
             done = subprocess.run(
-                argv, env=environment, input=text, stdout=said, stderr=said, text=True, timeout=30, check=False
+                argv,
+                env={**os.environ, **environment},
+                input=text,
+                stdout=said,
+                stderr=said,
+                text=True,
+                timeout=30,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_laws import extrapolated_s, largest_difference, least_s
-from benchmarks.gpu_machines import Machine, OutOfTime, Run, Training, until, wait_for_steps
+from benchmarks.gpu_machines import Machine, OutOfTime, Run, Training, until, wait_for_steps, wait_until_ready
 from benchmarks.harness import Row, row_of, say
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu.orders import JobClass
@@ -116,7 +116,7 @@ def real_jobs(node: Machine, run: Run) -> Iterator[Row]:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a GPU says of one mode, the others go on
             seen[mode] = {name: Done(0, None, note=f"{type(error).__name__}: {error}") for name in "AB"}
-        say(f"  {mode}: {seen[mode]}"[:400])
+        say(f"  {mode}: " + ", ".join(f"{name} {done.took_s} s {done.note}" for name, done in seen[mode].items()))
         against = seen.get("Preempt", {}).get("B")
         yield from _rows(mode, seen[mode], alone, against, is_judged=not run.quick and node.is_real)
 
@@ -128,7 +128,7 @@ def _alone(node: Machine, jobs: Jobs, a_s: float, b_s: float) -> Alone:
         node.train(None, {**jobs.small, "seconds": a_s, "go": go.a}, 0) as first,
         node.train(None, {**jobs.large, "seconds": b_s, "go": go.b}, 0) as second,
     ):
-        _wait_until_ready(first, second)
+        wait_until_ready(first, second)
         go.let("a")
         a = _done(first)
         go.let("b")
@@ -138,9 +138,13 @@ def _alone(node: Machine, jobs: Jobs, a_s: float, b_s: float) -> Alone:
             raise HetstreamError(f"{name} failed alone: {done.note}")
     busy_s = sum(busy_ns for _, busy_ns in second.steps()[_WARM:]) / 1e9
     size = int(second.said("size") or 0)
-    peaks = [f"{int(job.said('peak') or 0) / 1e9:.1f} GB" for job in (first, second)]
-    note = f"A {a.steps} steps, {a.took_s:.1f} s, {peaks[0]}; B {b.steps} steps of {size or 'given'} samples, "
-    note += f"{b.took_s:.1f} s, {peaks[1]}"
+    parts = []
+    for name, done, job in (("A", a, first), ("B", b, second)):
+        peak = job.said("peak")
+        parts.append(
+            f"{name} {done.steps} steps, {done.took_s:.1f} s" + (f", {int(peak) / 1e9:.1f} GB" if peak else "")
+        )
+    note = "; ".join(parts) + (f", {size} samples in a batch" if size else "")
     return Alone(a, b, size, max(0.01, 1 - busy_s / (b.took_s or 1)), note)
 
 
@@ -157,7 +161,9 @@ def _beside(node: Machine, jobs: Jobs, alone: Alone, mode: str, most_s: float) -
     go = _Go(node.folder, mode)
     small = {**jobs.small, "steps": alone.a.steps, "go": go.a}
     large = {name: value for name, value in jobs.large.items() if name != "fill_bytes"}
-    large |= {"steps": alone.b.steps, "go": go.b, **({"size": alone.size} if alone.size else {})}
+    large |= {"steps": alone.b.steps, **({"size": alone.size} if alone.size else {})}
+    # On an emulated GPU whatever B computes, also its model, tells the coordinator that it is there.
+    large["go" if node.is_real else "to_gpu"] = go.b
     host_mib = jobs.host_mib if mode in ("UMem", "hetstream") else 0
     is_shared = mode == "hetstream"
     with contextlib.ExitStack() as stack:
@@ -165,7 +171,7 @@ def _beside(node: Machine, jobs: Jobs, alone: Alone, mode: str, most_s: float) -
             stack.enter_context(node.coordinator())
         first = stack.enter_context(node.train(JobClass.OPPORTUNISTIC if is_shared else None, small, host_mib))
         second = stack.enter_context(node.train(JobClass.GUARANTEED if is_shared else None, large, host_mib))
-        _wait_until_ready(first, second)
+        wait_until_ready(first, *([second] if node.is_real else []))
         go.let("a")
         wait_for_steps(first, max(_WARM + 1, int(alone.a.steps * _ARRIVAL)))
         if mode == "Preempt":
@@ -255,13 +261,6 @@ class _Go:
     def let(self, name: str) -> None:
         """Let one of them go on."""
         Path(getattr(self, name)).touch()
-
-
-def _wait_until_ready(*jobs: Training) -> None:
-    for job in jobs:
-        until(lambda job=job: job.said("ready") is not None or job.process.poll() is not None)
-        if job.said("ready") is None:
-            raise HetstreamError(f"a training program ended early: {job.last_words()}")
 
 
 def _done(job: Training, most_s: float | None = None) -> Done:

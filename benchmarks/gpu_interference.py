@@ -25,7 +25,7 @@ from benchmarks.gpu_laws import (
     quantile,
     tgs_rate,
 )
-from benchmarks.gpu_machines import Machine, OutOfTime, Run, Training, until, wait_for_steps
+from benchmarks.gpu_machines import Machine, OutOfTime, Run, Training, until, wait_for_steps, wait_until_ready
 from benchmarks.harness import Row, row_of, say
 from benchmarks.rap_mps import mps_service
 from hetstream.hetjob.gpu.orders import JobClass
@@ -162,6 +162,7 @@ def _without_mps(node: Machine, run: Run, shapes: list[Shape], scale: float) -> 
         _told(node, "other", None, theirs, {}) as (other, pacing),
         node.train(JobClass.OPPORTUNISTIC, theirs, 1024) as opportunistic,
     ):
+        wait_until_ready(guaranteed, other)  # before there is a coordinator that they could tell of themselves
         with node.coordinator():
             wait_for_steps(opportunistic, 3)
         _warm(guaranteed, control)

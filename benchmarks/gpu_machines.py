@@ -376,6 +376,14 @@ def wait_for_steps(training: Training, steps: int) -> None:
         raise HetstreamError(f"a training program ended early: {training.last_words()}")
 
 
+def wait_until_ready(*jobs: Training) -> None:
+    """Wait until programs have all but begun their first step."""
+    for job in jobs:
+        until(lambda job=job: job.said("ready") is not None or job.process.poll() is not None)
+        if job.said("ready") is None:
+            raise HetstreamError(f"a training program ended early: {job.last_words()}")
+
+
 def until(condition: Callable[[], object]) -> None:
     """Wait for something.
 

@@ -51,9 +51,15 @@ def _mlp(request: Mapping[str, Any], device: str) -> Job:
     )
 
 
+def _on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """A model that is made where it will be: to draw a billion numbers on the host takes longer than a run."""
+    with torch.device(device):
+        return make()
+
+
 def _images(make: Callable[[], nn.Module]) -> Callable[[Mapping[str, Any], str], Job]:
     def job(request: Mapping[str, Any], device: str) -> Job:
-        model, side = make().to(device), request.get("side", 224)
+        model, side = _on(device, make), request.get("side", 224)
 
         def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
             images = torch.randn(size, 3, side, side, device=device)
@@ -122,7 +128,7 @@ def transformer(width: int, layers: int) -> nn.Module:
 
 def _transformer(request: Mapping[str, Any], device: str) -> Job:
     width, tokens = request["width"], request.get("tokens", 512)
-    model = transformer(width, request["layers"]).to(device)
+    model = _on(device, lambda: transformer(width, request["layers"]))
     return Job(
         model,
         lambda size: torch.randn(size, tokens, width, device=device),
@@ -165,7 +171,7 @@ def graph_of(nodes: int, degree: int, device: str) -> torch.Tensor:
 
 def _gcn(request: Mapping[str, Any], device: str) -> Job:
     width, classes = request["width"], request.get("classes", 64)
-    model = _GraphNetwork(width, classes).to(device)
+    model = _on(device, lambda: _GraphNetwork(width, classes))
 
     def batch_of(nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         features = torch.randn(nodes, width, device=device)

@@ -259,6 +259,25 @@ def test_gpu_sharing_on_an_emulated_gpu(tmp_path: Path) -> None:
     assert "grow" in rows
 
 
+@pytest.mark.slow
+def test_what_a_real_gpu_is_asked_runs_on_an_emulated_one(tmp_path: Path) -> None:
+    run("gpu_sharing", tmp_path, "interference,killed,real jobs", "--cpu")
+    rows = json.loads((tmp_path / "gpu_sharing.json").read_text())["rows"]
+    missing = {row["system"]: row["note"] for row in rows if row["value"] is None}
+    assert {*missing} <= {
+        "MPS",
+        "Pack / alone",
+        "suspend A / alone",
+        *(name for name in missing if "suspend A:" in name),
+    }
+    systems = {row["system"].partition(":")[0] for row in rows if row["case"].startswith("interference")}
+    assert systems == {"packed", "AntMan", "TGS-like", "hetstream", "MPS"}
+    goals = {row["system"]: row["met"] for row in rows if row["target"]}
+    assert goals["Pack runs out of memory"]
+    assert goals["hetstream: largest difference from alone"], "in what a job computes sharing changes nothing"
+    assert goals["opportunistic, from 1 s on"], "without a coordinator it pauses"
+
+
 def test_gpu_sharing_says_why_it_measures_nothing_on_a_real_gpu(tmp_path: Path) -> None:
     if why_no_gpu() == "":
         pytest.skip("there is a GPU")
@@ -295,7 +314,7 @@ def test_the_probe_of_a_gpu_says_of_each_fact_why_it_is_not_known() -> None:
         pytest.skip("there is a GPU")
     argv = [sys.executable, str(CLIENTS / "gpu_probe.py"), "{}"]
     facts = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout)
-    assert len(facts) == 7
+    assert len(facts) == 15
     assert all(isinstance(fact, str) and fact for fact in facts.values()), facts
 
 

@@ -31,7 +31,7 @@ from benchmarks.rap_mps import mps_service
 from hetstream.hetjob.gpu.orders import JobClass
 
 PLANNED_S = 250.0
-PLANNED_KILL_S = 35.0
+PLANNED_KILL_S = 45.0
 DUTIES = (0.5, 0.3, 0.7)
 BURSTS = 16
 # Seconds of finding a pace, which are not measured, and of measuring, by system; they shrink and grow with the budget.
@@ -133,7 +133,7 @@ def _requests(node: Machine) -> tuple[dict[str, Any], dict[str, Any]]:
         return {**burst, "bursts": BURSTS, "wait_ms": 0}, {**sizes.beside, "wait_ms": 0}
     burst = {**sizes.guaranteed, "rows": 1024, "layers": 4}
     return {**burst, "bursts": BURSTS, "wait_ms": 0}, {
-        "model": "resnet50", "size": 32, "device": "cuda", "wait_ms": 0,
+        "model": "resnet50", "size": 64, "device": "cuda", "wait_ms": 0,
     }  # fmt: skip
 
 

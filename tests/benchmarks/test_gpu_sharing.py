@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_antman, gpu_release, gpu_sharing
-from benchmarks.clients.gpu_models import graph_of, job_of, resnet50, transformer, vgg16
+from benchmarks.clients import gpu_training
+from benchmarks.clients.gpu_models import Job, job_of, resnet50, transformer, vgg16
 from benchmarks.clients.gpu_peers import AntMan, Control, Tgs
 from benchmarks.gpu_antman import Alone, Done
 from benchmarks.gpu_interference import BURSTS, Seen, Shape
@@ -30,8 +32,9 @@ from benchmarks.gpu_laws import (
     size_that_fills,
     tgs_rate,
 )
-from benchmarks.gpu_machines import ON_CUDA, CudaMachine, EmulatedMachine, Machine, OutOfTime, Run, why_no_gpu
+from benchmarks.gpu_machines import CLIENTS, ON_CUDA, CudaMachine, Machine, OutOfTime, Run, Training, why_no_gpu
 from benchmarks.harness import Row
+from benchmarks.rap_mps import mps_service
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,7 +206,7 @@ def test_the_gradient_over_a_graph_is_that_of_a_dense_matrix() -> None:
     torch.nn.functional.cross_entropy(dense @ second(hidden), classes).backward()  # type: ignore[operator]
     for one, tensor in zip(found, job.model.parameters(), strict=True):
         torch.testing.assert_close(one, tensor.grad)
-    assert torch.equal(graph_of(9, 4, "cpu").to_dense(), graph_of(9, 4, "cpu").to_dense()) is False, "drawn anew"
+    assert torch.equal(dense, dense.T)
 
 
 ALONE = Alone(Done(100, 9.8, (1.0, 0.5)), Done(50, 4.8, (3.0, 2.0)), 0, 0.25, "both")
@@ -323,4 +326,65 @@ def test_what_one_gpu_alone_can_do_is_not_asked_of_an_emulated_one() -> None:
     with pytest.raises(SystemExit, match="no such system"):
         gpu_sharing.chosen_names("probe", on_cpu=True)
     assert "figure 12" in gpu_sharing.chosen_names("figure", on_cpu=False)
-    assert issubclass(EmulatedMachine, object)
+
+
+def test_a_program_waits_for_its_files_and_says_what_it_did(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    request = {"width": 8, "rows": 4, "layers": 1, "wait_ms": 0, "steps": 3, "to_gpu": str(go), "go": str(go)}
+    argv = [sys.executable, str(CLIENTS / "gpu_training.py"), json.dumps(request)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        go.touch()
+        lines = process.stdout.read().splitlines()
+    assert process.returncode == 0
+    (tmp_path / "out").write_text("\n".join(lines) + "\n")
+    training = Training(process, tmp_path / "out", tmp_path / "none")  # type: ignore[arg-type]
+    assert training.said("ready") == ""
+    assert training.said("size") is None
+    assert len(training.steps()) == 3
+    assert len(json.loads(training.said("losses") or "")) == 3
+
+
+def test_batches_fill_the_memory_that_two_of_them_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000 + 10 * asked[-1])
+
+    def job(request: dict[str, Any], device: str) -> Job:
+        made = job_of({"width": 4, "rows": 1, "layers": 1}, device)
+
+        def batch_of(size: int) -> torch.Tensor:
+            asked.append(size)
+            return torch.ones(size, 4)
+
+        return replace(made, batch_of=batch_of)
+
+    monkeypatch.setattr(gpu_training, "job_of", job)
+    assert gpu_training.filling({"fill_bytes": 5000, "try_sizes": (4, 12)}, "cpu") == 400
+    assert asked == [4, 4, 12]
+
+
+def mps_control(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Put something in the place of NVIDIA's command."""
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_mps_is_there_as_long_as_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen"
+    mps_control(tmp_path, monkeypatch, f'echo "$1 $CUDA_MPS_PIPE_DIRECTORY" >> {seen}; [ "$1" ] || cat >> {seen}')
+    with mps_service() as environment:
+        assert Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+        assert seen.read_text() == f"-d {environment['CUDA_MPS_PIPE_DIRECTORY']}\n"
+        assert set(environment) == {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
+    assert seen.read_text().endswith("quit\n")
+    assert not Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+def test_mps_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mps_control(tmp_path, monkeypatch, "echo no such device >&2; exit 1")
+    with pytest.raises(RuntimeError, match="MPS: no such device"), mps_service():
+        pass

@@ -31,6 +31,7 @@ _A_S, _B_S, _UMEM_S = 6.0, 9.0, 60.0
 _QUICK_S = 1.5
 # Steps at the beginning of a job that are not timed: libraries and the host's memory are made ready in them.
 _WARM = 2
+_LEAST_STEPS = _WARM + 4
 _LOSSES_AT_MOST = 1e-3
 _SUSPEND = "suspend A"
 _MODES = ("Preempt", "Pack", "UMem", "hetstream", _SUSPEND)
@@ -125,8 +126,8 @@ def _alone(node: Machine, jobs: Jobs, a_s: float, b_s: float) -> Alone:
     """FIFO: A to its end, then B."""
     go = _Go(node.folder, "alone")
     with (
-        node.train(None, {**jobs.small, "seconds": a_s, "go": go.a}, 0) as first,
-        node.train(None, {**jobs.large, "seconds": b_s, "go": go.b}, 0) as second,
+        node.train(None, {**jobs.small, "seconds": a_s, "least_steps": _LEAST_STEPS, "go": go.a}, 0) as first,
+        node.train(None, {**jobs.large, "seconds": b_s, "least_steps": _LEAST_STEPS, "go": go.b}, 0) as second,
     ):
         wait_until_ready(first, second)
         go.let("a")
@@ -171,7 +172,8 @@ def _beside(node: Machine, jobs: Jobs, alone: Alone, mode: str, most_s: float) -
             stack.enter_context(node.coordinator())
         first = stack.enter_context(node.train(JobClass.OPPORTUNISTIC if is_shared else None, small, host_mib))
         second = stack.enter_context(node.train(JobClass.GUARANTEED if is_shared else None, large, host_mib))
-        wait_until_ready(first, *([second] if node.is_real else []))
+        wait_until_ready(first)
+        wait_until_ready(second, word="ready" if node.is_real else "imported")
         go.let("a")
         wait_for_steps(first, max(_WARM + 1, int(alone.a.steps * _ARRIVAL)))
         if mode == "Preempt":

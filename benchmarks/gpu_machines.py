@@ -376,11 +376,11 @@ def wait_for_steps(training: Training, steps: int) -> None:
         raise HetstreamError(f"a training program ended early: {training.last_words()}")
 
 
-def wait_until_ready(*jobs: Training) -> None:
-    """Wait until programs have all but begun their first step."""
+def wait_until_ready(*jobs: Training, word: str = "ready") -> None:
+    """Wait until programs have all but begun their first step, or have said another word."""
     for job in jobs:
-        until(lambda job=job: job.said("ready") is not None or job.process.poll() is not None)
-        if job.said("ready") is None:
+        until(lambda job=job: job.said(word) is not None or job.process.poll() is not None)
+        if job.said(word) is None:
             raise HetstreamError(f"a training program ended early: {job.last_words()}")
 
 

@@ -1,6 +1,6 @@
 """A training program, for benchmarks.gpu_sharing; it knows nothing of sharing.
 
-Takes one JSON object: `steps` or `seconds`, `wait_ms` of waiting for data before each step, a model and its sizes
+Takes one JSON object: `steps` or `seconds` (and `least_steps`), `wait_ms` of waiting for data before each step, a model and its sizes
 (`gpu_models.py`; an MLP of `width`, `rows` and `layers` if it names none), `device` (the CPU if it says nothing), and:
 
 - `fill_bytes`: make the batches so large that a step needs so much memory of a GPU.
@@ -9,7 +9,7 @@ Takes one JSON object: `steps` or `seconds`, `wait_ms` of waiting for data befor
 - `bursts`: batches in a step, after each of which it may wait; `control`: a file with what to do (`gpu_peers.py`).
 
 Prints one line for each step: when it ended, and how long it computed, in nanoseconds of CLOCK_MONOTONIC. Other lines
-begin with a word: `ready`, `size` of the batches, `peak` bytes of the GPU, `losses` of all steps.
+begin with a word: `imported`, `ready`, `size` of the batches, `peak` bytes of the GPU, `losses` of all steps.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _LOOK_S = 0.001
 def main() -> None:
     """Train."""
     request = json.loads(sys.argv[1])
+    print("imported", flush=True)
     _wait_for(request.get("to_gpu"))
     device = request.get("device", "cpu")
     if device == "cuda":
@@ -73,7 +74,7 @@ def train(request: Mapping[str, Any], job: Job, batch: Any) -> list[torch.Tensor
     data = threading.Event()
     losses: list[torch.Tensor] = []
     end_s = time.monotonic() + request.get("seconds", 1e9)
-    for _ in range(request.get("steps", 10**9)):
+    for number in range(request.get("steps", 10**9)):
         if control:
             control.begin_step()
         data.wait(request["wait_ms"] / 1000)
@@ -95,7 +96,7 @@ def train(request: Mapping[str, Any], job: Job, batch: Any) -> list[torch.Tensor
         if control:
             control.end_step((now_ns - began_ns) / 1e9)
             _wait(control.gaps[-1], is_cuda)
-        if time.monotonic() > end_s:
+        if time.monotonic() > end_s and number + 1 >= request.get("least_steps", 1):
             break
     return losses
 

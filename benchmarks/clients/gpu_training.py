@@ -1,7 +1,8 @@
 """A training program, for benchmarks.gpu_sharing; it knows nothing of sharing.
 
-Takes one JSON object: `steps` or `seconds` (and `least_steps`), `wait_ms` of waiting for data before each step, a model and its sizes
-(`gpu_models.py`; an MLP of `width`, `rows` and `layers` if it names none), `device` (the CPU if it says nothing), and:
+Takes one JSON object: `steps`, or `seconds` and `least_steps`; `wait_ms` of waiting for data before each step; a model
+and its sizes (`gpu_models.py`; an MLP of `width`, `rows` and `layers` if it names none); `device` (the CPU if it says
+nothing); and:
 
 - `fill_bytes`: make the batches so large that a step needs so much memory of a GPU.
 - `host_bytes`: memory of the host that stands in for the GPU's from the beginning.

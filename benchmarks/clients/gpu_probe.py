@@ -17,10 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.clients.gpu_training import end
 from hetstream.hetjob.gpu.devices.host_pool import HostPool
 from hetstream.slurm_plugin.coordinator.driver_checkpoint import driver, resume, suspend
 
@@ -44,6 +48,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - at the edge of each fact: its reason is its result
             facts[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     print(json.dumps(facts))
+    end("cuda", _pool)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -160,7 +165,7 @@ def _gpm() -> tuple[float, str]:
 
 
 def _keep_busy() -> None:
-    """Multiply matrices, and say a sum now and then; until the end of the input."""
+    """Multiply matrices, and say a sum now and then; until nobody reads them."""
     matrix = torch.ones(_SIDE, _SIDE, device="cuda")
     while True:
         for _ in range(20):

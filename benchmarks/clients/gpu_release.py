@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.clients.gpu_models import job_of
-from benchmarks.clients.gpu_training import filling
+from benchmarks.clients.gpu_training import end, filling
 from hetstream.hetjob.gpu.devices.base import Device
 from hetstream.hetjob.gpu.devices.cuda import CudaGpu
 from hetstream.hetjob.gpu.devices.emulation import EmulatedGpu, Kernels
@@ -64,6 +64,7 @@ def main() -> None:
         step_ms()
     found = shrink_and_grow(gpu, device, request, step_ms, optimizer.zero_grad)
     print(json.dumps({**found, "expandable": _is_expandable(device)}))
+    end(device, gpu)
 
 
 def shrink_and_grow(

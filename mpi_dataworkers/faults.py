@@ -34,6 +34,7 @@ POINTS = {
     "packer.updated": "a held job has its place, and is not released",
     "packer.released": "a job is released, nothing has looked whether it starts",
     "packer.started": "a job has started, and may have less time than it asks for",
+    "packer.announced": "it is noted that the packer is about to hold a job",
     "packer.held": "a job that did not start is held again, nothing is noted",
     "packer.requeued": "a job is taken off its GPU, nothing is noted",
     "packer.granted": "a job with quota is released",

@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import text_or_empty
 
 _NODE_GRES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)")
-_FIELDS = ("JobID", "admin_comment", "requeue")
+_FIELDS = ("JobID", "State", "admin_comment", "requeue")
 # Neither slurmctld nor a command may hold up the others for longer.
 _COMMAND_S = 30.0
 
@@ -33,27 +33,30 @@ class JobNotes:
         admin_comment: which operators alone can change.
         can_be_requeued: `--requeue`, or the site's JobRequeue.
         excluded_nodes: `--exclude`.
+        has_failed: it has ended, as FAILED.
     """
 
     admin_comment: str
     can_be_requeued: bool
     excluded_nodes: tuple[str, ...] = ()
+    has_failed: bool = False
 
 
 class PackingSlurm(CommandSlurm):
     """Slurm's commands, for the packer. Its user needs operator's rights (decision 14)."""
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
-        """The notes in the jobs of these partitions, by the jobs' own numbers."""
+        """The notes in the jobs of these partitions, by the jobs' own numbers; also of jobs that have ended lately."""
         ends = parse_text.new_separators()
         argv = ["squeue", "--all", "--local", "--noheader", f"--partition={','.join(sorted(partitions))}"]
-        said = self._ask(*argv, "-O", parse_text.job_format(_FIELDS, *ends))
+        said = self._ask(*argv, "--states=all", "-O", parse_text.job_format(_FIELDS, *ends))
         excluded = parse_excluded(self._ask(*argv, "-o", "%A %x"))  # which -O of 22.05 does not know
         return {
             int(row["JobID"]): JobNotes(
                 text_or_empty(row["admin_comment"]),
                 row["requeue"].strip() in ("1", "yes"),
                 excluded.get(int(row["JobID"]), ()),
+                row["State"].strip() == "FAILED",
             )
             for row in parse_text.parse_rows(said, _FIELDS, *ends)
         }

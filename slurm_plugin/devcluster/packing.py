@@ -23,6 +23,8 @@ SLOTS_PER_GPU, CONSTRAINED_SLOTS_PER_GPU = 2, 1
 GUARANTEED_TIER, OPPORTUNISTIC_TIER = 10, 1
 # Beside root, who may place opportunistic jobs: Debian's user "daemon". Slurm lets him with accounting only.
 PACKER_UID = 1
+# Tests have no half minute.
+UNPLACED_S = 3
 GPU_MEMORY_MIB, GPU_SEGMENT_KIB, GPU_BUS_MIB_PER_S = 1024, 256, 1024
 
 
@@ -140,6 +142,7 @@ def environment(spec: ClusterSpec) -> str:
         'HETSTREAM_SHARED_PARTITIONS="gpu"\n'
         f'HETSTREAM_GPU_SOCKET="{here}/gpu.sock"\n'
         f'HETSTREAM_GPUS="{gpus}"\n'
+        f"HETSTREAM_UNPLACED_S={UNPLACED_S}\n"
     )
 
 

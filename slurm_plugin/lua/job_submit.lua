@@ -17,6 +17,7 @@ local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the
 local HOLD = "hetstream:hold"
 -- And one of an operator's hold of a job that was let go, which `uhold` does not let Slurm tell from the packer's.
 local OPERATORS_HOLD = "hetstream:operators-hold"
+local GUARDED = "hetstream:guarded"                       -- and of its AdminComment: held here, so the packer alone starts it
 local TAKING = "hetstream:taking"                         -- of an AdminComment: the packer itself is about to hold the job
 local RELEASING = "  "                                    -- ends the Comment of a released job: 22.05 writes no empty one
 local PLACE_FIELDS = {
@@ -120,6 +121,7 @@ local function without_hold(comment) return without_word(comment, HOLD) end
 local function hold(job)
   if job.priority == 0 then job.comment = with_hold(job.comment) end
   job.priority = 0
+  job.admin_comment = with_word(job.admin_comment, GUARDED)
 end
 
 -- The class of a job, and why.

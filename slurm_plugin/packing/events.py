@@ -12,8 +12,8 @@ class PackingEvent:
     """Something that the packer did, saw, or would have done.
 
     Attributes:
-        event: `placed`, `started`, `evicted`, `taken back`, `refused`, `waits`; `would place` and `would evict` where
-            it only observes.
+        event: `placed`, `started`, `evicted`, `taken back`, `refused`, `waits`; of guaranteed jobs `granted`, `moved`,
+            `upgraded`, `not upgraded`, `held`; `would place`, `would evict` and others where it only observes.
         job: which.
         reason: why.
         place: where; None if that does not matter.

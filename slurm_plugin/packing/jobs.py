@@ -9,6 +9,10 @@ All that the packer remembers stands in Slurm, so this is also how it finds its 
 | between release and start  | a pending job with a place                  | it starts, or is held again in time     |
 | while it runs              | a running job with a place                  | it is compared with what Slurm gave it  |
 | between requeue and note   | a held job with a place of an earlier start | it is noted as evicted                  |
+
+A slurmctld that is killed forgets what it has not written down, which takes it up to 5 s. If it forgets a place and
+hears the release, there is a job without a place that is not held: it is taken back. If it forgets that it was to
+requeue a job, which is being ended by then, the job has FAILED: it is requeued again.
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ from hetstream.slurm_plugin.packing.words import (
     EvictedRecord,
     GpuWish,
     PackingRecord,
+    held_at,
+    is_guarded,
     is_held_by_operator,
     is_held_by_owner,
+    names_gpus,
     read_record,
     says_place,
     wish_of,
@@ -37,7 +44,8 @@ from hetstream.slurm_plugin.packing.words import (
 
 GRES = "opp"
 _TYPE = re.compile(r"p(\d{1,3})")
-_HELD = re.compile(r"JobHeld(User|Admin)|job_requeued_in_held_state")
+_REQUEUED_AND_HELD = re.compile("job_requeued_in_held_state")
+_HELD = re.compile(rf"JobHeld(User|Admin)|{_REQUEUED_AND_HELD.pattern}")
 _HELD_BY_OPERATOR = re.compile("JobHeldAdmin")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
 # Of an array's pending tasks, so many are looked at.
@@ -145,9 +153,11 @@ def is_cut_short(job: OpportunisticJob) -> bool:
 
 
 def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> Settlement | None:
-    """What became of a job that waits although it was placed; None if nothing did."""
+    """What became of a job that waits although it was placed, or starts although it was not; None if nothing did."""
     placed = job.record.placed
-    if placed is None or not job.job.is_pending:
+    if placed is None:
+        return _let_go(job)
+    if not job.job.is_pending:
         return None
     after = evicted(job, now_s, rules)
     if (
@@ -166,6 +176,23 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
     return None
 
 
+def _let_go(job: OpportunisticJob) -> Settlement | None:
+    """A job that was released without a place; None if it was not. Who gave it a GPU by hand knows what it does."""
+    is_there = job.job.is_pending or (job.job.is_running and job.job.state != "COMPLETING")
+    if not is_there or job.is_held or not is_guarded(job.notes.admin_comment) or names_gpus(job.job.comment):
+        return None
+    reason = "it was released without a place: by hand, or slurmctld was killed before it had written the place down"
+    return Settlement(job, replace(job.record, taking=False), reason)
+
+
+def not_requeued(notes: Mapping[int, JobNotes]) -> tuple[str, ...]:
+    """The jobs that have FAILED because slurmctld forgot that it was to requeue them: no other ends in a start in which
+    the packer announced or noted that it takes it away.
+    """
+    failed = {str(number): read_record(of_job.admin_comment) for number, of_job in notes.items() if of_job.has_failed}
+    return tuple(name for name, its in failed.items() if its.taking or (its.evicted and its.placed is None))
+
+
 def who_holds(job: Job, name: str) -> str:
     """Who else holds a held job than the guard and the packer, and how it goes on; empty if nobody does.
 
@@ -176,6 +203,14 @@ def who_holds(job: Job, name: str) -> str:
     if is_held_by_owner(job.comment):
         return f"its owner holds it, who lets it wait for its turn by: scontrol release {name}"
     return ""
+
+
+def is_requeued_and_held(job: Job) -> bool:
+    """Whether somebody had a guaranteed job requeued and held, which is no word of its Comment yet: no guard hears of
+    it, and the packer does it to opportunistic jobs alone.
+    """
+    is_so = job.is_pending and bool(_REQUEUED_AND_HELD.match(job.reason.replace(" ", "_")))
+    return is_so and job.num_restarts > held_at(job.comment)
 
 
 def waiting_job(job: OpportunisticJob, snapshot: Snapshot, now_s: float, rules: PackingRules) -> WaitingJob:

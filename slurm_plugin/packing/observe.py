@@ -23,6 +23,7 @@ class PackingView:
         jobs: all that are served, by name.
         settlements: what is amiss.
         running: jobs to be compared with what Slurm gave them.
+        lost: numbers of jobs that were to be requeued, and have ended.
         quota: who has quota, and who waits for it.
         snapshot, readings: what all this was made of.
     """
@@ -34,11 +35,12 @@ class PackingView:
     jobs: Mapping[str, OpportunisticJob] = field(default_factory=dict)
     settlements: tuple[Settlement, ...] = ()
     running: tuple[OpportunisticJob, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def names(self) -> Set[str]:
         """Of all jobs that it is about."""
-        return self.jobs.keys() | self.quota.guaranteed.keys()
+        return self.jobs.keys() | self.quota.guaranteed.keys() | {*self.lost}
 
 
 def view(

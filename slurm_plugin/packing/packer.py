@@ -31,6 +31,7 @@ from hetstream.slurm_plugin.packing.jobs import (
     evicted,
     is_cut_short,
     keeps_gres,
+    not_requeued,
     served_jobs,
     wrong_place,
 )
@@ -145,15 +146,16 @@ class Packer:
         readings = self._read_gpus()
         snapshot = self._slurm.snapshot()
         now_s = self._clock()
-        jobs = served_jobs(snapshot, self._slurm.notes(self._partitions), self._partitions, now_s)
+        notes = self._slurm.notes(self._partitions)
+        jobs = served_jobs(snapshot, notes, self._partitions, now_s)
         switches = self._slurm.switches()
         tenants = Tenants(self._quotas(snapshot), os.geteuid())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
         waiting = tuple(
-            replace(job, closed=self._refused[job.job][1]) if now_s < self._refused.get(job.job, (0.0,))[0] else job
+            replace(job, closed=self._refused[job.job][1]) if self._rests(job.job) else job
             for job in seen.state.waiting
         )
-        return replace(seen, state=replace(seen.state, waiting=waiting))
+        return replace(seen, state=replace(seen.state, waiting=waiting), lost=not_requeued(notes))
 
     def step(self) -> tuple[PackingView, PackingPlan]:
         """Look, decide and act once.
@@ -194,6 +196,11 @@ class Packer:
         for amiss in seen.settlements:
             with self._alone(amiss.job.name):
                 self._settle(amiss)
+        for name in seen.lost:
+            if not self._rests(name):
+                with self._alone(name):
+                    self._slurm.requeue_held(name)
+                    self._say(PackingEvent("taken back", name, "slurmctld was killed, and forgot that it requeued it"))
         for job in seen.running:
             with self._alone(job.name):
                 self._verify(job)
@@ -202,13 +209,17 @@ class Packer:
             job = seen.jobs[eviction.job]
             with self._alone(job.name):
                 self._take_away(job, eviction.reason)
-        self._quota_packer.act(seen, lambda name: self._clock() < self._refused.get(name, (0.0,))[0])
+        self._quota_packer.act(seen, self._rests)
         for placement in plan.placements:
             if self.stopping.is_set():
                 return
             job = seen.jobs[placement.job]
             with self._alone(job.name):
                 self._place(job, placement, forgets=not keeps_gres(seen.snapshot))
+
+    def _rests(self, name: str) -> bool:
+        """Whether Slurm has refused a job lately."""
+        return self._clock() < self._refused.get(name, (0.0,))[0]
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
@@ -227,8 +238,10 @@ class Packer:
                 raise
 
     def _settle(self, amiss: Settlement) -> None:
-        """Have a job wait again that did not come to run, or was requeued by Slurm."""
-        if not amiss.job.is_held:
+        """Have a job wait again that did not come to run, runs without a place, or was requeued by Slurm."""
+        if amiss.job.job.is_running:
+            self._requeue(amiss.job)
+        elif not amiss.job.is_held:
             self._announce(amiss.job)
             self._slurm.hold(amiss.job.name)
             reach("packer.held")
@@ -259,11 +272,14 @@ class Packer:
         self._slurm.update(job.name, fields)
 
     def _take_away(self, job: OpportunisticJob, reason: str) -> None:
+        self._requeue(job)
+        self._note(job, evicted(job, self._clock(), self._rules))
+        self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
+
+    def _requeue(self, job: OpportunisticJob) -> None:
         self._announce(job)
         self._slurm.requeue_held(job.name)
         reach("packer.requeued")
-        self._note(job, evicted(job, self._clock(), self._rules))
-        self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
 
     def _announce(self, job: OpportunisticJob) -> None:
         """Write down that the packer itself is about to hold a job: Slurm cannot tell whose hold one is."""

@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.packing.events import PackingEvent
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, keeps_gres
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
@@ -47,6 +47,7 @@ from hetstream.slurm_plugin.packing.words import (
     upgrade_comment,
     upgrades,
     with_record,
+    with_requeuehold,
 )
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,11 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
+        for name, job in quota.guaranteed.items():
+            if is_requeued_and_held(job) and not rests(name):
+                with self._alone(name):
+                    self._slurm.update(name, {"Comment": with_requeuehold(job.comment, job.num_restarts)})
+                    self._say(PackingEvent("held", name, "somebody requeued and held it (scontrol requeuehold)"))
         takes_gpus = self._upgrade_all(seen, rests)
         for decision in quota.decisions:
             name = decision.job.name

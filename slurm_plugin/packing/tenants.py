@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, task_names, who_holds, why_it_failed
+from hetstream.slurm_plugin.packing.jobs import (
+    OpportunisticJob,
+    is_requeued_and_held,
+    task_names,
+    who_holds,
+    why_it_failed,
+)
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
@@ -95,7 +101,7 @@ def quota_view(
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
-        if job.is_pending and (reason := _not_in_line(name, job, now_s) or _not_begun(job, snapshot)):
+        if job.is_pending and (reason := _not_in_line(name, job, now_s) or _why_not_inside(job, snapshot)):
             reasons[name] = reason
             continue
         problems[name] = why_not_opportunistic(job)
@@ -241,6 +247,8 @@ def _not_in_line(name: str, job: Job, now_s: float) -> str:
         return ""
     if reason := why_it_failed(job) or who_holds(job, name):
         return reason
+    if is_requeued_and_held(job):
+        return "somebody requeued and held it (scontrol requeuehold). The packer makes a hold of its owner's of that"
     if job.dependency:
         return f"it waits for {job.dependency}"
     if job.eligible_s is not None and job.eligible_s > now_s:
@@ -288,13 +296,21 @@ def _is_inside(job: Job, snapshot: Snapshot) -> bool:
     return any(node.is_reserved and node.reservation in job.reservations for node in snapshot.nodes)
 
 
-def _not_begun(job: Job, snapshot: Snapshot) -> str:
-    """Why a held job waits for its reservation; empty if it does not."""
+def _why_not_inside(job: Job, snapshot: Snapshot) -> str:
+    """Why a held job waits for its reservation, or has no room in it; empty if it could start there."""
     known = {reservation.name: reservation.is_active for reservation in snapshot.reservations}
     begun = [known[name] for name in job.reservations if name in known]
-    if job.priority != 0 or not begun or any(begun):
+    if job.priority != 0 or not begun:
         return ""
-    return f"its reservation has not begun: {','.join(job.reservations)}. Check: scontrol show reservation"
+    check = f"{','.join(job.reservations)}. Check: scontrol show reservation"
+    if not any(begun):
+        return f"its reservation has not begun: {check}"
+    inside = [node for node in snapshot.nodes if node.is_reserved and node.reservation in job.reservations]
+    gpus, asked = sum(node.devices() for node in inside), job.count(_GPU)
+    if asked <= gpus and job.num_nodes <= len(inside):
+        return ""
+    wanted = f"it asks for {asked} GPUs on {job.num_nodes} node(s) or more"
+    return f"{wanted}, and its reservation has {gpus} on {len(inside)}: {check}"
 
 
 def _free_gpus(snapshot: Snapshot, quotas: Quotas, placeholders: Iterable[Job], upgraded: set[int]) -> int:

@@ -15,6 +15,9 @@ which owners cannot change. So the packer keeps nothing of its own:
     hetstream:not-upgraded=1795000100@0@1@gpu0%20lacks%20a%20GPU                    AdminComment
     hetstream:limit=480                                                             AdminComment, until it has started
 
+    hetstream:guarded                                      AdminComment: written by job_submit.lua, which holds the job
+    hetstream:held-at=1                                    Comment of a guaranteed job: somebody held it by requeuehold
+
 Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
 
     hetstream:holds=8123@0                                 keeps a GPU for that start of job 8123
@@ -38,6 +41,8 @@ from hetstream.slurm_plugin.packing.state import Place
 OWN_MARKS = (HOLDS_MARK, UPGRADE_MARK)
 # Written by `slurm_plugin/lua/job_submit.lua`; the first also by the packer, for a requeuehold, which no guard hears.
 HOLD_WORD, OPERATORS_HOLD_WORD = "hetstream:hold", "hetstream:operators-hold"
+_HELD_AT = "hetstream:held-at="
+_GUARDED_WORD = "hetstream:guarded"
 _GPUS, _MEMORY = "hetstream:gpus=", "hetstream:gpu-memory="
 _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetstream:nodelist="
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
@@ -57,7 +62,7 @@ _UPGRADED_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _GIVEN_UP_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})@([01])@([\w.~%-]{1,2048})", re.ASCII)
 _ASKED_TEXT = re.compile(r"gpu|p\d{1,3}", re.ASCII)
 _HOLDS_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
-_AFTER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
+_NUMBER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
 _LIMIT_TEXT = re.compile(rf"\d{{1,9}}|{_UNLIMITED}", re.ASCII)
 _EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
 # Slurm refuses a longer Comment, also of the packer.
@@ -184,15 +189,37 @@ def is_held_by_operator(comment: str) -> bool:
     return OPERATORS_HOLD_WORD in comment.split()
 
 
+def is_guarded(admin_comment: str) -> bool:
+    """Whether the guard has held a job, so that nobody but the packer starts it."""
+    return _GUARDED_WORD in admin_comment.split()
+
+
+def names_gpus(comment: str) -> bool:
+    """Whether a Comment tells the prolog some place."""
+    return comment.startswith(COMMENT_MARK)
+
+
 def with_hold(comment: str) -> str:
     """A Comment that says that the owner holds the job."""
     return comment if is_held_by_owner(comment) else f"{comment} {HOLD_WORD}".strip()
 
 
+def held_at(comment: str) -> int:
+    """At which start of a guaranteed job the packer has made a hold of its owner's of a `requeuehold`; 0: at none."""
+    found = _value(comment, _HELD_AT)
+    return int(found) if _NUMBER_TEXT.fullmatch(found) else 0
+
+
+def with_requeuehold(comment: str, num_restarts: int) -> str:
+    """A Comment that says that the owner holds a job, since this start."""
+    others = [word for word in comment.split() if not word.startswith(_HELD_AT)]
+    return with_hold(" ".join([*others, f"{_HELD_AT}{num_restarts}"]))
+
+
 def opportunistic_after_s(comment: str) -> float | None:
     """How long a job waits for quota before it starts as an opportunistic one; None: its owner lets it wait."""
     after = _value(comment, AFTER_MARK)
-    return float(after) if _AFTER_TEXT.fullmatch(after) else None
+    return float(after) if _NUMBER_TEXT.fullmatch(after) else None
 
 
 def holds_comment(job_id: int, num_restarts: int) -> str:

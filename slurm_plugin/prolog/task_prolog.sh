@@ -1,5 +1,6 @@
 # Slurm runs it as the user, before the batch script and each task; what it prints changes their environment. It hands on what
-# the Prolog wrote for this job. A job of an opportunistic partition for which the Prolog wrote nothing sees no GPU.
+# the Prolog wrote for this job. A job of an opportunistic partition for which the Prolog wrote nothing sees no GPU. Its batch
+# script waits before: the packer takes back what it did not place, and a program that missed its GPU would have failed by then.
 #
 # A job that asked for GPUs, and then started as an opportunistic one, has none in Slurm's books. Its steps would ask for
 # them again, by what sbatch left in its environment, and be refused.
@@ -29,14 +30,19 @@ task() (
   fi
   if [ -n "${SLURM_JOB_GPUS:-}${SLURM_STEP_GPUS:-}" ]; then return; fi
   # Where nobody can say which partitions are opportunistic, any may be. An error in the file would end this shell.
-  partitions=${SLURM_JOB_PARTITION:-}
+  partitions=${SLURM_JOB_PARTITION:-} wait_s=0
   if [ ! -e "$settings" ]; then
     partitions=
   elif (. "$settings") 2>/dev/null; then
     . "$settings"
-    partitions=${HETSTREAM_OPPORTUNISTIC_PARTITIONS:-}
+    partitions=${HETSTREAM_OPPORTUNISTIC_PARTITIONS:-} wait_s=${HETSTREAM_UNPLACED_S:-30}
   fi
-  case " $partitions " in *" ${SLURM_JOB_PARTITION:-} "*) echo "export CUDA_VISIBLE_DEVICES=NoDevFiles" ;; esac
+  case " $partitions " in
+    *" ${SLURM_JOB_PARTITION:-} "*)
+      if [ -z "${SLURM_STEP_ID:-}" ]; then sleep "$wait_s"; fi
+      echo "export CUDA_VISIBLE_DEVICES=NoDevFiles"
+      ;;
+  esac
 )
 
 task

@@ -125,7 +125,7 @@ def test_a_job_is_placed_compared_taken_away_and_placed_elsewhere(site: Site, wa
     wait_until(lambda: "JobState=PENDING" in site.show(job), END_S, "the requeue")
     shown = site.show(job)
     assert "Priority=0 " in shown
-    assert re.search(r"AdminComment=hetstream:evicted=1@\d+@gpu0:0 ", shown), shown
+    assert re.search(r"AdminComment=hetstream:guarded hetstream:evicted=1@\d+@gpu0:0 ", shown), shown
     site.events.clear()
     wait_until(lambda: site.has("started", job), RESTART_S, "the second start")
     assert site.runs_on(job) == "opp:p1:1"
@@ -140,6 +140,34 @@ def test_what_slurm_gives_is_compared(site: Site, wait_until: WaitUntil) -> None
     site.run("scontrol", "update", f"JobId={job}", "AdminComment=hetstream:placed=gpu0:1@1795000000@0")
     assert site.has("evicted", job)
     assert "was placed on GPU 1" in site.events[-1].reason
+
+
+def test_a_job_that_root_releases_without_a_place_is_taken_back_and_placed(site: Site, wait_until: WaitUntil) -> None:
+    """It waits for that in the TaskProlog, and its program does not begin."""
+    directory = site.directory
+    (directory / "job.sh").write_text(f"#!/bin/bash\necho $CUDA_VISIBLE_DEVICES >>{directory}/began\nexec sleep 300\n")
+    job = site.submit()
+    site.run("scontrol", "release", job)
+    wait_until(lambda: "JobState=RUNNING" in site.show(job), 60, "the start")
+    assert site.has("taken back", job)
+    wait_until(lambda: site.has("started", job), END_S + RESTART_S, "the start on a GPU")
+    wait_until((directory / "began").exists, 30, "its program")
+    assert (directory / "began").read_text() == "0\n"
+
+
+def test_a_job_with_a_reservation_is_placed_there_and_no_other(site: Site, wait_until: WaitUntil) -> None:
+    options = ("Nodes=gpu0", "Users=nobody", "StartTime=now", "Duration=10")
+    site.run("scontrol", "create", "reservation", "ReservationName=course", *options)
+    try:
+        outside, inside = site.submit(), site.submit("--reservation=course")
+        wait_until(lambda: site.has("started", inside), 60, "the start inside")
+        assert not site.has("placed", outside)
+        assert site.has("waits", outside)
+        site.run("scancel", inside)
+        wait_until(lambda: inside not in site.run("squeue", "-h", "-o", "%A").split(), END_S, "its end")
+    finally:
+        site.run("scontrol", "delete", "ReservationName=course")
+    wait_until(lambda: site.has("started", outside), 60, "the start of the other one")
 
 
 @pytest.mark.parametrize("point", ["packer.updated", "packer.released", "packer.requeued"])

@@ -11,19 +11,22 @@ import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
 from tests.cluster.packing_site import STEPS, Site, held_job
-from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def job(site: Site, wait_until: WaitUntil) -> Iterator[CheckpointJob]:
-    """A held job that slurmctld has written down: it forgets what came in the seconds before it was killed."""
-    state = Path(site.record.state_dir) / "state" / "job_state"
+def job(site: Site) -> Iterator[CheckpointJob]:
     with held_job(site) as job:
-        submitted_ns = time.time_ns()
-        wait_until(lambda: state.exists() and state.stat().st_mtime_ns > submitted_ns)
+        write_down(site)
         yield job
+
+
+def write_down(site: Site) -> None:
+    """Wait until slurmctld has written down what it knows: it forgets what came in the seconds before it was killed."""
+    state, word = Path(site.record.state_dir) / "state" / "job_state", f"at-{time.time_ns()}"
+    site.run("scontrol", "update", f"JobId={site.guaranteed}", f"AdminComment={word}")
+    site.wait_until(lambda: state.exists() and word.encode() in state.read_bytes(), 20, "slurmctld's state")
 
 
 def kill_and_start(site: Site) -> None:
@@ -31,46 +34,51 @@ def kill_and_start(site: Site) -> None:
     site.start_again("slurmctld")
 
 
-def killed_before(site: Site, monkeypatch: pytest.MonkeyPatch, command: str) -> list[str]:
-    """Have slurmctld killed once, just before the packer's next command of this kind; for which jobs that was sent."""
+def killed_at(site: Site, monkeypatch: pytest.MonkeyPatch, command: str, *, is_heard: bool = False) -> list[str]:
+    """Have slurmctld killed once, just before the packer's next command of this kind, or just after it has heard it.
+
+    Returns:
+        For which jobs the command was sent.
+    """
     slurm: Any = site.packer._slurm
     act, killed = getattr(slurm, command), list[str]()
 
     def acting(job: str, *more: Any) -> None:
         killed.append(job)
+        if is_heard:
+            act(job, *more)
         if len(killed) == 1:
             kill_and_start(site)
-        act(job, *more)
+        if not is_heard:
+            act(job, *more)
 
     monkeypatch.setattr(slurm, command, acting)
     return killed
 
 
-_FORGETS = pytest.mark.xfail(reason="slurmctld forgets the place and hears the release: docs/failure-modes.md")
-
-
-@pytest.mark.parametrize("point", ["held", pytest.param("placed", marks=_FORGETS), "running", "evicted"])
+@pytest.mark.parametrize("point", ["held", "placed", "running", "evicted", "requeued"])
 def test_a_slurmctld_that_is_killed_loses_no_job(
     site: Site, job: CheckpointJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     truth = undisturbed(tmp_path / "truth", STEPS)
     if point == "held":
         kill_and_start(site)
-    killed = killed_before(site, monkeypatch, "release") if point == "placed" else []
+    killed = killed_at(site, monkeypatch, "release") if point == "placed" else []
     site.pack_until(lambda: site.happened("started"), "a start")
     assert set(killed) == ({job.job_id} if point == "placed" else set())
     job.wait_for_steps(SAVE_EVERY + 1)
+    write_down(site)
     if point == "running":
         kill_and_start(site)
         site.guaranteed_goes_on(5)
-    if point == "evicted":
+    if point in ("evicted", "requeued"):
         site.complaint = "it goes on although it should pause"
-        killed = killed_before(site, monkeypatch, "requeue_held")
+        killed = killed_at(site, monkeypatch, "requeue_held", is_heard=point == "requeued")
         site.pack_until(lambda: site.happened("evicted"), "its eviction")
         site.complaint = ""
         assert killed[0] == job.job_id
         site.pack_until(lambda: site.happened("started") == 2, "a second start")
     job.wait_for_end()
     assert list(differences(job, truth)) == []
-    assert len(job.starts()) == (2 if point == "evicted" else 1)
+    assert len(job.starts()) == (2 if point in ("evicted", "requeued") else 1)
     site.check_guaranteed()

@@ -23,6 +23,7 @@ SETTINGS = """\
 HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp spare"
 HETSTREAM_SHARED_PARTITIONS="gpu"
 HETSTREAM_GPUS="0=GPU-0a 1=GPU-1b"
+HETSTREAM_UNPLACED_S=0
 """
 GUARANTEED = {"SLURM_JOB_GPUS": "0", "SLURM_JOB_PARTITION": "gpu"}
 OPPORTUNISTIC = {"SLURM_JOB_COMMENT": "hetstream:gpu=1 mine", "SLURM_JOB_PARTITION": "opp"}
@@ -227,6 +228,21 @@ def test_a_hostile_comment_runs_nothing_and_gives_nothing(
     assert not (node.directory / "pwned").exists()
     assert node.left() == []
     assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}) == ["export CUDA_VISIBLE_DEVICES=NoDevFiles"]
+
+
+def test_a_batch_script_without_a_grant_waits_for_the_packer_to_take_its_job_back(node: Node) -> None:
+    node.settings.write_text(SETTINGS.replace("_UNPLACED_S=0", "_UNPLACED_S=7"))
+    told = node.directory / "slept"
+    (node.directory / "sleep").write_text(f'#!/bin/sh\necho "$1" >>{told}\n')
+    (node.directory / "sleep").chmod(0o755)
+    batch = {"SLURM_JOB_PARTITION": "opp", "PATH": f"{node.directory}:{os.environ['PATH']}"}
+    assert node.call("TaskProlog", batch) == ["export CUDA_VISIBLE_DEVICES=NoDevFiles"]
+    assert told.read_text() == "7\n"
+    node.call("TaskProlog", {**batch, "SLURM_STEP_ID": "0"})  # its steps have waited then
+    node.call("TaskProlog", {**batch, "SLURM_JOB_PARTITION": "cpu"})
+    node.call("Prolog", OPPORTUNISTIC)
+    assert "export CUDA_VISIBLE_DEVICES=GPU-1b" in node.call("TaskProlog", batch)
+    assert told.read_text() == "7\n"
 
 
 def test_a_job_without_a_number_is_not_written_down(node: Node) -> None:

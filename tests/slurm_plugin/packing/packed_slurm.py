@@ -43,6 +43,9 @@ class PackedSlurm:
         gpu_types: of the GPUs.
         granted_s: how long a job may run before the planned start of another one; None: no start is planned.
         least_s: what is enough for a job, where it says so (TimeMin).
+        dies_before: the command before which slurmctld is killed, once: it forgets what came after `write_down`, and
+            hears the command when it is back.
+        failed: numbers of jobs that have ended as FAILED.
     """
 
     num_nodes: int = 1
@@ -63,6 +66,9 @@ class PackedSlurm:
     gpu_types: tuple[str, ...] = ("h200",)
     granted_s: float | None = None
     least_s: dict[int, float] = field(default_factory=dict)
+    dies_before: str = ""
+    failed: set[int] = field(default_factory=set)
+    written: tuple[dict[int, Job], dict[int, str]] = field(default_factory=lambda: ({}, {}))
 
     def clock(self) -> float:
         return self.now_s
@@ -78,7 +84,11 @@ class PackedSlurm:
             submit_s=NOW_S - 1000 + number, time_limit_s=300.0,
         )  # fmt: skip
         self.jobs[number] = replace(job, **more)  # type: ignore[arg-type]
-        self.admin_comments[number] = ""
+        self.admin_comments[number] = "hetstream:guarded"
+
+    def write_down(self) -> None:
+        """As slurmctld does every few seconds."""
+        self.written = dict(self.jobs), dict(self.admin_comments)
 
     def start(self) -> None:
         """What is released starts where it was told to."""
@@ -94,6 +104,12 @@ class PackedSlurm:
                     job, state="RUNNING", reason="None", nodes=job.required_nodes, time_limit_s=limit_s
                 )
 
+    def fail(self, number: int) -> None:
+        """A job ends, and not well."""
+        self.given.pop(number, None)
+        self.jobs[number] = replace(self.jobs[number], state="FAILED", nodes=())
+        self.failed.add(number)
+
     def preempt(self, number: int) -> None:
         """Slurm requeues a job, and would start it again by itself."""
         job = self.jobs[number]
@@ -107,9 +123,12 @@ class PackedSlurm:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            self.now_s, "22.05.8", "test", tuple(self.jobs.values()), tuple(self._node(name) for name in self.names),
+            self.now_s, "22.05.8", "test", self._queue(), tuple(self._node(name) for name in self.names),
             (Partition("opp", tuple(self.names)),),
         )  # fmt: skip
+
+    def _queue(self) -> tuple[Job, ...]:
+        return tuple(job for number, job in self.jobs.items() if number not in self.failed)
 
     def _node(self, name: str) -> Node:
         used = [
@@ -129,10 +148,13 @@ class PackedSlurm:
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
         return {
-            number: JobNotes(self.admin_comments[number], number not in self.no_requeue, self.excluded.get(number, ()))
+            number: JobNotes(
+                self.admin_comments[number], number not in self.no_requeue, self.excluded.get(number, ()),
+                number in self.failed,
+            )
             for number, job in self.jobs.items()
             if set(job.partitions) <= set(partitions)
-        }
+        }  # fmt: skip
 
     def switches(self) -> dict[str, tuple[str, ...]]:
         return {}
@@ -173,12 +195,16 @@ class PackedSlurm:
 
     def requeue_held(self, job_id: str) -> None:
         self._called("requeuehold", job_id)
+        self.failed.discard(int(job_id))
         self.preempt(int(job_id))
         self.jobs[int(job_id)] = replace(
             self.jobs[int(job_id)], priority=0, reason="job requeued in held state", eligible_s=None
         )  # fmt: skip
 
     def _called(self, *call: str) -> None:
+        if call[0] == self.dies_before:
+            self.dies_before = ""
+            self.jobs, self.admin_comments = (dict(known) for known in self.written)  # type: ignore[assignment]
         self.calls.append(call)
         if call[0] in self.refuse:
             raise SlurmCommandError(["scontrol", *call], 1, "", self.refuse[call[0]])

@@ -38,7 +38,7 @@ def slurm(tmp_path: Path) -> Recorded:
     slurm = Recorded(directory)
     held = {"Partition": "opp", "Reason": "JobHeldUser", "PriorityLong": "0", "Comment": COMMENT}
     slurm.write("queue", job("41", "PENDING", **held) + job("42", "RUNNING", NodeList="g1"))
-    slurm.write("notes", f"41{FIELD_END}ticket=5{FIELD_END}1{RECORD_END}\n")
+    slurm.write("notes", f"41{FIELD_END}PENDING{FIELD_END}ticket=5{FIELD_END}1{RECORD_END}\n")
     words = f'case "$*" in *admin_comment*) f=notes;; *) f=queue;; esac; cat {directory}/$f | {AS_ASKED}'
     slurm.tool("squeue", words)
     shown = (directory / "scontrol").read_text().removeprefix("#!/bin/sh\n")
@@ -223,7 +223,7 @@ def test_users_hear_that_an_upgrade_was_given_up_and_why(slurm: Recorded) -> Non
     running = job("45", "RUNNING", NodeList="g1", **{"Partition": "opp", "Comment": f"hetstream:gpu=0 {COMMENT}"})
     slurm.write("queue", running)
     note = "hetstream:placed=g1:0@1@0 hetstream:not-upgraded=5@0@1@g1%20lacks%20a%20GPU"
-    slurm.write("notes", f"45{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
+    slurm.write("notes", f"45{FIELD_END}RUNNING{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
     text = "its upgrade was given up, and is tried again: g1 lacks a GPU"
     for verb in ("why 45 --fresh", "opp why 45", "opp ls"):
         assert text in slurm.run(verb, **OPP).stdout, verb

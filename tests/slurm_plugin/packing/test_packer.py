@@ -60,7 +60,7 @@ def test_a_job_is_placed_started_taken_away_and_placed_elsewhere(site: Site) -> 
     assert slurm.calls == [
         (
             "update", "7", "ReqNodeList=g1", "Gres=opp:p0:1", "Comment=hetstream:gpu=0 mine hetstream:gpu-memory=8G",
-            f"AdminComment=hetstream:placed=g1:0@{NOW_S + 10:.0f}@0 hetstream:asked=p0",
+            f"AdminComment=hetstream:guarded hetstream:placed=g1:0@{NOW_S + 10:.0f}@0 hetstream:asked=p0",
         ),
         ("release", "7"),
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_job_is_placed_started_taken_away_and_placed_elsewhere(site: Site) -> 
         ("requeuehold", "7"),
         (
             "update", "7", "Comment=mine hetstream:gpu-memory=8G",
-            f"AdminComment=hetstream:evicted=1@{slurm.now_s:.0f}@g1:0 hetstream:asked=p0",
+            f"AdminComment=hetstream:guarded hetstream:evicted=1@{slurm.now_s:.0f}@g1:0 hetstream:asked=p0",
         ),
     ]  # fmt: skip
     slurm.sharing = {}
@@ -167,7 +167,9 @@ def test_others_jobs_are_not_touched(site: Site) -> None:
     slurm.submit(6, partitions=("gpu",))
     slurm.submit(7, partitions=("opp", "gpu"))
     slurm.submit(8, priority=5, reason="Priority")
-    assert site.look() == ["waits"]
+    slurm.admin_comments[8] = ""  # no guard has held it
+    slurm.submit(9, "hetstream:gpu=1 by hand", priority=5, reason="Priority")  # an operator has placed it
+    assert site.look() == ["waits", "waits"]
     assert "job_submit.lua" in site.events[0].reason
     assert slurm.calls == []
 
@@ -252,7 +254,7 @@ def test_a_job_that_slurm_preempts_waits_for_a_place_again(site: Site) -> None:
     slurm.preempt(7)
     assert site.look() == ["taken back"]
     assert slurm.jobs[7].priority == 0
-    assert slurm.admin_comments[7].startswith("hetstream:evicted=1@")
+    assert slurm.admin_comments[7].startswith("hetstream:guarded hetstream:evicted=1@")
     # Slurm holds it for two minutes, and delays grow with each time.
     for minutes in (2, 4, 8):
         assert "placed" not in site.look(minutes * 60 - 30)
@@ -513,6 +515,80 @@ def test_a_packer_that_dies_while_it_takes_away_is_replaced(site: Site, tmp_path
     assert slurm.jobs[7].is_running
     assert "hetstream:evicted=1@" in slurm.admin_comments[7]
     assert len(slurm.given[7]) == 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "dies"),
+    [
+        (False, ""), (True, ""), (False, "packer.released"), (True, "packer.released"), (False, "packer.announced"),
+        (True, "packer.announced"), (False, "packer.held"), (True, "packer.requeued"),
+    ],
+)  # fmt: skip
+def test_a_job_whose_place_slurmctld_forgot_before_it_heard_the_release_is_taken_back(
+    site: Site, tmp_path: Path, starts: bool, dies: str
+) -> None:
+    """Whether it has started by then or not, and also if the packer dies just then."""
+    slurm = site.slurm
+    slurm.submit(7, "mine")
+    slurm.write_down()
+    slurm.dies_before = "release"
+    if dies:
+        FAULTS.request(f"{dies}:1:full:{tmp_path}/marker")
+
+    def look() -> None:
+        try:
+            site.look()
+        except OSError:  # it died
+            site.restart()
+
+    look()
+    assert (slurm.jobs[7].priority, slurm.jobs[7].comment) == (100, "mine")
+    if starts:
+        slurm.start()
+        assert slurm.jobs[7].is_running
+    look()
+    if dies == "packer.announced":
+        look()
+    assert (("requeuehold" if starts else "hold"), "7") in slurm.calls
+    assert slurm.jobs[7].priority == 0
+    site.look(200)
+    slurm.start()
+    assert site.look() == ["started"]
+    assert slurm.jobs[7].comment == "hetstream:gpu=0 mine"
+    assert "taking" not in slurm.admin_comments[7]
+
+
+@pytest.mark.parametrize("point", ["noted", "packer.requeued", "packer.announced"])
+def test_a_job_that_failed_because_slurmctld_forgot_to_requeue_it_is_requeued_again(
+    site: Site, tmp_path: Path, point: str
+) -> None:
+    """The signal by which Slurm ended it looks like a failure then. One that fails by itself stays what it is."""
+    slurm = site.slurm
+    slurm.submit(7)
+    slurm.submit(8)
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    before = slurm.jobs[7]
+    if point == "noted":
+        assert site.look() == ["evicted"]
+    else:
+        FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+        with pytest.raises(OSError, match="No space"):
+            site.look()
+        site.restart()
+    slurm.sharing, slurm.calls = {}, []
+    slurm.jobs[7] = replace(before, comment=slurm.jobs[7].comment)
+    slurm.fail(7)
+    slurm.fail(8)
+    site.look()
+    assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "7")]
+    site.look()
+    site.look(400)
+    slurm.start()
+    assert "started" in site.look()
+    assert slurm.jobs[7].is_running
 
 
 def test_a_new_packer_adopts_what_runs(site: Site) -> None:

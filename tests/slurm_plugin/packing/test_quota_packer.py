@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace as changed
-from tenant_slurm import NOW_S, TenantSlurm, names
+from tenant_slurm import GPU, NOW_S, TenantSlurm, names
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
@@ -132,6 +132,26 @@ def test_what_somebody_holds_waits_outside_the_line(site: Site) -> None:
     assert reasons["1"].endswith("scontrol release 1")
     assert reasons["2"].endswith("scontrol uhold 2")
     assert reasons["3"].endswith("scontrol release 3")
+
+
+def test_who_requeues_and_holds_a_guaranteed_job_holds_it(site: Site) -> None:
+    """Of that no guard hears, so the packer writes the word that his release takes away: once for each start."""
+    slurm = site.slurm
+    for start in (1, 2):
+        if start == 1:
+            slurm.ask(1, comment="mine")
+        else:  # as the guard answers his release
+            slurm.jobs[1] = replace(slurm.jobs[1], comment=slurm.jobs[1].comment.replace(" hetstream:hold", "  "))
+        assert site.look() == ["granted 1"]
+        slurm.requeue_held("1")
+        del slurm.gpus_of[1]
+        assert site.look() == ["held 1", "waits 1"]
+        assert slurm.jobs[1].comment == f"mine hetstream:held-at={start} hetstream:hold"
+        assert site.look() == ["waits 1"]
+        assert site.events[0].reason.endswith("scontrol release 1")
+    # His hold of a job that Slurm itself has requeued is the guard's to hear, and he lets it go at once.
+    slurm.jobs[1] = replace(slurm.jobs[1], num_restarts=9, comment="mine", reason="JobHeldUser")
+    assert site.look() == ["granted 1"]
 
 
 def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
@@ -426,7 +446,11 @@ def test_a_job_with_a_reservation_takes_its_gpus_and_no_others(site: Site, monke
     assert "its reservation has not begun: r" in site.events[0].reason
     begun = True
     slurm.ask(2, "b")  # without one, it has no GPU there
-    assert site.look() == ["granted 1", "reserved 2"]
+    slurm.ask(3, reservation="r", gres_per_node=(replace(GPU[0], count=3),))
+    slurm.ask(4, reservation="r", num_nodes=2)  # released, they would keep quota for ever
+    site.quotas = Quotas({"a": 9, "b": 9}, 600.0, ("gpu",))
+    assert site.look() == ["granted 1", "reserved 2", "waits 3", "waits 4"]
+    assert "it asks for 3 GPUs on 1 node(s) or more, and its reservation has 2 on 1: r" in site.events[2].reason
 
 
 def test_an_upgraded_job_is_protected_later_where_the_number_comes_later(sharing: Site) -> None:

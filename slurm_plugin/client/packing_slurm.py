@@ -43,7 +43,7 @@ class JobNotes:
 
 
 class PackingSlurm(CommandSlurm):
-    """Slurm's commands, for the packer. Its user needs operator's rights (decision 14)."""
+    """Slurm's commands, for the packer. Its user needs an administrator's rights (decision 14)."""
 
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
         """The notes in the jobs of these partitions, by the jobs' own numbers; also of jobs that have ended lately."""

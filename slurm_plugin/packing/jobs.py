@@ -11,8 +11,7 @@ All that the packer remembers stands in Slurm, so this is also how it finds its 
 | between requeue and note   | a held job with a place of an earlier start | it is noted as evicted                  |
 
 A slurmctld that is killed forgets what it has not written down, which takes it up to 5 s. If it forgets a place and
-hears the release, there is a job without a place that is not held: it is taken back. If it forgets that it was to
-requeue a job, which is being ended by then, the job has FAILED: it is requeued again.
+hears the release, there is a job without a place that is not held: it is taken back.
 """
 
 from __future__ import annotations
@@ -183,14 +182,6 @@ def _let_go(job: OpportunisticJob) -> Settlement | None:
         return None
     reason = "it was released without a place: by hand, or slurmctld was killed before it had written the place down"
     return Settlement(job, replace(job.record, taking=False), reason)
-
-
-def not_requeued(notes: Mapping[int, JobNotes]) -> tuple[str, ...]:
-    """The jobs that have FAILED because slurmctld forgot that it was to requeue them: no other ends in a start in which
-    the packer announced or noted that it takes it away.
-    """
-    failed = {str(number): read_record(of_job.admin_comment) for number, of_job in notes.items() if of_job.has_failed}
-    return tuple(name for name, its in failed.items() if its.taking or (its.evicted and its.placed is None))
 
 
 def who_holds(job: Job, name: str) -> str:

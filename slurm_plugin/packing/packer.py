@@ -1,7 +1,8 @@
 """The packer's hands: reads Slurm and the nodes' readings, has `decide` decide, and carries it out by Slurm's commands.
 
-It keeps nothing that matters: what it must remember stands in the jobs (`words.py`). A command that fails concerns its
-own job; the others go on. It starts no process but Slurm's commands, each with a deadline.
+It keeps nothing that matters: what it must remember stands in the jobs (`words.py`), but for those that it has just had
+requeued, of which a slurmctld that is killed can forget all. A command that fails concerns its own job; the others go
+on. It starts no process but Slurm's commands, each with a deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from hetstream.slurm_plugin.packing.jobs import (
     evicted,
     is_cut_short,
     keeps_gres,
-    not_requeued,
     served_jobs,
     wrong_place,
 )
@@ -111,6 +111,8 @@ class Packer:
             rules=self._rules, clock=clock,
         )  # fmt: skip
         self._right: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run where they should
+        # Numbers of jobs that it had requeued, until they wait and that is noted: a killed slurmctld may forget both.
+        self._taken: set[int] = set()
         self._refused: dict[str, tuple[float, str]] = {}
         self._said: dict[str, object] = {}
         self._said_unread = ""
@@ -147,7 +149,9 @@ class Packer:
         snapshot = self._slurm.snapshot()
         now_s = self._clock()
         notes = self._slurm.notes(self._partitions)
-        jobs = served_jobs(snapshot, notes, self._partitions, now_s)
+        jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
+        failed = {number for number, of_job in notes.items() if of_job.has_failed}
+        self._taken &= failed | {job.job.job_id for job in jobs if job.job.is_running or job.record.placed}
         switches = self._slurm.switches()
         tenants = Tenants(self._quotas(snapshot), os.geteuid())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
@@ -155,7 +159,7 @@ class Packer:
             replace(job, closed=self._refused[job.job][1]) if self._rests(job.job) else job
             for job in seen.state.waiting
         )
-        return replace(seen, state=replace(seen.state, waiting=waiting), lost=not_requeued(notes))
+        return replace(seen, state=replace(seen.state, waiting=waiting), lost=tuple(map(str, self._taken & failed)))
 
     def step(self) -> tuple[PackingView, PackingPlan]:
         """Look, decide and act once.
@@ -197,10 +201,9 @@ class Packer:
             with self._alone(amiss.job.name):
                 self._settle(amiss)
         for name in seen.lost:
-            if not self._rests(name):
-                with self._alone(name):
-                    self._slurm.requeue_held(name)
-                    self._say(PackingEvent("taken back", name, "slurmctld was killed, and forgot that it requeued it"))
+            with self._alone(name):
+                self._slurm.requeue_held(name)
+                self._say(PackingEvent("taken back", name, "it has FAILED: slurmctld forgot that it was to requeue it"))
         for job in seen.running:
             with self._alone(job.name):
                 self._verify(job)
@@ -279,7 +282,12 @@ class Packer:
     def _requeue(self, job: OpportunisticJob) -> None:
         self._announce(job)
         self._slurm.requeue_held(job.name)
+        self._taken.add(job.job.job_id)
         reach("packer.requeued")
+
+    def _announced(self, job: OpportunisticJob) -> OpportunisticJob:
+        """A job, with the announcement that slurmctld may have forgotten."""
+        return replace(job, record=replace(job.record, taking=True)) if job.job.job_id in self._taken else job
 
     def _announce(self, job: OpportunisticJob) -> None:
         """Write down that the packer itself is about to hold a job: Slurm cannot tell whose hold one is."""

@@ -39,7 +39,7 @@ task() (
   fi
   case " $partitions " in
     *" ${SLURM_JOB_PARTITION:-} "*)
-      if [ -z "${SLURM_STEP_ID:-}" ]; then sleep "$wait_s"; fi
+      case ${SLURM_STEP_ID:-} in '' | -5 | 4294967291) sleep "$wait_s" ;; esac    # the batch script; 26.05 gives it a number
       echo "export CUDA_VISIBLE_DEVICES=NoDevFiles"
       ;;
   esac

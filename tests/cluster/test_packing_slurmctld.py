@@ -74,7 +74,8 @@ def test_a_slurmctld_that_is_killed_loses_no_job(
     if point in ("evicted", "requeued"):
         site.complaint = "it goes on although it should pause"
         killed = killed_at(site, monkeypatch, "requeue_held", is_heard=point == "requeued")
-        site.pack_until(lambda: site.happened("evicted"), "its eviction")
+        ends = "evicted" if point == "evicted" else "taken back"
+        site.pack_until(lambda: site.happened(ends), "its eviction")
         site.complaint = ""
         assert killed[0] == job.job_id
         site.pack_until(lambda: site.happened("started") == 2, "a second start")

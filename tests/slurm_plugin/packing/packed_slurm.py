@@ -45,6 +45,7 @@ class PackedSlurm:
         least_s: what is enough for a job, where it says so (TimeMin).
         dies_before: the command before which slurmctld is killed, once: it forgets what came after `write_down`, and
             hears the command when it is back.
+        dies_after: the command after which it is killed, once; `lingers`: jobs that were to be ended have not yet.
         failed: numbers of jobs that have ended as FAILED.
     """
 
@@ -67,6 +68,8 @@ class PackedSlurm:
     granted_s: float | None = None
     least_s: dict[int, float] = field(default_factory=dict)
     dies_before: str = ""
+    dies_after: str = ""
+    lingers: bool = False
     failed: set[int] = field(default_factory=set)
     written: tuple[dict[int, Job], dict[int, str]] = field(default_factory=lambda: ({}, {}))
 
@@ -89,6 +92,9 @@ class PackedSlurm:
     def write_down(self) -> None:
         """As slurmctld does every few seconds."""
         self.written = dict(self.jobs), dict(self.admin_comments)
+
+    def _forget(self) -> None:
+        self.jobs, self.admin_comments = dict(self.written[0]), dict(self.written[1])
 
     def start(self) -> None:
         """What is released starts where it was told to."""
@@ -168,6 +174,8 @@ class PackedSlurm:
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         self._called("update", job_id, *(f"{name}={value}" for name, value in fields.items()))
         number = int(job_id)
+        if number in self.failed:
+            raise SlurmCommandError(["scontrol", "update", job_id], 1, "", "Job has already finished")
         job = self.jobs[number]
         if "TresPerNode" in fields:
             job = replace(job, gres_per_node=parse_gres(fields["TresPerNode"]))
@@ -200,11 +208,16 @@ class PackedSlurm:
         self.jobs[int(job_id)] = replace(
             self.jobs[int(job_id)], priority=0, reason="job requeued in held state", eligible_s=None
         )  # fmt: skip
+        if self.dies_after == "requeuehold":
+            self.dies_after = ""
+            self._forget()
+            if not self.lingers:
+                self.fail(int(job_id))
 
     def _called(self, *call: str) -> None:
         if call[0] == self.dies_before:
             self.dies_before = ""
-            self.jobs, self.admin_comments = (dict(known) for known in self.written)  # type: ignore[assignment]
+            self._forget()
         self.calls.append(call)
         if call[0] in self.refuse:
             raise SlurmCommandError(["scontrol", *call], 1, "", self.refuse[call[0]])

@@ -558,37 +558,30 @@ def test_a_job_whose_place_slurmctld_forgot_before_it_heard_the_release_is_taken
     assert "taking" not in slurm.admin_comments[7]
 
 
-@pytest.mark.parametrize("point", ["noted", "packer.requeued", "packer.announced"])
-def test_a_job_that_failed_because_slurmctld_forgot_to_requeue_it_is_requeued_again(
-    site: Site, tmp_path: Path, point: str
-) -> None:
+@pytest.mark.parametrize("lingers", [False, True])
+def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, lingers: bool) -> None:
     """The signal by which Slurm ended it looks like a failure then. One that fails by itself stays what it is."""
     slurm = site.slurm
-    slurm.submit(7)
+    slurm.submit(7, "mine")
     slurm.submit(8)
     site.look()
     slurm.start()
     site.look()
+    slurm.write_down()
+    slurm.dies_after, slurm.lingers = "requeuehold", lingers
     slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
-    before = slurm.jobs[7]
-    if point == "noted":
-        assert site.look() == ["evicted"]
-    else:
-        FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
-        with pytest.raises(OSError, match="No space"):
-            site.look()
-        site.restart()
-    slurm.sharing, slurm.calls = {}, []
-    slurm.jobs[7] = replace(before, comment=slurm.jobs[7].comment)
-    slurm.fail(7)
+    assert site.look() == (["evicted"] if lingers else ["refused"])  # it can be noted as long as the job is there
+    slurm.sharing = {}
     slurm.fail(8)
+    assert "taken back" in site.look()
+    assert [call[1] for call in slurm.calls if call[0] == "requeuehold"] == ["7", "7"]
     site.look()
-    assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "7")]
-    site.look()
-    site.look(400)
+    assert slurm.jobs[7].comment == "mine", "nobody else holds it"
+    assert "placed" in site.look(400)
     slurm.start()
     assert "started" in site.look()
-    assert slurm.jobs[7].is_running
+    assert "taking" not in slurm.admin_comments[7]
+    assert slurm.jobs[8].state == "FAILED"
 
 
 def test_a_new_packer_adopts_what_runs(site: Site) -> None:

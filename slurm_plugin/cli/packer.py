@@ -39,7 +39,7 @@ GPUs of which enough is left, releases it, and looks whether Slurm did as it was
 their node's orders or are paused for long: they are requeued, and go on from their last checkpoint. With --quotas it
 also releases guaranteed jobs within their tenant's quota, and makes opportunistic jobs that want it guaranteed where
 they run. It touches no other jobs. What it remembers stands in the jobs, so it can be killed and started at any time;
-run one of it, beside slurmctld. Its user needs an administrator's rights in Slurm, and policy.lua names it as a manager:
+run one of it, beside slurmctld. Its user is an administrator of Slurm's, and policy.lua names it as a manager:
 docs/decisions/0014-the-packer-is-an-operator-and-keeps-nothing.md.
 
 Begin with --observe, which only says what it would do.

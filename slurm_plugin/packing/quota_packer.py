@@ -136,10 +136,10 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
-        for name, job in quota.guaranteed.items():
-            if is_requeued_and_held(job) and not rests(name):
+        for name, held in quota.guaranteed.items():
+            if is_requeued_and_held(held) and not rests(name):
                 with self._alone(name):
-                    self._slurm.update(name, {"Comment": with_requeuehold(job.comment, job.num_restarts)})
+                    self._slurm.update(name, {"Comment": with_requeuehold(held.comment, held.num_restarts)})
                     self._say(PackingEvent("held", name, "somebody requeued and held it (scontrol requeuehold)"))
         takes_gpus = self._upgrade_all(seen, rests)
         for decision in quota.decisions:

@@ -105,11 +105,13 @@ def live(site: Site, job: CheckpointJob, chain: Callable[..., str]) -> None:
     classes = {row["job"]: row["job_class"] for row in rows}
     assert classes == {site.guaranteed: "guaranteed", job.job_id: "opportunistic"}
     # The owner of the node needs its CPUs.
-    # It has ended when the other one comes back: else that would give way a second time.
-    words = ("--wait", "--partition=gpu", "--cpus-per-task=2", "--mem=100", "--output=/dev/null", "--wrap=true")
-    site.run("sbatch", *words)
+    words = ("--parsable", "--partition=gpu", "--cpus-per-task=2", "--mem=100", "--output=/dev/null", "--wrap=true")
+    own = site.run("sbatch", *words).strip()
     job.wait(lambda: "Restarts=1" in shown(), "its requeueing")
+    # At once: Slurm itself starts it again soon, as it was.
     site.pack_until(lambda: site.happened("taken back"), "the packer's notice")
+    # Else it would give way a second time.
+    site.wait_until(lambda: own not in site.run("squeue", "-h", "-o", "%A").split(), 60, "the end of the other one")
     assert "Priority=0" in shown()
     assert COMMENT_MARK not in shown(), "a Prolog would give it a GPU"
     site.pack_until(lambda: site.happened("started") == 2, "a second start")

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
-from tests.cluster.packing_site import STEPS, Site, held_job
+from tests.cluster.packing_site import Site, held_job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(400)]
+# It trains for longer than slurmctld takes to write down that it runs.
+STEPS = 400
 
 
 @pytest.fixture
 def job(site: Site) -> Iterator[CheckpointJob]:
-    with held_job(site) as job:
+    with held_job(site, STEPS) as job:
         write_down(site)
         yield job
 

@@ -51,8 +51,9 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there.
-TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 2 --dist loadfile")
+# Three files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there. One of the
+# three waits for Slurm most of the time (tests/sharing_out.py), so that two cores are enough.
+TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 3 --dist loadfile")
 
 test: venv slurm lint
 	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"

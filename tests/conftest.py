@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in
 
 # Threads and processes that were told to stop may need this long to be gone.
 LEAK_GRACE_S = 3.0
-POLL_INTERVAL_S = 0.02
+POLL_INTERVAL_S, LONGEST_POLL_INTERVAL_S = 0.02, 0.5
 
 WaitUntil = Callable[..., None]
 
@@ -48,8 +49,18 @@ def pytest_configure() -> None:
         unshare_mounts()
         mount_memory("/dev/shm")
     except OSError as error:
-        problem = "two test processes need a mount namespace each; run pytest without -n"
+        problem = "several test processes need a mount namespace each; run pytest without -n"
         raise OSError(error.errno, f"{problem}: {error.strerror}") from error
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several test processes, one of them has the files that boot Slurm."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.sharing_out import SlurmInOneProcess
+
+    return SlurmInOneProcess(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -79,11 +90,15 @@ def wait_until() -> WaitUntil:
     """A function that polls `condition` until it is true, and fails the test after `timeout_s`."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
-        deadline = time.monotonic() + timeout_s
+        asked_at = time.monotonic()
+        deadline = asked_at + timeout_s
         while not condition():
-            if time.monotonic() > deadline:
+            answered_at = time.monotonic()
+            if answered_at > deadline:
                 pytest.fail(f"{what} was not reached within {timeout_s:g} s")
-            time.sleep(POLL_INTERVAL_S)
+            # Slurm's commands are not to take the cores from what is waited for.
+            time.sleep(max(POLL_INTERVAL_S, min(4 * (answered_at - asked_at), LONGEST_POLL_INTERVAL_S)))
+            asked_at = time.monotonic()
 
     return wait
 

@@ -26,7 +26,7 @@ HETSTREAM = Path(sys.executable).with_name("hetstream")
 SAVE_EVERY = 5
 # A loaded machine starts torch in many seconds.
 _TIMEOUT_S = 120.0
-_POLL_S = 0.02
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _STREAMING = """\
 #SBATCH --gres=gpu:1
 #HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu --data-worker-mem=1G
@@ -154,11 +154,15 @@ class CheckpointJob:
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = _TIMEOUT_S) -> None:
         """Wait until a condition holds; with the job's output in the error if it does not come."""
-        deadline = time.monotonic() + timeout_s
+        asked_at = time.monotonic()
+        deadline = asked_at + timeout_s
         while not condition():
-            if time.monotonic() > deadline:
+            answered_at = time.monotonic()
+            if answered_at > deadline:
                 raise TimeoutError(f"{what} did not come within {timeout_s:g} s. {self.story()}")
-            time.sleep(_POLL_S)
+            # squeue is not to take the cores from what is waited for.
+            time.sleep(max(_POLL_S, min(4 * (answered_at - asked_at), _LONGEST_POLL_S)))
+            asked_at = time.monotonic()
 
     def story(self) -> str:
         """The ends of all logs of the job, for an error."""

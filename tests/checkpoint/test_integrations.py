@@ -43,32 +43,40 @@ class Framework:
         said: what the last run said.
     """
 
-    def __init__(self, starter: subprocess.Popen[str], said: Path) -> None:
+    def __init__(self, starter: subprocess.Popen[str], directory: Path) -> None:
         self._starter = starter
-        self.said = said
+        self._variables = {"TMPDIR": str(directory), "PYTHONPATH": os.environ["PYTHONPATH"]}  # see `equal_priority`
+        self.said = directory / "said"
 
     def train(self, directory: Path, *arguments: str, code: int = 0) -> list[str]:
         """Run it to its end, with this exit code; what it came to: digest, step, batches."""
         assert self._starter.stdin
         assert self._starter.stdout
-        print(json.dumps([[str(directory), *arguments], str(self.said)]), file=self._starter.stdin, flush=True)
+        question = [[str(directory), *arguments], str(self.said), self._variables]
+        print(json.dumps(question), file=self._starter.stdin, flush=True)
         ended = self._starter.stdout.readline()
         said = self.said.read_text()
         assert ended == f"{code}\n", said
         return next((line.split()[1:] for line in said.splitlines() if line.startswith("RESULT")), [])
 
 
-@pytest.fixture
-def framework(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Framework]:
+@pytest.fixture(scope="module")
+def starter(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported a framework, which takes seconds; see `programs/starts.py`."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
     with subprocess.Popen(
         [sys.executable, PROGRAMS / "starts.py", PROGRAMS / f"train_{request.param}.py", MODULES[request.param]],
-        env=environment | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)},
+        env=environment | {"HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    ) as starter:
-        yield Framework(starter, tmp_path / "said")
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+def framework(starter: subprocess.Popen[str], equal_priority: None, tmp_path: Path) -> Framework:
+    return Framework(starter, tmp_path)
 
 
 def left_in(path: Path) -> list[str]:
@@ -76,7 +84,7 @@ def left_in(path: Path) -> list[str]:
     return [one.name for one in path.iterdir() if one.name.startswith("hetstream-")]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS, indirect=True)
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framework, tmp_path: Path) -> None:
     whole = framework.train(tmp_path / "undisturbed", "--interval", "7")
     assert os.readlink(tmp_path / "undisturbed" / "latest") == "step-0000000030.1", "the last step is saved, too"
@@ -90,7 +98,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framewo
     assert resumed[2:] == whole[2 + 16 :], "the batches that the killed runs had not had"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS, indirect=True)
 def test_how_much_is_planned_is_told_in_batches_also_after_a_restart(framework: Framework, tmp_path: Path) -> None:
     """Three epochs of ten batches, of which two make an update."""
 
@@ -110,7 +118,7 @@ def test_how_much_is_planned_is_told_in_batches_also_after_a_restart(framework: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS, indirect=True)
 def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp_path: Path) -> None:
     framework.train(tmp_path / "told", "--interval", "1000", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
     assert os.readlink(tmp_path / "told" / "latest") == "step-0000000008.1", "the signal comes behind step 7's look"
@@ -121,7 +129,7 @@ def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS[:1], indirect=True)
 def test_lightning_with_a_loader_that_has_no_state_is_told_so(framework: Framework, tmp_path: Path) -> None:
     words = "the loader of the training data has no state_dict"
     framework.train(tmp_path / "stateful")
@@ -130,7 +138,7 @@ def test_lightning_with_a_loader_that_has_no_state_is_told_so(framework: Framewo
     assert words in framework.said.read_text()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS[:1], indirect=True)
 def test_lightnings_scaler_data_module_and_hooks_are_kept(framework: Framework, tmp_path: Path) -> None:
     def parts() -> str:
         return next(line for line in framework.said.read_text().splitlines() if line.startswith("PARTS"))
@@ -142,7 +150,7 @@ def test_lightnings_scaler_data_module_and_hooks_are_kept(framework: Framework, 
     assert parts() == "PARTS 1024.0 14 14 14", "of Lightning, the data module, the module and a callback"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS[:1], indirect=True)
 def test_a_model_of_another_width_is_refused_with_the_shapes(framework: Framework, tmp_path: Path) -> None:
     framework.train(tmp_path / "ckpt", "--die-after", "14", code=-signal.SIGKILL)
     framework.train(tmp_path / "ckpt", "--width", "16", code=1)
@@ -153,13 +161,13 @@ def test_a_model_of_another_width_is_refused_with_the_shapes(framework: Framewor
     assert (resumed[1], len(resumed)) == ("30", 2 + 16), "nothing was lost"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS[:1], indirect=True)
 def test_a_strategy_of_lightning_that_shards_is_refused(framework: Framework, tmp_path: Path) -> None:
     framework.train(tmp_path / "ckpt", "--sharded", code=1)
     assert "keeps models that every rank has, and ModelParallelStrategy shards them" in framework.said.read_text()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS[1:], indirect=True)
+@pytest.mark.parametrize("starter", FRAMEWORKS[1:], indirect=True)
 def test_a_trainer_of_hugging_face_that_shards_is_refused(framework: Framework, tmp_path: Path) -> None:
     for who in ("FSDP", "DEEPSPEED", "tensor parallelism"):
         framework.train(tmp_path / "ckpt", "--sharded", who, code=1)

@@ -57,7 +57,8 @@ class TwoGpus(Site):
             nodes.append(NodeGpus(node, 0.0, watch.report(table).gpus))
         return ShowGpus(tuple(nodes), {})
 
-    def submit_ranks(self, name: str, *words: str, wait_ms: int = 0) -> str:
+    def submit_ranks(self, name: str, *words: str, wait_ms: int = 20) -> str:
+        """Submit a job of two ranks. They wait for data between steps: what runs beside them needs the cores, too."""
         command = f"exec srun --kill-on-bad-exit=1 {sys.executable} {TRAIN_RANKS} 1000000 64 {wait_ms} {name}"
         fixed = ("--parsable", "--ntasks=2", "--cpus-per-task=1", "--mem=1G", "--time=20", f"--output={name}.out")
         return self.run("sbatch", *fixed, *words, f"--wrap={command}").strip()
@@ -169,6 +170,6 @@ def test_a_gang_is_upgraded_where_it_runs(site: TwoGpus, shape: Shape, tmp_path:
     holders = site.run("squeue", "-h", "-t", "R", "-p", "gpu", "-o", "%k").split()
     assert holders == [f"hetstream:holds={job}@0"] * 2
     site.ranks_go_on("ranks", 5)
-    assert [site.made("ranks", rank)[:10] for rank in (0, 1)] == ranks_alone(tmp_path, 10)
     site.run("scancel", job)
     site.pack_until(lambda: not site.run("squeue", "-h"), "the end of what kept its GPUs")
+    assert [site.made("ranks", rank)[:10] for rank in (0, 1)] == ranks_alone(tmp_path, 10)

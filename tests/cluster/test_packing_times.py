@@ -44,7 +44,7 @@ class OwnJob:
 
     def __post_init__(self) -> None:
         directory = self.site.directory
-        script = f"date +%s.%N >{directory}/begun; until [ -e {directory}/end ]; do sleep 0.01; done"
+        script = f"date +%s.%N >{directory}/begun; until [ -e {directory}/end ]; do sleep 0.05; done"
         options = ("--partition=gpu", "--mem=100", "--time=5", "--output=/dev/null", *self.options)
         self.number = self.site.run(
             "sbatch", "--parsable", *options, f"--wrap={script}; date +%s.%N >{directory}/ended"

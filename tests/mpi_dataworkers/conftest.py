@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,12 +191,17 @@ def service(tmp_path: Path, _nothing_left: None) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def three(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with three data workers, for a module's tests that hurt none of them."""
+    """A service with three data workers, for a module's tests that hurt none of them.
+
+    Its journal is in memory: a disk that others write gigabytes to holds a dispatcher up for longer than loaders wait.
+    """
     running = Service(tmp_path_factory.mktemp("three"))
-    running.start_dispatcher()
-    running.start_workers(3)
-    yield running
-    running.stop()
+    with tempfile.TemporaryDirectory(prefix="three-", dir="/dev/shm") as memory:
+        (running.directory / "work").symlink_to(memory)
+        running.start_dispatcher()
+        running.start_workers(3)
+        yield running
+        running.stop()
 
 
 def run_program(source: str, directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

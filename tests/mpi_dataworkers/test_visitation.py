@@ -121,7 +121,12 @@ def test_indices_divided_by_a_fixed_number_keep_length_and_order(three: Any, loa
     assert sorted(index for _, ids in batches for index in ids) == list(range(53))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+# How a stopped one is noticed does not depend on what it makes: see `test_service.py`. It takes 15 s.
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+    ids=["killed", "stopped"],
+)
 def test_a_data_worker_lost_in_mid_shard_costs_nothing(
     service: Any, loaders: Any, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -2,7 +2,8 @@
 
     python starts.py PROGRAM.py MODULE
 
-Each line of standard input is JSON: the program's arguments, and a file for what it says. The answer is its exit code.
+Each line of standard input is JSON: the program's arguments, a file for what it says, and variables of its environment.
+The answer is its exit code.
 """
 
 import importlib
@@ -10,15 +11,18 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 
 
-def start(program: str, argv: list[str], said: str) -> None:
+def start(program: str, argv: list[str], said: str, variables: dict[str, str]) -> None:
     """In the child: be the program."""
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.argv = [program, *argv]
+    os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR may be another one
     code = 1
     try:
         runpy.run_path(program, run_name="__main__")
@@ -36,10 +40,10 @@ def start(program: str, argv: list[str], said: str) -> None:
 program, module = sys.argv[1:]
 importlib.import_module(module)
 for line in sys.stdin:
-    argv, said = json.loads(line)
+    argv, said, variables = json.loads(line)
     child = os.fork()
     if child == 0:
-        start(program, argv, said)
+        start(program, argv, said, variables)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 # Taking all these modules down takes seconds.
 os._exit(0)

@@ -26,9 +26,9 @@ from benchmarks.rap_systems import SYSTEMS, Bench, alone_s, interpreted_kernel
 from hetstream.mpi_dataworkers.gpu_features.capacity import Probing, Resource, Rules, capacities, round_s
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
-from hetstream.mpi_dataworkers.gpu_features.launches import Work, operations_of_features, plan_launches
+from hetstream.mpi_dataworkers.gpu_features.launches import operations_of_features, plan_launches
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock, LayerHooks, LayerTimes
-from hetstream.mpi_dataworkers.gpu_features.operations import Device
+from hetstream.mpi_dataworkers.gpu_features.operations import Batches, Device
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.probing import GpuProbing
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
@@ -166,14 +166,12 @@ def _with_what_is_compared(names: Sequence[str]) -> list[str]:
 def _plan(bench: Bench, probing: Probing, measured: Measured) -> str:
     """Plan the launches for this device, as it was measured; in words."""
     device = device_of(probing)
-    work = Work(bench.rows, sum(bench.size.list_length) / 2)
-    operations = operations_of_features(bench.graph, work, device)
+    batches = Batches(bench.rows, sum(bench.size.list_length) / 2)
+    operations = operations_of_features(bench.graph, batches, device)
     modelled_s = max(sum(each.memory_s for each in operations), sum(each.compute_s for each in operations))
     factor = max(1e-3, (measured.fused_alone_s - device.launch_s) / modelled_s)
-    work = Work(work.rows, work.list_length, factor)
-    bench.plan = plan_launches(
-        bench.graph, work, device, measured.layers, num_multiprocessors=bench.streams.num_multiprocessors
-    )
+    num = bench.streams.num_multiprocessors
+    bench.plan = plan_launches(bench.graph, batches, device, measured.layers, num_multiprocessors=num, factor=factor)
     launches = ", ".join(f"{each.layer} {len(each.chains)} on {each.num_programs}" for each in bench.plan.launches)
     return f"{bench.plan.exposed_s * 1e6:.0f} us predicted, factor {factor:.2f}; features on programs: {launches}"
 

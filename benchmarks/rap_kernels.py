@@ -43,9 +43,6 @@ _BLOCK, _PAIR = 8, 2
 _LARGE_WINDOW = 4
 # Of turns of the loops for one list, after so many a processor no longer knows by heart when the next one ends.
 _KNOWN_TURNS, _FORGOTTEN_TURNS = 12, 36
-# Memory that glibc takes from the kernel each time, page by page: pieces above the one, and what is free beyond the
-# other (M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in mallopt(3), as large as they grow by themselves).
-_LARGE_PIECE_BYTES, _KEPT_BYTES = 1 << 25, 1 << 26
 _TABLE = tuple(range(1000, 1256))
 _BORDERS = tuple(float(place) for place in range(-8, 9))
 # Every program of the plans: an operator with a number that is drawn, and the type that it takes.
@@ -299,9 +296,7 @@ def terms_of_graph(
         terms["row, lists"] += rows * len(output.of) * (kind == "lists")
         joined = sum(map(bytes_of, output.of)) if output.keys else 0.0
         terms[f"byte, {kind}"] += joined
-        terms["byte of a large piece"] += joined * (joined > _LARGE_PIECE_BYTES)
         joined_bytes += joined
-    terms["byte given back"] = max(0.0, made_bytes + joined_bytes - _KEPT_BYTES)
     num_bytes += made_bytes + joined_bytes
     return {**terms, "byte": num_bytes, **beyond_caches("byte", num_bytes, num_bytes, caches)}
 

@@ -14,6 +14,7 @@ from hetstream.mpi_dataworkers.features.native import compiler
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform, Launch, triton_launch
 from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
 
 # A timing is the least of so many, each of at least so long.
 TIMINGS, WINDOW_S = 2, 0.0005
@@ -32,11 +33,15 @@ class Timed(Protocol):
 
 
 class OnCpu:
-    """`FeatureTransform` as data workers run it, in CPU time of this thread."""
+    """`FeatureTransform` as data workers run it: in CPU time of this thread, in memory that the process keeps.
+
+    Else glibc gives memory back after a batch or keeps it, as it happens, and large batches take a third more or less.
+    """
 
     name = "CPU"
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self.native = compiler() is not None
         self.caches: Sequence[int] = machine.caches() or CACHE_BYTES
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_number, check_whole
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 
 
@@ -53,6 +54,9 @@ class LayerTime:
     name: str
     seconds: float
 
+    def __post_init__(self) -> None:
+        check_number(f"layer {self.name}: seconds", self.seconds)
+
 
 class Probing(Protocol):
     """A device on which a model is trained and probes run.
@@ -80,6 +84,9 @@ class Rules:
         calibration_s: how long a probe alone must last for its speed to be known.
         tries: how often a layer is measured again whose own time has changed meanwhile by more than most_growth.
         unsteady_leaves_nothing: whether a layer whose time changes each time leaves nothing, and is no error.
+
+    Raises:
+        FeatureError: a number is negative, infinite or NaN, a calibration takes no time, or there is no try.
     """
 
     most_growth: float = 0.03
@@ -87,6 +94,12 @@ class Rules:
     calibration_s: float = 1e-3
     tries: int = 3
     unsteady_leaves_nothing: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("Rules: most_growth", self.most_growth)
+        check_number("Rules: least_s", self.least_s)
+        check_number("Rules: calibration_s", self.calibration_s, is_above=True)
+        check_whole("Rules: tries", self.tries, 1)
 
 
 _log = logging.getLogger(__name__)
@@ -101,9 +114,9 @@ def capacities(device: Probing, rules: Rules | None = None) -> tuple[Layer, ...]
         rules: how.
 
     Raises:
-        FeatureError: a layer's time changes by itself, or a probe has no speed.
+        FeatureError: a layer's time changes by itself, a probe has no speed, or something is of another type.
     """
-    rules = rules or Rules()
+    rules = _checked(device, rules)
     speeds = {resource: _Speed(device, resource, rules) for resource in Resource}
     found = []
     for time in device.step(None):
@@ -119,9 +132,21 @@ def round_s(device: Probing, resource: Resource, rules: Rules | None = None) -> 
     """What a round of one program takes of the whole GPU; `probes.py` says what such a round does.
 
     Raises:
-        FeatureError: a probe has no speed.
+        FeatureError: a probe has no speed, or something is of another type.
     """
-    return _Speed(device, resource, rules or Rules()).round_s
+    check_is("resource", resource, Resource, "a Resource, such as Resource.MEMORY")
+    return _Speed(device, resource, _checked(device, rules)).round_s
+
+
+def _checked(device: object, rules: Rules | None) -> Rules:
+    """Rules, where these are some; raises FeatureError where nothing can be measured."""
+    hint = "a GpuProbing, or what else has num_multiprocessors, step and alone_s"
+    for name in ("step", "alone_s"):
+        check_callable(f"device={device!r}: {name}", getattr(device, name, None), hint)
+    check_whole(f"device={device!r}: num_multiprocessors", getattr(device, "num_multiprocessors", None), 1)
+    if rules is not None:
+        check_is("rules", rules, Rules, "Rules, such as Rules(tries=5)")
+    return rules or Rules()
 
 
 class _Speed:
@@ -149,6 +174,7 @@ class _Speed:
                     raise FeatureError(f"{num_rounds} rounds of the {self.resource.value} probe take {seconds} s")
                 num_rounds *= 4
                 seconds = self._device.alone_s(self.resource, num_programs, num_rounds)
+                check_number(f"{num_rounds} rounds of the {self.resource.value} probe: seconds", seconds)
             self._rounds_per_s[num_programs] = num_rounds / seconds
         return self._rounds_per_s[num_programs]
 

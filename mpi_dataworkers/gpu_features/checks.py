@@ -14,29 +14,40 @@ _LARGEST_TILE = 512
 
 
 def check_number(
-    name: str, value: object, least: float = 0.0, *, is_above: bool = False, may_be_infinite: bool = False
+    name: str,
+    value: object,
+    least: float = 0.0,
+    most: float = math.inf,
+    *,
+    is_above: bool = False,
+    may_be_infinite: bool = False,
 ) -> None:
-    """Raise FeatureError, in which it is called `name`, where this is no number, or smaller than it may be.
+    """Raise FeatureError, in which it is called `name`, where this is no number, or smaller or larger than it may be.
 
     Args:
         name: of the number, for the message.
         value: what was given.
-        least: that it may be.
-        is_above: it must be larger than that.
+        least, most: that it may be.
+        is_above: it must be larger than the least.
         may_be_infinite: positive infinity will do, too.
     """
-    number = float(value) if isinstance(value, Real) else math.nan
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # a whole number that no float64 holds
+        number = math.nan
     is_enough = number > least if is_above else number >= least
-    if is_enough and (may_be_infinite or math.isfinite(number)):
+    if is_enough and number <= most and (may_be_infinite or math.isfinite(number)):
         return
     rule = f"above {least:g}" if is_above else f"at least {least:g}"
+    rule += "" if math.isinf(most) else f", at most {most:g}"
     raise FeatureError(f"{name}={_said(value)}: give a {'' if may_be_infinite else 'finite '}number, {rule}")
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise FeatureError where this is no whole number, or smaller than it may be."""
-    if not isinstance(value, Integral) or int(value) < least:
-        raise FeatureError(f"{name}={_said(value)}: give a whole number, at least {least}")
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise FeatureError where this is no whole number, or smaller or larger than it may be."""
+    if not isinstance(value, Integral) or int(value) < least or (most is not None and int(value) > most):
+        rule = f"at least {least}" if most is None else f"{least} to {most}"
+        raise FeatureError(f"{name}={_said(value)}: give a whole number, {rule}")
 
 
 def check_is(name: str, value: object, kind: type | UnionType, hint: str) -> None:
@@ -51,6 +62,12 @@ def check_each(name: str, values: object, kind: type) -> None:
         raise FeatureError(f"{name}={_said(values)}: give a tuple of {kind.__name__}")
     for at, value in enumerate(values):
         check_is(f"{name}[{at}]", value, kind, f"a {kind.__name__}")
+
+
+def check_callable(name: str, value: object, hint: str) -> None:
+    """Raise FeatureError where this cannot be called; `hint` says what to give."""
+    if not callable(value):
+        raise FeatureError(f"{name}={_said(value)}: give {hint}")
 
 
 def check_graph(who: str, graph: object) -> None:

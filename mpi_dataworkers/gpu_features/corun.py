@@ -1,6 +1,6 @@
 """Compute a feature graph on the trainer's GPU beside the layers of its model, batch n + 1 while batch n is trained.
 
-    plan = plan_launches(graph, Work(rows=4096), device, layers, num_multiprocessors=132)
+    plan = plan_launches(graph, Batches(rows=4096), device, layers, num_multiprocessors=132)
     with CoRun(graph, plan, model) as corun:
         for features in corun(loader):  # a loader of raw columns
             loss = model(features)
@@ -28,7 +28,7 @@ from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed
-from hetstream.mpi_dataworkers.gpu_features.checks import check_is, check_tile
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_tile
 from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
 from hetstream.mpi_dataworkers.gpu_features.fused import (
     Launch,
@@ -148,9 +148,9 @@ class CoRun:
         kernel: tuple[int, Launch | None] = (256, None),
     ) -> None:
         check_is("graph", graph, FeatureGraph | CutGraph, "a FeatureGraph, or a CutGraph")
-        check_is("model", model, torch.nn.Module, "the torch.nn.Module that is trained")
-        if optimizer is not None:
-            check_is("optimizer", optimizer, torch.optim.Optimizer, "the model's torch.optim.Optimizer")
+        tile, launch = _checked_kernel(kernel)
+        if streams is not None:
+            check_is("streams", getattr(streams, "device", streams), torch.device, "Streams, such as CudaStreams()")
         self._cut = graph if isinstance(graph, CutGraph) else None
         self._whole = graph.graph if isinstance(graph, CutGraph) else graph
         own = graph.trainer if isinstance(graph, CutGraph) else graph
@@ -158,13 +158,12 @@ class CoRun:
             raise FeatureError(f"{graph}: nothing is left for the trainer to compute")
         self.graph: FeatureGraph = own
         self._program = program_of(own)
-        check_tile(kernel[0])
         check_plan(plan, len(self._program.chains))
         launches = [each.chains for each in plan.launches]
-        self._fingerprint = fingerprint_of(own, launches, kernel[0], plan.is_padded)
+        self._fingerprint = fingerprint_of(own, launches, tile, plan.is_padded)
         self._in_host_memory = FeatureTransform(own)
         self._read = Reader(own.inputs)
-        self._tile = kernel[0]
+        self._tile = tile
         self.fallback = Fallback(self._whole)
         self._loader_state: Any = None
         self._begin()
@@ -182,7 +181,7 @@ class CoRun:
         try:
             self.streams = CudaStreams() if streams is None else streams
             self._device = self.streams.device
-            self._launch = triton_launch() if kernel[1] is None else kernel[1]
+            self._launch = launch or triton_launch()
             self._pack = Packer(
                 own,
                 self._program,
@@ -201,7 +200,11 @@ class CoRun:
         """The batches of an iteration over a loader of raw columns, computed.
 
         Two batches are taken ahead. `state_dict` has the loader's position behind the batch that the loop has.
+
+        Raises:
+            FeatureError: this cannot be iterated.
         """
+        check_is("loader", loader, Iterable, "a loader of raw columns")
         self.fallback.begin(loader)
         self._loader_state = _state_of(loader)
         iteration = _Iteration(self, loader)
@@ -471,6 +474,17 @@ class _Iteration(Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         return self._corun.next_of(self)
+
+
+def _checked_kernel(kernel: object) -> tuple[int, Launch | None]:
+    """Values in a tile, and what runs the kernel."""
+    if not isinstance(kernel, tuple) or len(kernel) != 2:
+        raise FeatureError(f"kernel={kernel!r}: give a tile and what runs the kernel, such as (256, None)")
+    tile, launch = kernel
+    check_tile(tile)
+    if launch is not None:
+        check_callable("kernel[1]", launch, "what runs the kernel, or None for Triton")
+    return tile, launch
 
 
 def _state_of(loader: Iterable[Any]) -> Any:

@@ -7,28 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
-from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph, behind
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
-from hetstream.mpi_dataworkers.gpu_features.operations import CPU_CORE, Device, operations_of, sizes_of
+from hetstream.mpi_dataworkers.gpu_features.operations import CPU_CORE, Batches, Device, operations_of, sizes_of
 from hetstream.mpi_dataworkers.gpu_features.placement import trees_of
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, cost_of, least_exposed_s
-
-
-@dataclass(frozen=True)
-class Batches:
-    """What batches are like.
-
-    Attributes:
-        rows: of a batch.
-        list_length: values in a list of a jagged input, on average.
-    """
-
-    rows: int
-    list_length: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,19 +45,11 @@ class CutCosts:
     Attributes:
         order: operators in the order in which they move to data workers: by feature, the dearest one first, each after
             the one that it needs. So features move whole, few of them, and what stays is a part that can be cut off.
-
-    Raises:
-        FeatureError: batches have no row, or a list_length that is negative, infinite or NaN.
     """
 
     def __init__(
         self, graph: FeatureGraph, batches: Batches, gpu: Device | None = None, layers: Sequence[Layer] = ()
     ) -> None:
-        numbers = batches.rows, batches.list_length
-        if not all(isinstance(number, Real) for number in numbers) or not (
-            1 <= batches.rows < float("inf") and 0 <= batches.list_length < float("inf")
-        ):
-            raise FeatureError(f"{batches}: rows of at least 1, and a finite list_length of at least 0")
         self.graph, self.batches = graph, batches
         on_a_core = operations_of(graph, batches.rows, batches.list_length, CPU_CORE)
         self._core_s = {each.name: each.alone_s + CPU_CORE.launch_s for each in on_a_core}

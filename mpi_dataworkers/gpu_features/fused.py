@@ -17,7 +17,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
-from hetstream.mpi_dataworkers.gpu_features.checks import check_number, check_tile
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_number, check_tile
 from hetstream.mpi_dataworkers.gpu_features.opcodes import LAUNCHES_AT, program_of
 from hetstream.mpi_dataworkers.gpu_features.streams import device_of
 
@@ -76,6 +76,9 @@ class FusedTransform:
         if arena_bytes is not None:
             check_number("arena_bytes", arena_bytes, may_be_infinite=True)
         check_tile(tile)
+        for name, function in (("launch", launch), ("on_shortage", on_shortage)):
+            if function is not None:
+                check_callable(name, function, "a function, or None")
         self.graph = graph
         self._device = device_of(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():

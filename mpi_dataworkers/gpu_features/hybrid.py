@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCosts
-from hetstream.mpi_dataworkers.gpu_features.operations import Device
+from hetstream.mpi_dataworkers.gpu_features.checks import check_graph, check_number
+from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts
+from hetstream.mpi_dataworkers.gpu_features.operations import Batches, Device
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Problem
-
-__all__ = ["Batches", "HybridDecision", "HybridFeatures", "decide"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ def decide(
         raise FeatureError(f"decide: {batches!r} on {device!r}: give Batches(rows=...) and a Device")
     if not layers:
         raise FeatureError("there is no layer: nothing is known of what the GPU leaves")
-    if not isinstance(allowed_s, Real) or not 0 <= allowed_s < float("inf"):
-        raise FeatureError(f"allowed_s={allowed_s!r}: a finite number of seconds, 0 at least")
+    check_number("allowed_s", allowed_s)
     costs = CutCosts(graph, batches, device, layers)
     whole_exposed_s = exposed_s = costs.exposed_s(costs.kept(0))
     moved, count = 0, len(costs.order)
@@ -108,8 +105,7 @@ def decide(
 
 def _check(who: str, graph: object, gpu: object, layers: object) -> None:
     """Raise FeatureError where something is of another type; a layer's own numbers are the `Problem`'s to check."""
-    if not isinstance(graph, FeatureGraph):
-        raise FeatureError(f"{who}: graph is a {type(graph).__name__}; give a FeatureGraph")
+    check_graph(who, graph)
     if gpu is not None and not isinstance(gpu, Device):
         raise FeatureError(f"{who}: the GPU is {gpu!r}; give a Device, such as operations.H200")
     if layers is not None and not isinstance(layers, Sequence):

@@ -1,6 +1,6 @@
 """Which features a trainer's GPU computes beside which layer of the model, and with how many programs. Pure.
 
-    plan = plan_launches(graph, Work(rows=4096), H200, layers, num_multiprocessors=132)
+    plan = plan_launches(graph, Batches(rows=4096), H200, layers, num_multiprocessors=132)
 
 RAP fuses operators of one kind and launches kernel after kernel. With one kernel for whole features (`kernel.py`)
 nothing is written between two operators, no feature waits for another one, and each layer has one launch at most. So
@@ -21,27 +21,12 @@ from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_graph, check_is, check_number, check_whole
 from hetstream.mpi_dataworkers.gpu_features.opcodes import Chain, program_of
-from hetstream.mpi_dataworkers.gpu_features.operations import INSTRUCTIONS, Device, length_after
+from hetstream.mpi_dataworkers.gpu_features.operations import INSTRUCTIONS, Batches, Device, length_after
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
 from hetstream.mpi_dataworkers.gpu_features.search import search
 
 KIND = "features"
 _WORD_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Work:
-    """What batches are like.
-
-    Attributes:
-        rows: of a batch.
-        list_length: values in a list of a jagged input, on average.
-        factor: by which features take longer than the device's numbers say, as measured; 1 where nothing is.
-    """
-
-    rows: int
-    list_length: float = 1.0
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +66,10 @@ def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPla
     """All features in one launch when a layer begins: what a program has that knows nothing of its layers.
 
     Raises:
-        FeatureError: graph is something else, or num_programs no whole number of at least 1.
+        FeatureError: graph or layer is something else, or num_programs no whole number of at least 1.
     """
     check_graph("all_at_once", graph)
+    check_is("layer", layer, str, "a layer's name, such as 'mlp.forward'")
     check_whole("num_programs", num_programs, 1)
     chains = tuple(range(len(program_of(graph).chains)))
     return LaunchPlan((Launch(layer, chains, num_programs),), 0.0, "all features at once")
@@ -91,38 +77,36 @@ def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPla
 
 def plan_launches(
     graph: FeatureGraph,
-    work: Work,
+    batches: Batches,
     device: Device,
     layers: Sequence[Layer],
     *,
     num_multiprocessors: int,
+    factor: float = 1.0,
     limit_s: float = 1.0,
 ) -> LaunchPlan:
     """Divide the features of a graph among layers so that a training step is as little longer as can be found.
 
     Args:
         graph: the graph.
-        work: what its batches are like.
+        batches: what they are like.
         device: on which it is computed.
         layers: of a training step, with what each leaves; `capacity.capacities` measures it.
         num_multiprocessors: of the device.
+        factor: by which features take longer than the device's numbers say, as measured.
         limit_s: of the search; 0: the first plan.
 
     Raises:
-        FeatureError: a number is negative, infinite or NaN, there is no layer, no row or no multiprocessor, or
-            something is of another type.
+        FeatureError: a number is negative, infinite or NaN, there is no layer or no multiprocessor, or something is of
+            another type.
     """
-    if not isinstance(graph, FeatureGraph) or not isinstance(work, Work):
-        raise FeatureError(
-            f"a plan of a {type(graph).__name__} for a {type(work).__name__}: give a FeatureGraph and Work"
-        )
-    check_number("Work: rows", work.rows, 1)
-    check_number("Work: list_length", work.list_length)
-    check_number("Work: factor", work.factor, is_above=True)
+    check_graph("plan_launches", graph)
+    check_is("batches", batches, Batches, "Batches(rows=...)")
+    check_number("factor", factor, is_above=True)
     check_whole("num_multiprocessors", num_multiprocessors, 1)
     check_is("device", device, Device, "a Device, such as operations.H200")
     check_each("layers", layers, Layer)
-    problem = Problem(operations_of_features(graph, work, device), tuple(layers), device.launch_s)
+    problem = Problem(operations_of_features(graph, batches, device, factor), tuple(layers), device.launch_s)
     found = search(problem, limit_s=limit_s)
     chains: dict[int, list[int]] = {}
     for kernel in found.kernels:
@@ -139,13 +123,15 @@ def plan_launches(
     return LaunchPlan(launches, found.cost.exposed_s, found.reason)
 
 
-def operations_of_features(graph: FeatureGraph, work: Work, device: Device) -> tuple[Operation, ...]:
+def operations_of_features(
+    graph: FeatureGraph, batches: Batches, device: Device, factor: float = 1.0
+) -> tuple[Operation, ...]:
     """What each feature takes of a device's memory traffic and arithmetic, in the order of the program's chains."""
-    return tuple(_operation(chain, work, device) for chain in program_of(graph).chains)
+    return tuple(_operation(chain, batches, device, factor) for chain in program_of(graph).chains)
 
 
-def _operation(chain: Chain, work: Work, device: Device) -> Operation:
-    length = given_length = work.list_length if chain.given.is_jagged else float(chain.given.width)
+def _operation(chain: Chain, batches: Batches, device: Device, factor: float) -> Operation:
+    length = given_length = batches.list_length if chain.given.is_jagged else float(chain.given.width)
     instructions = 0.0
     for operator in chain.operators:
         if chain.made.is_jagged:
@@ -153,15 +139,15 @@ def _operation(chain: Chain, work: Work, device: Device) -> Operation:
         halvings = np.ceil(np.log2(len(operator.borders) + 1)) if isinstance(operator, ops.Bucketize) else 1.0
         instructions += INSTRUCTIONS[type(operator)] * float(halvings)
     made_length = length if chain.made.is_jagged else float(chain.made.width)
-    num_bytes = work.rows * (given_length * _item(chain.given.dtype) + made_length * _item(chain.made.dtype))
-    num_bytes += work.rows * _WORD_BYTES * (chain.given.is_jagged + chain.made.is_jagged)
+    num_bytes = batches.rows * (given_length * _item(chain.given.dtype) + made_length * _item(chain.made.dtype))
+    num_bytes += batches.rows * _WORD_BYTES * (chain.given.is_jagged + chain.made.is_jagged)
     # Each value of the result goes through all operators.
     return Operation(
         chain.result,
         KIND,
         -1,
-        work.factor * num_bytes / device.bytes_per_s,
-        work.factor * instructions * work.rows * made_length / device.instructions_per_s,
+        factor * num_bytes / device.bytes_per_s,
+        factor * instructions * batches.rows * made_length / device.instructions_per_s,
     )
 
 
@@ -198,6 +184,8 @@ def check_plan(plan: LaunchPlan, count: int) -> None:
         )
     check_each("plan.launches", plan.launches, Launch)
     for launch in plan.launches:
+        check_is(f"{launch}: layer", launch.layer, str, "a layer's name, such as 'mlp.forward'")
+        check_each(f"{launch}: chains", launch.chains, int)
         check_whole(f"{launch}: num_programs", launch.num_programs, 1)
     chains = sorted(chain for launch in plan.launches for chain in launch.chains)
     if chains != list(range(count)):

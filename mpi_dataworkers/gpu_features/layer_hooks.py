@@ -17,6 +17,7 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_whole
 
 OPTIMIZER = "optimizer"
 
@@ -34,7 +35,7 @@ class LayerHooks:
         names: of all layers that can begin.
 
     Raises:
-        FeatureError: a layer is no module of the model.
+        FeatureError: a layer is no module of the model, or something is of another type.
     """
 
     def __init__(
@@ -45,6 +46,11 @@ class LayerHooks:
         layers: Mapping[str, torch.nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        check_is("model", model, torch.nn.Module, "the torch.nn.Module that is trained")
+        if layers is not None:
+            check_is("layers", layers, Mapping, "a dict of the model's modules by their names")
+        if optimizer is not None:
+            check_is("optimizer", optimizer, torch.optim.Optimizer, "the model's torch.optim.Optimizer")
         chosen = dict(layers if layers is not None else model.named_children()) or {"model": model}
         own = set(model.modules())
         for name, module in chosen.items():
@@ -174,8 +180,10 @@ class LayerTimes:
         counts once, with all of its time.
 
         Raises:
-            FeatureError: no layer begins, or steps are not alike.
+            FeatureError: no layer begins, steps are not alike, or there is none.
         """
+        check_callable("train_step", train_step, "a function that trains on one batch")
+        check_whole("steps", steps, 1)
         times: dict[str, list[float]] = {}
         of_steps = [self._one_step(train_step) for _ in range(steps)]
         for number, marks in enumerate(of_steps):

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import gather
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_number, check_whole
+from hetstream.mpi_dataworkers.gpu_features.checks import (
+    check_callable,
+    check_each,
+    check_is,
+    check_number,
+    check_whole,
+)
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, filled_s
 
 # GPUs that compute a feature.
@@ -136,18 +142,38 @@ class Model:
     def __post_init__(self) -> None:
         check_is("cluster", self.cluster, Cluster, "a Cluster")
         check_each("sparse", self.sparse, Sparse)
-        known = set(range(self.cluster.num_gpus))
         for feature in self.sparse:
-            tables = feature.tables
-            if not tables or not known.issuperset(tables) or len(set(tables)) < len(tables):
-                raise FeatureError(
-                    f"feature {feature.name}: tables={tables} of {self.cluster.num_gpus} GPUs: name one at least, by "
-                    "its number from 0, each once"
-                )
+            self._check_gpus(f"feature {feature.name}: tables", feature.tables)
         Problem(self.dense, self.cluster.layers, self.cluster.launch_s)  # which looks at the others
 
+    def _check_gpus(self, name: str, gpus: object) -> None:
+        num = self.cluster.num_gpus
+        check_each(name, gpus, int)
+        assert isinstance(gpus, tuple | list)
+        if not gpus or not all(0 <= gpu < num for gpu in gpus) or len(set(gpus)) < len(gpus):
+            raise FeatureError(f"{name}={gpus} of {num} GPUs: name one at least, by its number from 0, each once")
+
+    def _check_mapping(self, mapping: Mapping) -> None:
+        check_is("mapping", mapping, Mapping, "a Mapping, such as data_local(model)")
+        if mapping.places is None:
+            return
+        check_each("mapping.places", mapping.places, tuple)
+        if len(mapping.places) != len(self.sparse):
+            raise FeatureError(
+                f"the mapping has the places of {len(mapping.places)} features, and the model {len(self.sparse)}: "
+                "it is another model's"
+            )
+        for feature, computing in zip(self.sparse, mapping.places, strict=True):
+            self._check_gpus(f"feature {feature.name}: places", computing)
+
     def problem(self, mapping: Mapping, gpu: int) -> Problem:
-        """What a GPU has to schedule."""
+        """What a GPU has to schedule.
+
+        Raises:
+            FeatureError: the mapping is none of this model, or there is no such GPU.
+        """
+        self._check_mapping(mapping)
+        check_whole("gpu", gpu, 0, self.cluster.num_gpus - 1)
         found = list(self.dense)
         for number, feature in enumerate(self.sparse):
             if mapping.places is None:
@@ -157,7 +183,16 @@ class Model:
         return Problem(tuple(found), self.cluster.layers, self.cluster.launch_s)
 
     def exchanges(self, mapping: Mapping) -> list[Exchange]:
-        """What each GPU sends and receives; of several that have computed a feature the first one sends it."""
+        """What each GPU sends and receives; of several that have computed a feature the first one sends it.
+
+        Raises:
+            FeatureError: the mapping is none of this model.
+        """
+        self._check_mapping(mapping)
+        return self.exchanges_of(mapping)
+
+    def exchanges_of(self, mapping: Mapping) -> list[Exchange]:
+        """As `exchanges`, unchecked; a feature may have no place yet, and is then not sent."""
         num = self.cluster.num_gpus
         sent, received = [0.0] * num, [0.0] * num
         for number, feature in enumerate(self.sparse):
@@ -173,7 +208,12 @@ class Model:
         return [Exchange(*both) for both in zip(sent, received, strict=True)]
 
     def exposed_s(self, mapping: Mapping, exposed: Exposed) -> list[float]:
-        """By how much each GPU's training step is longer."""
+        """By how much each GPU's training step is longer.
+
+        Raises:
+            FeatureError: the mapping is none of this model, or exposed no function.
+        """
+        check_callable("exposed", exposed, "a function of a Problem, such as estimate_s")
         exchanges = self.exchanges(mapping)
         taken = Exchange.duration_s if mapping.in_step else Exchange.exposed_s
         return [
@@ -182,13 +222,23 @@ class Model:
         ]
 
 
-def data_parallel(model: Model, *, in_step: bool = True) -> Mapping:  # noqa: ARG001, as the other two
-    """Every GPU computes all features for its own rows, and sends each to its table; in the step, as TorchRec does."""
+def data_parallel(model: Model, *, in_step: bool = True) -> Mapping:
+    """Every GPU computes all features for its own rows, and sends each to its table; in the step, as TorchRec does.
+
+    Raises:
+        FeatureError: this is no `Model`.
+    """
+    check_is("model", model, Model, "a Model")
     return Mapping(None, in_step=in_step)
 
 
 def data_local(model: Model) -> Mapping:
-    """Every feature where its table is."""
+    """Every feature where its table is.
+
+    Raises:
+        FeatureError: this is no `Model`.
+    """
+    check_is("model", model, Model, "a Model")
     return Mapping(tuple(feature.tables for feature in model.sparse))
 
 
@@ -202,9 +252,8 @@ def balanced(model: Model) -> Mapping:
     Raises:
         FeatureError: this is no `Model`.
     """
-    check_is("model", model, Model, "a Model")
-    costs = _Costs(model)
     local = list(data_local(model).places or ())
+    costs = _Costs(model)
     worst = costs.worst(local)
     starts = [local, _spread(costs, local, [at for at, computing in enumerate(local) if worst in computing])]
     starts.append(_spread(costs, local, range(len(local))))
@@ -292,7 +341,7 @@ class _Costs:
     def _of_all(self, places: Sequence[Places]) -> list[tuple[float, float]]:
         """Of each GPU: by how much preprocessing exceeds its room, and what of its exchange is exposed."""
         cluster = self._model.cluster
-        exchanges = self._model.exchanges(Mapping(tuple(places)))
+        exchanges = self._model.exchanges_of(Mapping(tuple(places)))
         sets: list[set[int]] = [set() for _ in range(self.num_gpus)]
         for number, computing in enumerate(places):
             for gpu in computing:
@@ -313,7 +362,12 @@ class _Costs:
 
 
 def estimate_s(problem: Problem) -> float:
-    """What a good schedule exposes, without one: operations fill the layers as water does, with `gather`'s launches."""
+    """What a good schedule exposes, without one: operations fill the layers as water does, with `gather`'s launches.
+
+    Raises:
+        FeatureError: this is no `Problem`.
+    """
+    check_is("problem", problem, Problem, "a Problem")
     return max(0.0, _filled_s(problem))
 
 

@@ -16,9 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hetstream.mpi_dataworkers.gpu_features import probes
+from hetstream.mpi_dataworkers.gpu_features.checks import check_tile, check_whole
 from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel, options_of
 
 _WARP_THREADS = 32
+_FIRST_ARCHITECTURE = 75  # of those that Triton compiles for: Turing
 _ARGUMENTS = {
     **dict.fromkeys(("batch", "made", "constants"), "*i64"),
     "number": "i32",
@@ -44,7 +46,13 @@ class Compiled:
 
 
 def compile_for(architecture: int, tile: int = 256) -> Compiled:
-    """Compile for a compute capability, without a GPU."""
+    """Compile for a compute capability, without a GPU.
+
+    Raises:
+        FeatureError: there is no such architecture that Triton knows, or the tile cannot be.
+    """
+    check_whole("architecture", architecture, _FIRST_ARCHITECTURE)
+    check_tile(tile)
     kernel = _compiled(features_kernel, _ARGUMENTS, {"TILE": tile}, architecture, options_of(tile))
     program = kernel.asm["cubin"]
     return Compiled(architecture, tile, len(program), _stack_bytes(program))
@@ -64,7 +72,12 @@ class CompiledProbe:
 
 
 def compile_probes(architecture: int) -> tuple[CompiledProbe, ...]:
-    """The probes of memory traffic and of arithmetic, for a compute capability, without a GPU."""
+    """The probes of memory traffic and of arithmetic, for a compute capability, without a GPU.
+
+    Raises:
+        FeatureError: there is no such architecture that Triton knows.
+    """
+    check_whole("architecture", architecture, _FIRST_ARCHITECTURE)
     pointers, numbers = dict.fromkeys(("source", "made"), "*fp32"), dict.fromkeys(("num_rounds", "num_blocks"), "i32")
     memory = _compiled(
         probes.memory_probe,

@@ -35,6 +35,26 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
+class Batches:
+    """What batches are like.
+
+    Attributes:
+        rows: of a batch.
+        list_length: values in a list of a jagged input, on average.
+
+    Raises:
+        FeatureError: there is no row, or a number is negative, infinite or NaN.
+    """
+
+    rows: int
+    list_length: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("Batches: rows", self.rows, 1)
+        check_number("Batches: list_length", self.list_length)
+
+
+@dataclass(frozen=True)
 class Device:
     """What a GPU can do.
 

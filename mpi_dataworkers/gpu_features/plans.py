@@ -15,7 +15,7 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.types import FeatureType
-from hetstream.mpi_dataworkers.gpu_features.checks import check_whole
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_whole
 
 # Distinct ids of the 26 sparse columns of the two public Criteo datasets; their sums are the paper's 33.7 and 177.9
 # million (Table 2).
@@ -45,7 +45,8 @@ class PlanSize:
 
     Raises:
         FeatureError: a number is negative or not whole, there is no feature, sparse ones have no table, there are fewer
-            than two operators for each feature, or lists are to be shorter than their shortest.
+            than two operators for each feature, lists are to be shorter than their shortest, or something is of
+            another type.
     """
 
     name: str
@@ -62,8 +63,15 @@ class PlanSize:
         check_whole(f"{who}: num_sparse", self.num_sparse, 0 if self.num_dense else 1)
         if self.is_random:
             check_whole(f"{who}: num_operators", self.num_operators, 2 * (self.num_dense + self.num_sparse))
-        if self.num_sparse and not self.num_ids:
-            raise FeatureError(f"{who}: num_ids={self.num_ids!r}: give the rows of at least one table")
+        check_each(f"{who}: num_ids", self.num_ids, int)
+        if self.num_sparse and not (self.num_ids and min(self.num_ids) >= 1):
+            raise FeatureError(
+                f"{who}: num_ids={self.num_ids!r}: give the rows of at least one table, 1 at least of each"
+            )
+        if not isinstance(self.list_length, tuple) or len(self.list_length) != 2:
+            raise FeatureError(
+                f"{who}: list_length={self.list_length!r}: give the least and the most, such as (32, 64)"
+            )
         low, high = self.list_length
         check_whole(f"{who}: list_length[0]", low, 0)
         check_whole(f"{who}: list_length[1]", high, low)

@@ -24,7 +24,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_number
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_number
 
 Numbers = npt.NDArray[np.float64]
 # RAP's Table 5: these four have a model each, and all others one together.
@@ -37,6 +37,8 @@ CACHE_BYTES = (1 << 15, 1 << 20, 1 << 25)
 _EDGES = (0.5, 1.0, 2.0)
 # Of the kernel regression, in standard deviations of what it looks at; and how much of a measurement is chance.
 _REACH, _NOISE = 2.5, 0.05
+# What no sum or product of these numbers makes infinite: counts and bytes, and seconds.
+_MOST, _SECONDS = 2.0**53, (1e-12, 1e9)
 # Of a roofline, besides counts and caches.
 _PARTS = ("launch", "feature", "row", "value", "made", "byte")
 
@@ -59,8 +61,8 @@ class KernelSize:
         apart_bytes: of those read, with others between them, so that no processor fetches them ahead.
 
     Raises:
-        FeatureError: there is no feature or no row, a number is negative, infinite or NaN, or a count is called like a
-            part of the roofline.
+        FeatureError: there is no feature or no row, a number is negative, NaN or larger than 2**53, or a count has the
+            name of a part of the roofline.
     """
 
     kind: str
@@ -77,15 +79,19 @@ class KernelSize:
     apart_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("kind", "form"):
+            check_is(f"KernelSize: {name}", getattr(self, name), str, "a name")
         for name in ("num_features", "num_rows"):
-            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name), 1)
+            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name), 1, _MOST)
         for name in ("width", "made_width", "given_bytes", "made_bytes", "apart_bytes"):
-            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name))
+            check_number(f"KernelSize {self.kind}: {name}", getattr(self, name), 0, _MOST)
         for name in ("read_bytes", "held_bytes"):
             if getattr(self, name) is not None:
-                check_number(f"KernelSize {self.kind}: {name}", getattr(self, name))
+                check_number(f"KernelSize {self.kind}: {name}", getattr(self, name), 0, _MOST)
+        check_is(f"KernelSize {self.kind}: counts", self.counts, Mapping, "a dict of numbers by name")
         for name, count in self.counts.items():
-            check_number(f"KernelSize {self.kind}: counts[{name!r}]", count)
+            check_is(f"KernelSize {self.kind}: counts: name", name, str, "a name")
+            check_number(f"KernelSize {self.kind}: counts[{name!r}]", count, 0, _MOST)
             if name in _PARTS:
                 raise FeatureError(
                     f"KernelSize {self.kind}: counts[{name!r}]: {', '.join(_PARTS)} are counted anyway; rename it"
@@ -196,8 +202,9 @@ class LatencyModel:
     """
 
     def __init__(self, caches: Sequence[int] = CACHE_BYTES) -> None:
+        check_is("caches", caches, tuple | list, "a tuple of bytes, such as (1 << 15, 1 << 20)")
         for at, cache in enumerate(caches):
-            check_number(f"LatencyModel: caches[{at}]", cache, is_above=True)
+            check_number(f"LatencyModel: caches[{at}]", cache, 0, _MOST, is_above=True)
         self._caches = caches
         self._rooflines: dict[tuple[str, str], Roofline] = {}
         # Of each class: names of counts, programs, and what has learned what the rooflines leave over.
@@ -207,13 +214,14 @@ class LatencyModel:
         """Learn from kernels that took so long; what was learned before is forgotten.
 
         Raises:
-            FeatureError: there is none, or a time is not above zero.
+            FeatureError: there is none, or a time is shorter than a picosecond, or longer than a billion seconds.
         """
         check_each("sizes", sizes, KernelSize)
+        check_is("seconds", seconds, tuple | list, "a list of seconds")
         if not sizes or len(sizes) != len(seconds):
             raise FeatureError(f"{len(sizes)} kernels and {len(seconds)} times: as many, and one at least")
         for at, each in enumerate(seconds):
-            check_number(f"seconds[{at}]", each, is_above=True)
+            check_number(f"seconds[{at}]", each, *_SECONDS)
         self._rooflines, self._rest = {}, {}
         times = np.asarray(seconds, dtype=np.float64)
         for program in sorted({size.program for size in sizes}):

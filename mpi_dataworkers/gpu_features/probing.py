@@ -18,6 +18,7 @@ import torch
 
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import CudaClock, LayerHooks, LayerTimes
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
 
@@ -37,7 +38,7 @@ class GpuProbing:
         device: The GPU.
 
     Raises:
-        FeatureError: there is no GPU, or no Triton.
+        FeatureError: there is no GPU, no Triton, or something is of another type.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GpuProbing:
         optimizer: torch.optim.Optimizer | None = None,
         device: str = "cuda",
     ) -> None:
+        check_callable("train_step", train_step, "a function that trains on one batch")
         try:
             from hetstream.mpi_dataworkers.gpu_features import probes
         except ImportError as exc:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCost, CutCosts, carried_over, trainers
+from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCost, CutCosts, carried_over, trainers
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
+from hetstream.mpi_dataworkers.gpu_features.operations import Batches
 
 # By which share steps are to be shorter; below it measurements differ from each other as much.
 LEAST_GAIN = 0.05

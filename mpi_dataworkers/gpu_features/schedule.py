@@ -9,14 +9,16 @@ it leaves, the step is longer by the larger of the two excesses: that time is *e
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 from hetstream.mpi_dataworkers.errors import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_whole
+
+# Longer than anything that is trained; sums of some thousands of them are finite.
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,16 @@ class Problem:
         if not self.layers:
             yield "there is no layer"
         if not _is_time(self.launch_s):
-            yield f"launch_s={self.launch_s}: a finite number of seconds, 0 at least"
+            yield f"launch_s={self.launch_s}: a finite number of seconds, 0 to {_LONGEST_S:g}"
         for at, operation in enumerate(self.operations):
             if not isinstance(operation.parent, Integral) or not -1 <= operation.parent < at:
                 yield f"operation {operation.name} needs number {operation.parent}, and is number {at} itself"
             if not (_is_time(operation.memory_s) and _is_time(operation.compute_s)):
-                yield f"operation {operation.name}: memory_s={operation.memory_s}, compute_s={operation.compute_s}"
+                seconds = f"memory_s={operation.memory_s}, compute_s={operation.compute_s}"
+                yield f"operation {operation.name}: {seconds}: finite numbers of seconds, 0 to {_LONGEST_S:g}"
         for layer in self.layers:
             if not all(map(_is_time, (layer.duration_s, layer.memory_s, layer.compute_s))):
-                yield f"{layer}: finite numbers of seconds, 0 at least"
+                yield f"{layer}: finite numbers of seconds, 0 to {_LONGEST_S:g}"
 
     @property
     def training_s(self) -> float:
@@ -133,7 +136,17 @@ class Cost:
 
 
 def cost_of(problem: Problem, kernels: Sequence[Kernel]) -> Cost:
-    """What kernels cost, in whatever order."""
+    """What kernels cost, in whatever order.
+
+    Raises:
+        FeatureError: this is no problem, or a kernel has a layer or an operation that the problem has not.
+    """
+    check_is("problem", problem, Problem, "a Problem")
+    check_each("kernels", kernels, Kernel)
+    for number, kernel in enumerate(kernels):
+        check_whole(f"kernels[{number}]: layer", kernel.layer, 0, len(problem.layers) - 1)
+        for at in kernel.operations:
+            check_whole(f"kernels[{number}]: operation", at, 0, len(problem.operations) - 1)
     loads = [[0.0, 0.0] for _ in problem.layers]
     for kernel in kernels:
         load = loads[kernel.layer]
@@ -208,4 +221,4 @@ def problems_of(problem: Problem, kernels: Sequence[Kernel]) -> list[str]:
 
 
 def _is_time(number: float) -> bool:
-    return isinstance(number, Real) and math.isfinite(number) and number >= 0
+    return isinstance(number, Real) and 0 <= number <= _LONGEST_S

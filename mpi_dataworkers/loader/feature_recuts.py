@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetstream.mpi_dataworkers.features.cut_transform import HandedOver
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import Clock
+from hetstream.mpi_dataworkers.gpu_features.operations import Batches
 from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
 
 _log = logging.getLogger(__name__)

@@ -64,6 +64,8 @@ class HostPool:
             self._pool = make_pool(self._allocator, use_on_oom=True)
         except TypeError as error:
             raise RuntimeError("the pools of this PyTorch are not used when memory is short") from error
+        # Also when Python ends: were the functions gone before the pool, it would give its memory back by nothing.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._fill(min(num_bytes, available_bytes() // _PART_OF_AVAILABLE))
         self.capacity_bytes = sum(segment["total_size"] for segment in self._pool.snapshot())
 
@@ -72,9 +74,15 @@ class HostPool:
         return sum(segment["allocated_size"] for segment in self._pool.snapshot())
 
     def _fill(self, num_bytes: int) -> None:
+        """Have the allocator take the pool's memory, with Python's lock held all the time.
+
+        PyTorch's allocator calls `allocate` while it is locked, and that needs Python's lock. `torch.empty` gives
+        Python's lock away for as long: a thread that then drops a tensor has it, and waits for the allocator for ever.
+        A storage is made without giving it away. Later nothing of the pool is taken from the host or given back.
+        """
         small = num_bytes // _SMALL_PART // _SMALL_BYTES
-        # Of the program's own modes none is to see these tensors.
+        # Of the program's own modes none is to see this memory.
         with _disable_current_modes(), torch.cuda.use_mem_pool(self._pool):
-            blocks = [torch.empty(_SMALL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(small)]
-            blocks.append(torch.empty(num_bytes - small * _SMALL_BYTES, dtype=torch.uint8, device="cuda"))
+            blocks = [torch.UntypedStorage(_SMALL_BYTES, device="cuda") for _ in range(small)]
+            blocks.append(torch.UntypedStorage(num_bytes - small * _SMALL_BYTES, device="cuda"))
             del blocks

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,41 @@ def test_a_torch_without_cuda_has_no_pool_and_says_so() -> None:
         pytest.skip("this torch has CUDA")
     with pytest.raises(RuntimeError, match="this PyTorch takes no allocators"):
         HostPool(2**20)
+
+
+def test_the_pool_is_filled_without_giving_pythons_lock_away_and_is_never_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.empty` gives it away while the allocator is locked, which then calls Python: two threads wait for ever."""
+    taken: list[int] = []
+
+    class Pool:
+        def __init__(self, _allocator: object, *, use_on_oom: bool) -> None:
+            assert use_on_oom
+
+        def snapshot(self) -> list[dict[str, int]]:
+            return [{"total_size": sum(taken)}]
+
+    def storage(num_bytes: int, *, device: str) -> object:
+        assert device == "cuda"
+        taken.append(num_bytes)
+        return object()
+
+    def gives_the_lock_away(*_: object, **__: object) -> None:
+        raise AssertionError("another thread may hold Python's lock and wait for the allocator")
+
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *_: object(), raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "UntypedStorage", storage)
+    monkeypatch.setattr(torch, "empty", gives_the_lock_away)
+    pool = HostPool(2**26)
+    assert pool.capacity_bytes == sum(taken) == 2**26
+    assert taken == [2**20] * 4 + [60 * 2**20]
+    kept = weakref.ref(pool)
+    del pool
+    assert kept() is not None, "it would go when Python ends, after its functions"
 
 
 @pytest.mark.gpu

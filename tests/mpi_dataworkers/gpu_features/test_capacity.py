@@ -13,7 +13,7 @@ import torch
 from offline_compile import compile_offline
 
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource, Rules, capacities
+from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource, Rules, capacities, round_s
 from hetstream.mpi_dataworkers.gpu_features.fake_gpu import FakeGpu, FakeLayer
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock, LayerHooks, LayerTimes
 from hetstream.mpi_dataworkers.gpu_features.probing import GpuProbing
@@ -89,6 +89,30 @@ class OtherLayers(FakeGpu):
     def step(self, probe: object) -> list[LayerTime]:
         self.num_steps += 1
         return [LayerTime(f"layer {self.num_steps}", 1e-3)]
+
+
+def test_what_measures_nothing_is_refused_in_words() -> None:
+    gpu = FakeGpu([MLP])
+    device, nan = FakeGpu([MLP], num_multiprocessors=0), float("nan")
+    for made, words in (
+        (lambda: capacities(3), "device=3: step=None: give a GpuProbing"),  # type: ignore[arg-type]
+        (lambda: capacities(device), "num_multiprocessors=0: give a whole number, at least 1"),
+        (lambda: capacities(gpu, {"tries": 3}), "rules={'tries': 3}: give Rules"),  # type: ignore[arg-type]
+        (lambda: round_s(gpu, "memory"), "resource='memory': give a Resource"),  # type: ignore[arg-type]
+        (lambda: Rules(most_growth=nan), "Rules: most_growth=nan: give a finite number, at least 0"),
+        (lambda: Rules(least_s=-1.0), "Rules: least_s=-1.0"),
+        (lambda: Rules(calibration_s=0.0), "Rules: calibration_s=0.0: give a finite number, above 0"),
+        (lambda: Rules(calibration_s=nan), "Rules: calibration_s=nan"),
+        (lambda: Rules(tries=0), "Rules: tries=0: give a whole number, at least 1"),
+        (lambda: Rules(tries=1.5), "Rules: tries=1.5"),  # type: ignore[arg-type]
+        (lambda: capacities(FakeGpu([MLP], noise=lambda: nan)), "layer mlp.forward: seconds=nan"),
+        (lambda: LayerHooks(3, print), "model=3: give the torch.nn.Module"),  # type: ignore[arg-type]
+        (lambda: LayerTimes(HostClock()).of(lambda: None, 0), "steps=0: give a whole number, at least 1"),
+        (lambda: LayerTimes(HostClock()).of(3, 1), "train_step=3: give a function"),  # type: ignore[arg-type]
+        (lambda: GpuProbing(torch.nn.Linear(1, 1), 3), "train_step=3: give a function"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(FeatureError, match=words):
+            made()
 
 
 def test_what_cannot_be_measured_is_one_error() -> None:

@@ -38,9 +38,9 @@ from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     layer_begins,
     next_action,
 )
-from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, Work, all_at_once, plan_launches
+from hetstream.mpi_dataworkers.gpu_features.launches import Launch, LaunchPlan, all_at_once, plan_launches
 from hetstream.mpi_dataworkers.gpu_features.opcodes import program_of
-from hetstream.mpi_dataworkers.gpu_features.operations import H200
+from hetstream.mpi_dataworkers.gpu_features.operations import H200, Batches
 from hetstream.mpi_dataworkers.gpu_features.plans import PlanSize, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 from hetstream.mpi_dataworkers.gpu_features.streams import CudaStreams, Stream
@@ -451,24 +451,23 @@ def test_the_stage_of_data_workers_can_be_pickled() -> None:
 def test_a_plan_puts_features_where_layers_have_room_and_takes_no_more_programs_than_needed() -> None:
     """The wide layer has all the room; a lighter load has fewer programs."""
     layers = (Layer("narrow.forward", 1e-3, 0.0, 0.0), Layer("wide.forward", 1e-3, 9e-4, 9e-4))
-    plan = plan_launches(GRAPH, Work(4096, 2.0), H200, layers, num_multiprocessors=132, limit_s=0.2)
+    plan = plan_launches(GRAPH, Batches(4096, 2.0), H200, layers, num_multiprocessors=132, limit_s=0.2)
     [launch] = plan.launches
     assert launch.layer == "wide.forward"
     assert sorted(launch.chains) == [0, 1, 2, 3]
     assert plan.exposed_s == 0
-    more = plan_launches(GRAPH, Work(4096, 2.0, factor=1000), H200, layers, num_multiprocessors=132, limit_s=0.2)
+    batches = Batches(4096, 2.0)
+    more = plan_launches(GRAPH, batches, H200, layers, num_multiprocessors=132, factor=1000, limit_s=0.2)
     assert 1 <= launch.num_programs < sum(each.num_programs for each in more.launches) <= 132
-    at_once = plan_launches(GRAPH, Work(1), H200, layers, num_multiprocessors=132, limit_s=0)
+    at_once = plan_launches(GRAPH, Batches(1), H200, layers, num_multiprocessors=132, limit_s=0)
     assert [launch.layer for launch in at_once.launches] == ["wide.forward"]
 
 
 def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
     layers = (Layer("dense.forward", 1e-3, 9e-4, 9e-4),)
     for given, words in (
-        ({"work": Work(0)}, "rows=0: give a finite number, at least 1"),
-        ({"work": Work("2")}, "rows='2'"),  # type: ignore[arg-type]
-        ({"work": Work(1, float("nan"))}, "list_length=nan"),
-        ({"work": Work(1, factor=0.0)}, "factor=0.0: give a finite number, above 0"),
+        ({"batches": 4096}, r"batches=4096: give Batches\(rows=...\)"),
+        ({"factor": 0.0}, "factor=0.0: give a finite number, above 0"),
         ({"num_multiprocessors": 0}, "num_multiprocessors=0: give a whole number, at least 1"),
         ({"num_multiprocessors": float("nan")}, "num_multiprocessors=nan"),
         ({"limit_s": float("nan")}, "limit_s=nan: give a number, at least 0"),
@@ -476,16 +475,26 @@ def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
         ({"device": "H200"}, "device='H200': give a Device"),
         ({"layers": None}, "layers=None: give a tuple of Layer"),
     ):
-        options: dict[str, Any] = {"work": Work(1), "device": H200, "layers": layers, "num_multiprocessors": 4} | given
+        options: dict[str, Any] = {
+            "batches": Batches(1),
+            "device": H200,
+            "layers": layers,
+            "num_multiprocessors": 4,
+        } | given
         with pytest.raises(FeatureError, match=words):
             plan_launches(GRAPH, **options)
     with pytest.raises(FeatureError, match="all_at_once: graph is a int"):
         all_at_once(3, "dense.forward", 1)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="layer=3: give a layer's name"):
+        all_at_once(GRAPH, 3, 1)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="num_programs=0: give a whole number"):
         all_at_once(GRAPH, "dense.forward", 0)
     for launches, words in (
         (None, "plan.launches=None"),
         (("a",), r"launches\[0\]='a'"),
+        ((Launch("a", 3, 1),), "chains=3: give a tuple of int"),
+        ((Launch("a", ("x",), 1),), r"chains\[0\]='x'"),
+        ((Launch(3, (0,), 1),), "layer=3"),
         ((Launch("a", (0,), 0),), "=0"),
     ):
         with pytest.raises(FeatureError, match=words):
@@ -494,12 +503,19 @@ def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
         lambda: CoRun(3, PLAN, Model()),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, 3),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, Model(), optimizer=3),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model(), kernel=256),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model(), kernel=(256, 3)),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model(), layers=3),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model(), streams=3),  # type: ignore[arg-type]
+        lambda: CoRun(GRAPH, PLAN, Model())(3),  # type: ignore[arg-type]
         lambda: CapturedCoRun(GRAPH, PLAN, Model(), 3),  # type: ignore[arg-type]
         lambda: PackedByDataWorkers(3, PLAN),  # type: ignore[arg-type]
         lambda: PackedByDataWorkers(GRAPH, PLAN, tile=0),
         lambda: DataWorkersPart(GRAPH),  # type: ignore[arg-type]
         lambda: TrainersPart(GRAPH),  # type: ignore[arg-type]
         lambda: FusedTransform(GRAPH, device="cpu", launch=interpreted_launch, arena_bytes=float("nan")),
+        lambda: FusedTransform(GRAPH, device="cpu", launch=3),  # type: ignore[arg-type]
+        lambda: FusedTransform(GRAPH, device="cpu", launch=interpreted_launch, on_shortage=3),  # type: ignore[arg-type]
     ):
         with pytest.raises(FeatureError, match=r"[:;] (give|a power of two)"):
             made()
@@ -512,7 +528,7 @@ def test_a_features_work_is_that_of_its_values() -> None:
     column = FeatureGraph.of({"x": dense("x") >> ops.Bucketize((0.0, 1.0, 2.0))})
     layers = (Layer("a.forward", 1.0, 1.0, 1.0),)
     plans = [
-        plan_launches(graph, Work(10**6, 32), H200, layers, num_multiprocessors=10**6, limit_s=0.1)
+        plan_launches(graph, Batches(10**6, 32), H200, layers, num_multiprocessors=10**6, limit_s=0.1)
         for graph in (narrow, wide, column)
     ]
     narrow_count, wide_count, column_count = (plan.launches[0].num_programs for plan in plans)

@@ -17,9 +17,9 @@ from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, TrainersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.hybrid import Batches, HybridDecision, HybridFeatures, decide
-from hetstream.mpi_dataworkers.gpu_features.launches import Work, plan_launches
-from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
+from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridDecision, HybridFeatures, decide
+from hetstream.mpi_dataworkers.gpu_features.launches import plan_launches
+from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches, operations_of
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer
 
@@ -101,16 +101,16 @@ def test_a_little_too_much_is_not_called_nothing() -> None:
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     for batches, allowed_s, words in (
-        (Batches(0), 0.0, "rows of at least 1"),
-        (Batches(8, math.nan), 0.0, "finite list_length"),
-        (Batches(8), -1.0, "allowed_s=-1.0: a finite number of seconds, 0 at least"),
+        (Batches(8), -1.0, "allowed_s=-1.0: give a finite number, at least 0"),
         (Batches(8), math.inf, "allowed_s=inf"),
         (Batches(8), "1", "allowed_s='1'"),
-        (Batches("8"), 0.0, "rows of at least 1"),  # type: ignore[arg-type]
         (8, 0.0, "give Batches"),
     ):
         with pytest.raises(FeatureError, match=words):
             decide(PLAN, batches, A100, layers(), allowed_s)  # type: ignore[arg-type]
+    for rows, length in ((0, 1.0), ("8", 1.0), (10**400, 1.0), (8, math.nan), (8, -1.0)):
+        with pytest.raises(FeatureError, match=r"Batches: (rows|list_length)=.*: give a finite number, at least"):
+            Batches(rows, length)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="there is no layer"):
         decide(PLAN, BATCHES, A100, ())
     for graph, gpu, some, words in (
@@ -127,5 +127,5 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
             HybridFeatures(graph, gpu, some)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match=r"make_plan\(2\): give a PlanSize"):
         make_plan(2)  # type: ignore[arg-type]
-    with pytest.raises(FeatureError, match="a plan of a NoneType for a Work: give a FeatureGraph"):
-        plan_launches(CutGraph(PLAN).trainer, Work(8, 1), A100, layers(), num_multiprocessors=1)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="plan_launches: graph is a NoneType; give a FeatureGraph"):
+        plan_launches(CutGraph(PLAN).trainer, Batches(8, 1), A100, layers(), num_multiprocessors=1)  # type: ignore[arg-type]

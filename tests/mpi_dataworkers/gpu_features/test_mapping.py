@@ -204,5 +204,31 @@ def test_clusters_and_features_that_cannot_be_are_refused() -> None:
         Model(cluster(2), (feature("a", US, 0, 0),))
     with pytest.raises(FeatureError, match=r"sparse\[0\]=3: give a Sparse"):
         Model(cluster(2), (3,))  # type: ignore[arg-type]
-    with pytest.raises(FeatureError, match="model='model': give a Model"):
-        balanced("model")  # type: ignore[arg-type]
+    for mapping_of in (balanced, data_local, data_parallel):
+        with pytest.raises(FeatureError, match="model='model': give a Model"):
+            mapping_of("model")  # type: ignore[operator]
+    with pytest.raises(FeatureError, match="problem='x': give a Problem"):
+        estimate_s("x")  # type: ignore[arg-type]
+
+
+def test_a_mapping_of_another_model_is_refused() -> None:
+    model = Model(cluster(4), (feature("a", US, 0), feature("b", US, 1, 2)))
+    for mapping, words in (
+        ("x", "mapping='x': give a Mapping"),
+        (Mapping(((0,),)), "places of 1 features, and the model 2: it is another model's"),
+        (Mapping(((0,), (4,))), r"feature b: places=\(4,\) of 4 GPUs: name one at least"),
+        (Mapping(((0,), ())), r"feature b: places=\(\) of 4 GPUs"),
+        (Mapping(((0,), ("1",))), r"feature b: places\[0\]='1': give a int"),  # type: ignore[arg-type]
+        (Mapping((0, 1)), r"mapping.places\[0\]=0: give a tuple"),  # type: ignore[arg-type]
+    ):
+        for used in (
+            model.exchanges,
+            lambda each: model.problem(each, 0),
+            lambda each: model.exposed_s(each, estimate_s),
+        ):
+            with pytest.raises(FeatureError, match=words):
+                used(mapping)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match="gpu=4: give a whole number, 0 to 3"):
+        model.problem(data_local(model), 4)
+    with pytest.raises(FeatureError, match="exposed=3: give a function"):
+        model.exposed_s(data_local(model), 3)  # type: ignore[arg-type]

@@ -107,6 +107,9 @@ def test_sizes_and_devices_that_cannot_be_are_refused() -> None:
         ({"num_ids": ()}, r"num_ids=\(\): give the rows of at least one table"),
         ({"num_operators": 155}, "num_operators=155: give a whole number, at least 156"),
         ({"num_dense": 0, "num_sparse": 0}, "num_sparse=0: give a whole number, at least 1"),
+        ({"num_ids": 3}, "num_ids=3: give a tuple of int"),
+        ({"num_ids": (0,)}, r"num_ids=\(0,\): .* 1 at least of each"),
+        ({"list_length": 3}, "list_length=3: give the least and the most"),
         ({"list_length": (64, 32)}, r"list_length\[1\]=32: give a whole number, at least 64"),
     ):
         with pytest.raises(FeatureError, match=words):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import resource
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.rap_kernels import Work, counts_of, samples
 from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
-from benchmarks.rap_timing import kernel_of
+from benchmarks.rap_timing import OnCpu, kernel_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
 from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES, CLASSES, OTHERS, KernelSize, LatencyModel
@@ -49,7 +51,7 @@ def test_a_model_says_what_it_has_not_seen() -> None:
     with pytest.raises(FeatureError, match="nothing was measured of FirstX float32 to float32"):
         model.predict(sizes_of("FirstX"))
     for times in ([0.0] * len(sizes), [float("nan")] * len(sizes)):
-        with pytest.raises(FeatureError, match="above 0"):
+        with pytest.raises(FeatureError, match="at least 1e-12, at most 1e"):
             LatencyModel().fit(sizes, times)
     with pytest.raises(FeatureError, match="0 kernels and 0 times"):
         LatencyModel().fit([], [])
@@ -99,6 +101,17 @@ def test_the_benchmark_measures_all_that_plans_have_and_holds_out_whole_groups()
     assert (errors < 0.1).mean() > 0.9
 
 
+def test_large_batches_are_measured_in_memory_that_is_kept_as_data_workers_keep_it() -> None:
+    """Else the kernel gives the pages of a piece of 40 MiB anew each time, and that takes longer than to fill them."""
+    OnCpu()
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(40 << 20, dtype=torch.uint8)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[-1] < 1000
+
+
 def test_on_a_gpu_the_kernel_alone_is_timed() -> None:
     """The batch is packed and copied once, and each run is one launch of the same."""
     work = next(samples(random.Random(1), (2,), 1, 1))
@@ -134,6 +147,12 @@ def test_kernels_that_cannot_be_are_refused() -> None:
         ("num_features", 0, "at least 1"),
         ("num_rows", 0, "at least 1"),
         ("num_rows", math.inf, "finite"),
+        ("num_rows", 1e300, "at most 9"),
+        ("num_rows", 10**400, "at most 9"),
+        ("width", 1e300, "at most 9"),
+        ("read_bytes", 1e300, "at most 9"),
+        ("counts", {"loop": 1e300}, "at most 9"),
+        ("counts", 3, "a dict of numbers"),
         ("width", math.nan, "finite"),
         ("made_width", -1.0, "at least 0"),
         ("apart_bytes", "3", "a finite number"),
@@ -143,13 +162,21 @@ def test_kernels_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(FeatureError, match=f"KernelSize Clamp: {name}.*{rule}"):
             replace(size, **{name: value})
+    with pytest.raises(FeatureError, match="KernelSize: kind=3: give a name"):
+        replace(size, kind=3)
+    largest = replace(size, num_features=2**53, num_rows=2**53, width=2.0**53, given_bytes=2**53)
+    assert np.isfinite(LatencyModel().fit([size, largest], [1e-6, 1e9]).predict([largest])).all()
     with pytest.raises(FeatureError, match=r"sizes\[0\]=3: give a KernelSize"):
         model.predict([3])  # type: ignore[list-item]
-    for seconds in (math.nan, 0.0, "1"):
-        with pytest.raises(FeatureError, match=r"seconds\[0\]=.*above 0"):
+    for seconds in (math.nan, 0.0, "1", 1e-320, 1e300):
+        with pytest.raises(FeatureError, match=r"seconds\[0\]=.*at least 1e-12, at most 1e\+09"):
             LatencyModel().fit([size], [seconds])  # type: ignore[list-item]
+    with pytest.raises(FeatureError, match="seconds=3: give a list of seconds"):
+        LatencyModel().fit([size], 3)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match=r"caches\[0\]=0"):
         LatencyModel((0,))
+    with pytest.raises(FeatureError, match="caches=3: give a tuple of bytes"):
+        LatencyModel(3)  # type: ignore[arg-type]
     other = replace(size, kind="Cast")
     with pytest.raises(FeatureError, match="nothing was measured of Clamp"):
         model.fit([other], [1e-6]).predict([size])

@@ -16,10 +16,10 @@ from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart, Tr
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features import recut
-from hetstream.mpi_dataworkers.gpu_features.cut_costs import Batches, CutCosts, carried_over, trainers
+from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts, carried_over, trainers
 from hetstream.mpi_dataworkers.gpu_features.hybrid import HybridFeatures
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import HostClock
-from hetstream.mpi_dataworkers.gpu_features.operations import A100
+from hetstream.mpi_dataworkers.gpu_features.operations import A100, Batches
 from hetstream.mpi_dataworkers.gpu_features.plans import PLANS, make_plan
 from hetstream.mpi_dataworkers.gpu_features.recut import Recut, Recutter, Seen
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer

@@ -235,6 +235,15 @@ def test_without_time_the_search_ends_with_the_first_schedules() -> None:
             search(problem, limit_s=limit_s)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="operations='ab': give a tuple of Operation"):
         Problem("ab", layers(), US)  # type: ignore[arg-type]
+    for kernels, words in (
+        (3, "kernels=3: give a tuple of Kernel"),
+        ((Kernel(99, "a", (0,)),), r"kernels\[0\]: layer=99: give a whole number, 0 to"),
+        ((Kernel(0, "a", (9999,)),), r"kernels\[0\]: operation=9999: give a whole number, 0 to"),
+    ):
+        with pytest.raises(FeatureError, match=words):
+            cost_of(problem, kernels)  # type: ignore[arg-type]
+    with pytest.raises(FeatureError, match=r"operation a: memory_s=1e\+300, compute_s=0: .* seconds, 0 to 1e\+09"):
+        Problem((Operation("a", "a", -1, 1e300, 0),), layers(), US)
     with pytest.raises(FeatureError, match="operation a needs number nan"):
         Problem((Operation("a", "a", math.nan, US, US),), layers(), US)  # type: ignore[arg-type]
 

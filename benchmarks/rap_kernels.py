@@ -43,6 +43,9 @@ _BLOCK, _PAIR = 8, 2
 _LARGE_WINDOW = 4
 # Of turns of the loops for one list, after so many a processor no longer knows by heart when the next one ends.
 _KNOWN_TURNS, _FORGOTTEN_TURNS = 12, 36
+# Between a private cache and the one that all cores share: of that nobody knows how much is left for one of them.
+# With the edges of `beyond_caches` these steps reach every power of two.
+_SHARE_STEP = 8
 _TABLE = tuple(range(1000, 1256))
 _BORDERS = tuple(float(place) for place in range(-8, 9))
 # Every program of the plans: an operator with a number that is drawn, and the type that it takes.
@@ -298,7 +301,18 @@ def terms_of_graph(
         terms[f"byte, {kind}"] += joined
         joined_bytes += joined
     num_bytes += made_bytes + joined_bytes
-    return {**terms, "byte": num_bytes, **beyond_caches("byte", num_bytes, num_bytes, caches)}
+    return {**terms, "byte": num_bytes, **beyond_caches("byte", num_bytes, num_bytes, with_shares(caches))}
+
+
+def with_shares(caches: Sequence[int]) -> list[int]:
+    """Bytes of the caches, and what one process may have of the last one, where that is larger than the one before."""
+    found = [*caches]
+    for private, shared in itertools.pairwise(caches[-2:]):
+        size = private * _SHARE_STEP
+        while size < shared / 2:
+            found.append(size)
+            size *= _SHARE_STEP
+    return found
 
 
 def _terms_of_step(

@@ -14,6 +14,7 @@ from random import Random
 
 import numpy as np
 
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is
 from hetstream.mpi_dataworkers.gpu_features.placement import Numbers, Placement, Places, longest_chain
 from hetstream.mpi_dataworkers.gpu_features.schedule import Kernel, Operation, Problem
 
@@ -30,7 +31,11 @@ def fuse(problem: Problem, seed: int = 0) -> list[_Fused]:
 
     The paper gives this to a solver of integer programs. Here each feature in turn moves where it makes the sum
     largest, until none can; on the plans of this project that finds larger sums than HiGHS does in a minute.
+
+    Raises:
+        FeatureError: this is no problem.
     """
+    check_is("problem", problem, Problem, "a Problem")
     draw = Random(seed)
     steps = [max(8, math.ceil(1.5 * longest_chain(problem))), *[0] * (len(problem.layers) - 1)]
     grid = Placement(problem, steps, counts_launches=False)
@@ -71,7 +76,11 @@ def gather(operations: Sequence[Operation], powers: Sequence[int] = POWERS) -> l
     Args:
         operations: each after the one that it needs.
         powers: of the weights; 0 is the number of operations alone.
+
+    Raises:
+        FeatureError: these are no operations.
     """
+    check_each("operations", operations, Operation)
     heights = [1] * len(operations)
     children: dict[int, list[int]] = {}
     for at, operation in enumerate(operations):

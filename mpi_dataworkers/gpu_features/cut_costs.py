@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph, behind
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
+from hetstream.mpi_dataworkers.gpu_features.checks import check_is
 from hetstream.mpi_dataworkers.gpu_features.operations import CPU_CORE, Batches, Device, operations_of, sizes_of
 from hetstream.mpi_dataworkers.gpu_features.placement import trees_of
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem, cost_of, least_exposed_s
@@ -45,11 +46,15 @@ class CutCosts:
     Attributes:
         order: operators in the order in which they move to data workers: by feature, the dearest one first, each after
             the one that it needs. So features move whole, few of them, and what stays is a part that can be cut off.
+
+    Raises:
+        FeatureError: something is of another type.
     """
 
     def __init__(
         self, graph: FeatureGraph, batches: Batches, gpu: Device | None = None, layers: Sequence[Layer] = ()
     ) -> None:
+        check_is("batches", batches, Batches, "Batches(rows=...)")
         self.graph, self.batches = graph, batches
         on_a_core = operations_of(graph, batches.rows, batches.list_length, CPU_CORE)
         self._core_s = {each.name: each.alone_s + CPU_CORE.launch_s for each in on_a_core}

@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.gpu_features.search import search
 
 KIND = "features"
 _WORD_BYTES = 8
+_LARGEST_GRID = 2**31 - 1  # programs that CUDA launches at once
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPla
     """
     check_graph("all_at_once", graph)
     check_is("layer", layer, str, "a layer's name, such as 'mlp.forward'")
-    check_whole("num_programs", num_programs, 1)
+    check_whole("num_programs", num_programs, 1, _LARGEST_GRID)
     chains = tuple(range(len(program_of(graph).chains)))
     return LaunchPlan((Launch(layer, chains, num_programs),), 0.0, "all features at once")
 
@@ -103,7 +104,7 @@ def plan_launches(
     check_graph("plan_launches", graph)
     check_is("batches", batches, Batches, "Batches(rows=...)")
     check_number("factor", factor, is_above=True)
-    check_whole("num_multiprocessors", num_multiprocessors, 1)
+    check_whole("num_multiprocessors", num_multiprocessors, 1, _LARGEST_GRID)
     check_is("device", device, Device, "a Device, such as operations.H200")
     check_each("layers", layers, Layer)
     problem = Problem(operations_of_features(graph, batches, device, factor), tuple(layers), device.launch_s)
@@ -186,7 +187,7 @@ def check_plan(plan: LaunchPlan, count: int) -> None:
     for launch in plan.launches:
         check_is(f"{launch}: layer", launch.layer, str, "a layer's name, such as 'mlp.forward'")
         check_each(f"{launch}: chains", launch.chains, int)
-        check_whole(f"{launch}: num_programs", launch.num_programs, 1)
+        check_whole(f"{launch}: num_programs", launch.num_programs, 1, _LARGEST_GRID)
     chains = sorted(chain for launch in plan.launches for chain in launch.chains)
     if chains != list(range(count)):
         raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")

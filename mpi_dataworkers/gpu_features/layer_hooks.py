@@ -54,7 +54,7 @@ class LayerHooks:
         chosen = dict(layers if layers is not None else model.named_children()) or {"model": model}
         own = set(model.modules())
         for name, module in chosen.items():
-            if module not in own:
+            if not isinstance(module, torch.nn.Module) or module not in own:
                 raise FeatureError(f"layer {name!r} is no module of the model: {str(module)[:60]}")
         self.names = tuple(f"{name}.{way}" for name in chosen for way in ("forward", "backward"))
         self._handles: list[Any] = []

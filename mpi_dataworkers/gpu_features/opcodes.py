@@ -15,6 +15,7 @@ import numpy.typing as npt
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output, Step
 from hetstream.mpi_dataworkers.features.types import DTYPES, RANGES, FeatureType
+from hetstream.mpi_dataworkers.gpu_features.checks import check_graph
 
 Words = npt.NDArray[np.int64]
 # Of a feature in the batch's table, and of an operator in the constants: 8 bytes each.
@@ -84,7 +85,12 @@ class Program:
 
 
 def program_of(graph: FeatureGraph) -> Program:
-    """Compile a graph."""
+    """Compile a graph.
+
+    Raises:
+        FeatureError: this is none.
+    """
+    check_graph("program_of", graph)
     steps = {step.name: step for step in graph.steps}
     chains: list[Chain] = []
     taken: list[tuple[ops.Operator, FeatureType, bool]] = []

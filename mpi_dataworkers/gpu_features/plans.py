@@ -29,6 +29,8 @@ TERABYTE_IDS = (
 )
 _BORDERS = tuple(float(place) for place in range(-8, 9))
 _TABLE_PLACES = 256
+# Features, and operators: a graph of more is made for minutes.
+_MOST = 100_000
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class PlanSize:
         is_random: whether operators are drawn; else every feature is filled and normalised.
 
     Raises:
-        FeatureError: a number is negative or not whole, there is no feature, sparse ones have no table, there are fewer
-            than two operators for each feature, lists are to be shorter than their shortest, or something is of
-            another type.
+        FeatureError: a number is negative, not whole or beyond 100,000, there is no feature, sparse ones have no table,
+            there are fewer than two operators for each feature, lists are to be shorter than their shortest, or
+            something is of another type.
     """
 
     name: str
@@ -59,10 +61,10 @@ class PlanSize:
 
     def __post_init__(self) -> None:
         who = f"PlanSize {self.name}"
-        check_whole(f"{who}: num_dense", self.num_dense, 0)
-        check_whole(f"{who}: num_sparse", self.num_sparse, 0 if self.num_dense else 1)
+        check_whole(f"{who}: num_dense", self.num_dense, 0, _MOST)
+        check_whole(f"{who}: num_sparse", self.num_sparse, 0 if self.num_dense else 1, _MOST)
         if self.is_random:
-            check_whole(f"{who}: num_operators", self.num_operators, 2 * (self.num_dense + self.num_sparse))
+            check_whole(f"{who}: num_operators", self.num_operators, 2 * (self.num_dense + self.num_sparse), _MOST)
         check_each(f"{who}: num_ids", self.num_ids, int)
         if self.num_sparse and not (self.num_ids and min(self.num_ids) >= 1):
             raise FeatureError(

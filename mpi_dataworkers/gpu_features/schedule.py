@@ -88,6 +88,8 @@ class Problem:
         for at, operation in enumerate(self.operations):
             if not isinstance(operation.parent, Integral) or not -1 <= operation.parent < at:
                 yield f"operation {operation.name} needs number {operation.parent}, and is number {at} itself"
+            if not isinstance(operation.kind, str):
+                yield f"operation {operation.name}: kind={operation.kind!r}: a name"
             if not (_is_time(operation.memory_s) and _is_time(operation.compute_s)):
                 seconds = f"memory_s={operation.memory_s}, compute_s={operation.compute_s}"
                 yield f"operation {operation.name}: {seconds}: finite numbers of seconds, 0 to {_LONGEST_S:g}"
@@ -160,7 +162,12 @@ def cost_of(problem: Problem, kernels: Sequence[Kernel]) -> Cost:
 
 
 def least_exposed_s(problem: Problem) -> float:
-    """No schedule exposes less: one launch of each kind that the longest chain of it needs, and all layers used up."""
+    """No schedule exposes less: one launch of each kind that the longest chain of it needs, and all layers used up.
+
+    Raises:
+        FeatureError: this is no problem.
+    """
+    check_is("problem", problem, Problem, "a Problem")
     return max(0.0, filled_s(problem, sum(longest_chains(problem.operations).values())))
 
 
@@ -194,7 +201,13 @@ def longest_chains(operations: Sequence[Operation]) -> dict[str, int]:
 
 
 def problems_of(problem: Problem, kernels: Sequence[Kernel]) -> list[str]:
-    """What is wrong with a schedule whose kernels are launched in this order; nothing, if it can be carried out."""
+    """What is wrong with a schedule whose kernels are launched in this order; nothing, if it can be carried out.
+
+    Raises:
+        FeatureError: this is no problem, or these are no kernels.
+    """
+    check_is("problem", problem, Problem, "a Problem")
+    check_each("kernels", kernels, Kernel)
     found: list[str] = []
     at_kernel: dict[int, int] = {}
     layer = 0

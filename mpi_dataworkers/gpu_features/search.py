@@ -80,9 +80,10 @@ def search(
         clock: says what time it is, in seconds.
 
     Raises:
-        FeatureError: this is no problem, or limit_s negative or NaN.
+        FeatureError: this is no problem, seed no whole number, or limit_s negative or NaN.
     """
     check_is("problem", problem, Problem, "a Problem")
+    check_is("seed", seed, int, "a whole number")
     check_number("limit_s", limit_s, may_be_infinite=True)
     if not problem.operations:
         return Found((), cost_of(problem, ()), "there is nothing to do")

@@ -81,7 +81,7 @@ def device_of(device: str | torch.device) -> torch.device:
     """torch's device of a name; raises FeatureError where there is none of it."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         found = str(error).partition("\n")[0]
         raise FeatureError(f"device={device!r}: a device of torch, such as 'cuda' or 'cuda:1': {found}") from error
 

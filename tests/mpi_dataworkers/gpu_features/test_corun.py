@@ -24,6 +24,7 @@ from hetstream.mpi_dataworkers.gpu_features.arena import raw_of
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import ComputedByDataWorkers, PackedByDataWorkers
 from hetstream.mpi_dataworkers.gpu_features.captured import CapturedCoRun
 from hetstream.mpi_dataworkers.gpu_features.corun import CoRun
+from hetstream.mpi_dataworkers.gpu_features.cut_costs import CutCosts
 from hetstream.mpi_dataworkers.gpu_features.fake_streams import FakeStreams
 from hetstream.mpi_dataworkers.gpu_features.fused import FusedTransform
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
@@ -468,7 +469,7 @@ def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
     for given, words in (
         ({"batches": 4096}, r"batches=4096: give Batches\(rows=...\)"),
         ({"factor": 0.0}, "factor=0.0: give a finite number, above 0"),
-        ({"num_multiprocessors": 0}, "num_multiprocessors=0: give a whole number, at least 1"),
+        ({"num_multiprocessors": 0}, "num_multiprocessors=0: give a whole number, 1 to 2147483647"),
         ({"num_multiprocessors": float("nan")}, "num_multiprocessors=nan"),
         ({"limit_s": float("nan")}, "limit_s=nan: give a number, at least 0"),
         ({"limit_s": -1}, "limit_s=-1"),
@@ -506,6 +507,8 @@ def test_what_a_plan_cannot_be_made_of_is_refused_in_words() -> None:
         lambda: CoRun(GRAPH, PLAN, Model(), kernel=256),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, Model(), kernel=(256, 3)),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, Model(), layers=3),  # type: ignore[arg-type]
+        lambda: program_of(3),  # type: ignore[arg-type]
+        lambda: CutCosts(GRAPH, 3),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, Model(), streams=3),  # type: ignore[arg-type]
         lambda: CoRun(GRAPH, PLAN, Model())(3),  # type: ignore[arg-type]
         lambda: CapturedCoRun(GRAPH, PLAN, Model(), 3),  # type: ignore[arg-type]

@@ -103,10 +103,11 @@ def test_operators_cost_what_their_values_are() -> None:
 
 def test_sizes_and_devices_that_cannot_be_are_refused() -> None:
     for changed, words in (
-        ({"num_dense": -1}, "num_dense=-1: give a whole number, at least 0"),
+        ({"num_dense": -1}, "num_dense=-1: give a whole number, 0 to 100000"),
+        ({"num_sparse": 10**9}, "num_sparse=1000000000: give a whole number, 0 to 100000"),
         ({"num_ids": ()}, r"num_ids=\(\): give the rows of at least one table"),
-        ({"num_operators": 155}, "num_operators=155: give a whole number, at least 156"),
-        ({"num_dense": 0, "num_sparse": 0}, "num_sparse=0: give a whole number, at least 1"),
+        ({"num_operators": 155}, "num_operators=155: give a whole number, 156 to 100000"),
+        ({"num_dense": 0, "num_sparse": 0}, "num_sparse=0: give a whole number, 1 to 100000"),
         ({"num_ids": 3}, "num_ids=3: give a tuple of int"),
         ({"num_ids": (0,)}, r"num_ids=\(0,\): .* 1 at least of each"),
         ({"list_length": 3}, "list_length=3: give the least and the most"),

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rap_kernels import Work, counts_of, samples
+from benchmarks.rap_kernels import Work, counts_of, samples, with_shares
 from benchmarks.rap_predict import Whole, expected_s, graphs, held_out, plans
 from benchmarks.rap_timing import OnCpu, kernel_of
 from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.operators import OPERATORS, FirstX, Ngram, Operator
-from hetstream.mpi_dataworkers.gpu_features.predictor import CACHE_BYTES, CLASSES, OTHERS, KernelSize, LatencyModel
+from hetstream.mpi_dataworkers.gpu_features.predictor import (
+    CACHE_BYTES,
+    CLASSES,
+    OTHERS,
+    KernelSize,
+    LatencyModel,
+    Roofline,
+    beyond_caches,
+)
 
 
 def sizes_of(kind: str) -> list[KernelSize]:
@@ -70,6 +78,25 @@ def test_what_no_cache_holds_costs_more_beyond_its_edge() -> None:
     unseen = [size for size in sizes if size not in known]
     found = LatencyModel((1 << 15, edge)).fit(known, [took_s(size) for size in known]).predict(unseen)
     np.testing.assert_allclose(found, [took_s(size) for size in unseen], rtol=0.05)
+
+
+def test_what_others_leave_of_a_shared_cache_is_learned() -> None:
+    """A host's 480 MB are the whole host's: this device has 40 MB of them, and what is larger comes from memory."""
+    caches = with_shares((48 << 10, 2 << 20, 480 << 20))
+    assert caches[3:] == [16 << 20, 128 << 20]
+    assert with_shares((32 << 10, 1 << 20, 2 << 20)) == [32 << 10, 1 << 20, 2 << 20]
+    assert with_shares((50 << 20,)) == [50 << 20], "a GPU's"
+
+    def took_s(num_bytes: float) -> float:
+        return 1e-5 + num_bytes * (1e-10 + 2e-10 * min(1.0, max(0.0, num_bytes / (40 << 20) - 0.5)))
+
+    def terms(num_bytes: float) -> dict[str, float]:
+        return {"call": 1.0, "byte": num_bytes, **beyond_caches("byte", num_bytes, num_bytes, caches)}
+
+    known = [1e5 * 1.3**at for at in range(30)]
+    unseen = [each * 1.15 for each in known[:-1]]
+    found = Roofline().fit([*map(terms, known)], np.array([*map(took_s, known)])).predict([*map(terms, unseen)])
+    np.testing.assert_allclose(found, [*map(took_s, unseen)], rtol=0.06)
 
 
 def test_what_loops_do_for_lists_is_counted() -> None:

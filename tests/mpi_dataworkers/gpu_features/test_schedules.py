@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.rap_cases import layers, problem_of, random_plan
 from benchmarks.rap_highs import solve
 from hetstream import FeatureError
-from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse
+from hetstream.mpi_dataworkers.gpu_features.algorithm_1 import algorithm_1, fuse, gather
 from hetstream.mpi_dataworkers.gpu_features.operations import A100, operations_of
 from hetstream.mpi_dataworkers.gpu_features.placement import Placement, trees_of
 from hetstream.mpi_dataworkers.gpu_features.plans import make_plan
@@ -244,6 +244,13 @@ def test_without_time_the_search_ends_with_the_first_schedules() -> None:
             cost_of(problem, kernels)  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match=r"operation a: memory_s=1e\+300, compute_s=0: .* seconds, 0 to 1e\+09"):
         Problem((Operation("a", "a", -1, 1e300, 0),), layers(), US)
+    with pytest.raises(FeatureError, match=r"operation a: kind=\[\]: a name"):
+        Problem((Operation("a", [], -1, US, US),), layers(), US)  # type: ignore[arg-type]
+    for made in (fuse, gather, search, least_exposed_s, lambda given: problems_of(problem, given)):
+        with pytest.raises(FeatureError, match=r"(problem|operations|kernels)='x': give a "):
+            made("x")  # type: ignore[operator]
+    with pytest.raises(FeatureError, match="seed='x': give a whole number"):
+        search(problem, seed="x")  # type: ignore[arg-type]
     with pytest.raises(FeatureError, match="operation a needs number nan"):
         Problem((Operation("a", "a", math.nan, US, US),), layers(), US)  # type: ignore[arg-type]
 

@@ -81,8 +81,9 @@ class HostPool:
         A storage is made without giving it away. Later nothing of the pool is taken from the host or given back.
         """
         small = num_bytes // _SMALL_PART // _SMALL_BYTES
+        storage: Any = torch.UntypedStorage
         # Of the program's own modes none is to see this memory.
         with _disable_current_modes(), torch.cuda.use_mem_pool(self._pool):
-            blocks = [torch.UntypedStorage(_SMALL_BYTES, device="cuda") for _ in range(small)]
-            blocks.append(torch.UntypedStorage(num_bytes - small * _SMALL_BYTES, device="cuda"))
+            blocks = [storage(_SMALL_BYTES, device="cuda") for _ in range(small)]
+            blocks.append(storage(num_bytes - small * _SMALL_BYTES, device="cuda"))
             del blocks

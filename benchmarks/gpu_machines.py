@@ -251,6 +251,7 @@ class EmulatedMachine(_Programs):
 
     def resize(self, capacity_bytes: int) -> None:
         """As `Machine.resize`."""
+        self._file.unlink(missing_ok=True)
         EmulatedGpuFile.create(
             self._file, capacity_bytes=capacity_bytes, core=self.core, segment_bytes=MIB, bus_bytes_per_s=512 * MIB
         )

@@ -8,6 +8,7 @@ HetstreamError
 ├── WritersNotStarted        the checkpoint writers of a job did not start
 ├── GpuCoordinatorError      nobody coordinates the GPUs of this node, or what answers is something else
 ├── GpuJobRefused            the coordinator does not let a process share a GPU
+│   └── GpuTaken             another guaranteed job has the GPU
 ├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
 │   └── SiteClosed           it closed the connection without an answer
@@ -30,6 +31,7 @@ __all__ = [
     "DirectiveError",
     "GpuCoordinatorError",
     "GpuJobRefused",
+    "GpuTaken",
     "MasterError",
     "ProgramNotFound",
     "ServiceNotFound",
@@ -62,6 +64,10 @@ class GpuCoordinatorError(HetstreamError):
 
 class GpuJobRefused(HetstreamError):
     """The coordinator does not let a process share a GPU: another version, a GPU that it was not given."""
+
+
+class GpuTaken(GpuJobRefused):
+    """Another guaranteed job has the GPU, so a process that has not begun ends, also a guaranteed one."""
 
 
 class ServiceNotFound(HetstreamError):

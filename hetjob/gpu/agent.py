@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hetstream.base.forks import generation
-from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.devices.base import Device
 from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.orders import NO_LIMIT, JobClass, Order, Statistics
@@ -69,6 +69,7 @@ class Agent:
         clock: nanoseconds of CLOCK_MONOTONIC.
         wait: waits for so many seconds, in the place of the channel.
         follows_forks: a forked child has an agent of its own. Without it, it has none.
+        launcher: process that has started this one as a rank, such as torchrun; 0: nobody who would end it.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Agent:
         wait: Callable[[float], None] | None = None,
         *,
         follows_forks: bool = False,
+        launcher: int = 0,
     ) -> None:
         self._device, self._job_class, self._connect = device, job_class, connect
         self._clock, self._wait = clock, wait
         self._channel: Channel | None = None
+        self._launcher = launcher
         self._begin()
         self._watch_forks(follows_forks)
 
@@ -103,7 +106,8 @@ class Agent:
         """Wait until the process may launch. The first launch is when the coordinator hears of the process.
 
         Raises:
-            GpuJobRefused: an opportunistic process may not take part.
+            GpuJobRefused: an opportunistic process may not take part, or it waits in vain and its launcher has gone.
+            GpuTaken: a guaranteed process has not begun, and its GPU has another guaranteed job.
         """
         if generation() != self._generation:
             return
@@ -163,6 +167,7 @@ class Agent:
             agent = reference()
             if agent is not None:
                 agent.close()
+                agent._launcher = os.getppid() if agent._launcher else 0
                 if follows_forks:
                     agent._begin()
 
@@ -211,6 +216,10 @@ class Agent:
             self._leave_lost_coordinator()
             if self._reported_ns - self._connected_ns >= _CONNECT_AGAIN_NS:
                 self._look_for_coordinator()
+            if self._channel is None and self._launcher and os.getppid() != self._launcher:
+                raise GpuJobRefused(
+                    "no coordinator of GPUs is here, and who launched this process (torchrun, srun) has gone: it ends"
+                )
         self._apply_limit()
         self._report(news=False)
 
@@ -268,7 +277,8 @@ class Agent:
             self._miss(str(error))
             return
         except GpuJobRefused as error:
-            if self._job_class is JobClass.OPPORTUNISTIC:
+            has_begun = self._boundaries > 0 or not isinstance(error, GpuTaken)
+            if self._job_class is JobClass.OPPORTUNISTIC or not has_begun:
                 raise
             self._miss(str(error))
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
 from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.ranks import LocalRank, gpu_of, local_rank
 from hetstream.hetjob.site.address import site_value
@@ -32,6 +33,7 @@ class SharingSettings:
         gpus: all that the job has on this node.
         rank: of the process among those of the job on this node.
         problem: why the environment does not say which GPU it is; empty if it does.
+        program: name that all processes of the program have in common, by `hetstream gpu run`; empty: none.
     """
 
     gpu: str
@@ -45,15 +47,22 @@ class SharingSettings:
     gpus: tuple[str, ...] = ()
     rank: LocalRank = LocalRank()  # noqa: RUF009
     problem: str = ""
+    program: str = ""
 
 
-def settings_from_environment(environ: Mapping[str, str] = os.environ) -> SharingSettings | None:
+def settings_from_environment(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None
+) -> SharingSettings | None:
     """What the environment says; None: the process does not share its GPU.
+
+    Args:
+        environ: of a process.
+        pid: this process; None: the one that calls.
 
     Raises:
         OptionsError: a variable breaks its rule.
     """
-    gpus = tuple(filter(None, environ.get("HETSTREAM_GPU", "").split(",")))
+    gpus = tuple(resolved(gpu) for gpu in environ.get("HETSTREAM_GPU", "").split(",") if gpu)
     if not gpus:
         return None
     problems = []
@@ -73,6 +82,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         raise OptionsError("; ".join(problems))
     rank, gpu, problem = local_rank(environ), "", ""
     numbers = tuple(filter(None, environ.get("HETSTREAM_GPU_NUMBERS", "").split(",")))
+    program = environ.get("HETSTREAM_GPU_JOB", "")
     try:
         gpu = gpu_of(gpus, numbers, rank, environ.get("CUDA_VISIBLE_DEVICES"))
         if not gpu:
@@ -85,7 +95,8 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Sharin
         rank=rank,
         problem=problem,
         job_class=JobClass(job_class),
-        job=environ.get("SLURM_JOB_ID") or environ.get("HETSTREAM_GPU_JOB") or f"process {os.getpid()}",
+        job=environ.get("SLURM_JOB_ID") or program or f"process {pid or os.getpid()}",
+        program=program,
         socket=environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET),
         host_bytes=int(host_bytes),
         coordinator_uid=coordinator_uid,

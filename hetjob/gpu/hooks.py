@@ -29,8 +29,12 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
 
 
-def share_gpu(settings: SharingSettings) -> Agent | None:
+def share_gpu(settings: SharingSettings, parent: int) -> Agent | None:
     """Have this process share its GPU from now on, and until it ends.
+
+    Args:
+        settings: how.
+        parent: process that has started this one.
 
     Returns:
         Its agent; None for a guaranteed process of which nobody can say which GPU it uses.
@@ -51,12 +55,12 @@ def share_gpu(settings: SharingSettings) -> Agent | None:
             raise OptionsError(
                 f"HETSTREAM_GPU={settings.gpu}: {error}. Make one: hetstream gpu emulate FILE"
             ) from error
-        agent = _agent(settings, gpu)
+        agent = _agent(settings, gpu, parent)
         register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary))
         launches: Any = Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch)
         launches.__enter__()
         return agent
-    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes))
+    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes), parent)
     register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
     if settings.job_class is JobClass.OPPORTUNISTIC:
         if len(settings.gpus) > 1:
@@ -85,10 +89,10 @@ class _FirstForward:
         if self._handle is not None and is_in_use():
             self._handle.remove()
             self._handle = None
-            self._agent.before_launch()
+            _or_end(self._agent.before_launch)
 
 
-def _agent(settings: SharingSettings, gpu: Device) -> Agent:
+def _agent(settings: SharingSettings, gpu: Device, parent: int) -> Agent:
     rank = settings.rank
 
     def connect() -> Channel:
@@ -102,11 +106,13 @@ def _agent(settings: SharingSettings, gpu: Device) -> Agent:
             return FileChannel(Path(settings.config_file), status, name)
         introduction = Introduction(
             VERSION, settings.job, settings.job_class, name,
-            rank=rank.number, num_ranks=rank.count, launch=rank.launch,
+            rank=rank.number, num_ranks=rank.count, launch=rank.launch, program=settings.program,
         )  # fmt: skip
         return Connection(settings.socket, introduction, settings.coordinator_uid)
 
-    return Agent(gpu, settings.job_class, connect, follows_forks=not settings.gpu.startswith(PREFIX))
+    launcher = parent if rank.said_by else 0
+    follows_forks = not settings.gpu.startswith(PREFIX)
+    return Agent(gpu, settings.job_class, connect, follows_forks=follows_forks, launcher=launcher)
 
 
 def _use_one_gpu() -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
-from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Work
 from hetstream.hetjob.gpu.pages import VERSION, Page
@@ -42,6 +42,7 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         version: of the pages.
         job: id of the Slurm job; a name, where there is no Slurm.
+        program: name that `hetstream gpu run` gave to the program, of which a Slurm job may have several; empty: none.
         job_class: what the process takes itself for.
         gpu: which GPU it uses.
         now_ns: its clock, when the connection is made.
@@ -58,6 +59,7 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     num_ranks: Annotated[int, msgspec.Meta(ge=0)] = 0
     launch: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    program: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,11 +69,13 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version: of the pages.
         refusal: why the process may not take part; empty: it may, and three descriptors come along.
         job_class: what the process is.
+        is_taken: it is refused because another guaranteed job has the GPU.
     """
 
     version: int
     refusal: str = ""
     job_class: JobClass = JobClass.OPPORTUNISTIC
+    is_taken: bool = False
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -262,7 +266,8 @@ def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> An
             "Use the hetstream that the cluster has"
         )
     if answer.refusal:
-        raise GpuJobRefused(f"the coordinator of this node's GPUs refuses this process: {_one_line(answer.refusal)}")
+        refused = GpuTaken if answer.is_taken else GpuJobRefused
+        raise refused(f"the coordinator of this node's GPUs refuses this process: {_one_line(answer.refusal)}")
     if num_descriptors != expected:
         raise GpuCoordinatorError(f"the coordinator at {path} sent {num_descriptors} descriptors instead of {expected}")
     return answer

@@ -22,7 +22,7 @@ T = TypeVar("T", Order, Statistics, Work)
 
 # Grows with each change of a record's fields, or of the introduction's; a job and a coordinator of two versions refuse
 # each other.
-VERSION = 4
+VERSION = 5
 SIZE_BYTES = 4096
 _PLACE_BYTES = SIZE_BYTES // 2
 _HEAD = struct.Struct("<4sIQ")  # magic, version, number of the record

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 from hetstream.base.imports import when_imported
+
+# Who has started this process; it may have gone by the time torch is imported.
+_PARENT = os.getppid()
 
 
 def share_when_torch_is_imported() -> None:
@@ -23,7 +27,7 @@ def _share() -> None:
         if settings is not None and not (_is_child() and settings.gpus[0].startswith(PREFIX)):
             from hetstream.hetjob.gpu.hooks import share_gpu
 
-            share_gpu(settings)
+            share_gpu(settings, _PARENT)
     except HetstreamError as error:
         raise SystemExit(f"hetstream: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
-from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs
+from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs
 from hetstream.slurm_plugin.coordinator.gpus import Gpu, open_gpu
+from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.server import Coordinator
 
 EPILOG = """\
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Coordinate until a signal comes."""
     gpus = opened_gpus(args.gpu)
-    admission: Admission = OwnJobs() if args.own_jobs else GrantedJobs(args.grants)
+    own_jobs = OwnJobs(functools.partial(guaranteed_processes, args.socket))
+    admission: Admission = own_jobs if args.own_jobs else GrantedJobs(args.grants)
     try:
         coordinator = Coordinator(args.socket, gpus, admission)
     except OSError as error:

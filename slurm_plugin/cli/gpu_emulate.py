@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile, resolved
 
 _MIB = 2**20
+# Numbers of bytes have 64 bits.
+_MOST = 2**40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,18 +37,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make it."""
-    if min(args.memory_mib, args.segment_kib, args.bus_mib_per_s) <= 0:
-        raise UsageError("--memory-mib, --segment-kib and --bus-mib-per-s are at least 1")
+    sizes = (args.memory_mib, args.segment_kib, args.bus_mib_per_s)
+    if min(sizes) <= 0 or max(sizes) > _MOST:
+        raise UsageError(f"--memory-mib, --segment-kib and --bus-mib-per-s are from 1 to {_MOST}")
     cores = os.sched_getaffinity(0)
     core = max(cores) if args.core is None else args.core
     if core not in cores:
         raise UsageError(f"--core {core}: this process may run on {sorted(cores)}")
-    EmulatedGpuFile.create(
-        Path(args.file),
-        capacity_bytes=args.memory_mib * _MIB,
-        core=core,
-        segment_bytes=args.segment_kib * 1024,
-        bus_bytes_per_s=args.bus_mib_per_s * _MIB,
-    )
-    print(f"emulated GPU: emulation:{args.file}")
+    try:
+        EmulatedGpuFile.create(
+            Path(args.file),
+            capacity_bytes=args.memory_mib * _MIB,
+            core=core,
+            segment_bytes=args.segment_kib * 1024,
+            bus_bytes_per_s=args.bus_mib_per_s * _MIB,
+        )
+    except FileExistsError:
+        raise UsageError(f"{args.file} is there, and is not overwritten. {_what_is_there(args.file)}") from None
+    except OSError as error:
+        raise UsageError(
+            f"{args.file} cannot be made: {error.strerror}. Name a file in a directory of yours"
+        ) from error
+    print(f"emulated GPU: {resolved(PREFIX + args.file)}")
     return 0
+
+
+def _what_is_there(path: str) -> str:
+    """What a file is that stands where an emulated GPU was to be made, and what to do."""
+    try:
+        with contextlib.closing(EmulatedGpuFile(path)) as gpu:
+            users = ", ".join(map(str, gpu.held()))
+            used = f"processes {users} use" if users else "nobody uses now"
+            return f"It is an emulated GPU of {gpu.capacity_bytes // _MIB} MiB that {used}: take it, or remove it first"
+    except (OSError, ValueError):
+        return "It is no emulated GPU: give another name"

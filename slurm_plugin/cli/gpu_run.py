@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import ProgramNotFound
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
+from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass
 
 EPILOG = """\
@@ -52,11 +54,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.gpu.replace(",", "").strip():  # the program would share nothing, and be held back by nobody
         raise UsageError(f"--gpu {args.gpu!r} names no GPU: write it as the coordinator calls it")
     settings = {
-        "HETSTREAM_GPU": args.gpu,
+        "HETSTREAM_GPU": ",".join(map(resolved, args.gpu.split(","))),
         "HETSTREAM_JOB_CLASS": args.job_class,
         "HETSTREAM_GPU_SOCKET": os.path.abspath(args.socket),
-        # The program takes the place of this process, and may start one for each GPU: they are one job.
-        "HETSTREAM_GPU_JOB": f"process {os.getpid()}",
+        "HETSTREAM_GPU_JOB": _program(os.environ),
     }
     if args.host_bytes is not None:
         settings["HETSTREAM_GPU_HOST_BYTES"] = str(args.host_bytes)
@@ -64,3 +65,13 @@ def run(args: argparse.Namespace) -> int:
         os.execvpe(command[0], command, {**os.environ, **environment(settings)})
     except OSError as error:
         raise ProgramNotFound(f"cannot run {command[0]}: {error}") from error
+
+
+def _program(environ: Mapping[str, str]) -> str:
+    """What all processes of the program have in common: this process's place is the program's, which may start others.
+
+    The tasks of a step of Slurm's are one program.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return f"step {environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    return f"process {os.getpid()}"

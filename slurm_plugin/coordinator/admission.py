@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -18,9 +18,9 @@ from typing import Annotated, Protocol
 import msgspec
 
 from hetstream.base.files import Directory, UntrustedFile, others_can_write
-from hetstream.base.text import printable
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
 
@@ -79,19 +79,17 @@ class Admission(Protocol):
     def is_reserved(self, gpu: str) -> bool:
         """Whether a guaranteed job has the GPU."""
 
+    def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
+        """Whether a process of a guaranteed job may come to a GPU.
 
-class OwnJobs:
-    """All processes of the coordinator's own user, as what they say they are: one user's jobs in one allocation."""
+        Args:
+            gpu: it.
+            job: that the process was admitted to.
+            others: guaranteed jobs that have processes there.
 
-    def admit(self, peer: Peer, introduction: Introduction) -> Admitted:
-        """As `Admission.admit`."""
-        if peer.uid != os.geteuid():
-            raise GpuJobRefused(f"it runs as user {peer.uid}, and this coordinator is for jobs of user {os.geteuid()}")
-        return Admitted(printable(introduction.job), introduction.job_class)
-
-    def is_reserved(self, gpu: str) -> bool:  # noqa: ARG002
-        """Nobody knows before a process says so."""
-        return False
+        Raises:
+            GpuTaken: another guaranteed job has it.
+        """
 
 
 class GrantedJobs:
@@ -131,6 +129,12 @@ class GrantedJobs:
         grants = [self._grant(job) for job in jobs if _JOB.fullmatch(job)]
         return any(grant and grant.job_class is JobClass.GUARANTEED and gpu in grant.gpus for grant in grants)
 
+    def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
+        """As `Admission.check_guaranteed`: Slurm has given the GPU to all of them, so that is only told."""
+        for other in others:
+            text = "GPU given twice gpu=%s job=%s: guaranteed job %s has it, too. They count as one; see gres.conf"
+            self._warn_once(f"{gpu} {job} {other}", text, gpu, job, other)
+
     def _grant(self, job: str) -> Grant | None:
         """A grant; what others could have written, or cannot be read, is none, and that is said once."""
         name = f"{job}.json"
@@ -139,7 +143,8 @@ class GrantedJobs:
                 status = os.fstat(directory.descriptor)
                 if status.st_uid not in (0, os.geteuid()) or others_can_write(status):
                     raise UntrustedFile(f"{self._directory} is not root's, or others can write to it")
-                return decode(directory.read(name, _MOST_BYTES), Grant)
+                grant = decode(directory.read(name, _MOST_BYTES), Grant)
+                return msgspec.structs.replace(grant, gpus=tuple(map(resolved, grant.gpus)))
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
@@ -147,9 +152,12 @@ class GrantedJobs:
             return None
 
     def _complain(self, name: str, error: Exception) -> None:
-        if name not in self._complained:
-            self._complained.add(name)
-            _log.warning("GPU grant not used file=%s: %s", name, error)
+        self._warn_once(name, "GPU grant not used file=%s: %s", name, error)
+
+    def _warn_once(self, key: str, text: str, *values: object) -> None:
+        if key not in self._complained:
+            self._complained.add(key)
+            _log.warning(text, *values)
 
 
 def slurm_job_of(pid: int) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from hetstream.hetjob.gpu.orders import FULL_SHARE, Order, Statistics, Verdict
+from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, Order, Statistics, Verdict
 from hetstream.slurm_plugin.coordinator import memory, pacing, trial
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
 from hetstream.slurm_plugin.coordinator.pacing import Pacing, Phase
@@ -119,12 +119,12 @@ def orders(state: GpuState, seen: Measurements, now_ns: int) -> tuple[GpuState, 
 
 
 def believed(job: SharingJob, now_ns: int) -> SharingJob:
-    """The job without statistics that cannot be: what is in the future, or below nothing."""
+    """The job without statistics that cannot be: what is in the future, below nothing, or beyond all bounds."""
     record = job.statistics
     if record is None:
         return job
     values = [getattr(record, attribute.name) for attribute in fields(Statistics)]
-    is_possible = min(values) >= 0 and max(record.updated_ns, record.boundary_ns) <= now_ns
+    is_possible = min(values) >= 0 and max(values) <= NO_LIMIT and max(record.updated_ns, record.boundary_ns) <= now_ns
     return job if is_possible and record.is_idle in (0, 1) else replace(job, statistics=None)
 
 
@@ -189,6 +189,8 @@ def _order_for(state: GpuState, seen: Measurements, job: SharingJob, now_ns: int
             f"it says that it holds {record.held_bytes:,} bytes, and the GPU counts {job.measured_bytes:,}: paused"
         )
     if seen.guaranteed is None:
+        if seen.is_awaited:
+            return Order(), "a guaranteed job from before this coordinator has not come to it yet: paused"
         if seen.is_reserved:
             return Order(), "a guaranteed job without an agent has the GPU: paused"
         return Order(verdict=Verdict.RUN, share=FULL_SHARE), "no guaranteed job is there"
@@ -236,8 +238,11 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
     demands = {job.name: memory.demand_bytes(job, seen.capacity_bytes) for job in jobs}
     if seen.guaranteed is None and not seen.is_reserved:
         return _share_memory(state, seen, demands, now_ns)
+    if seen.is_awaited:  # the coordinator before has told them what the guaranteed job leaves
+        kept = {job.name: memory.kept_bytes(job, seen.capacity_bytes) for job in jobs}
+        return replace(state, limits=kept, trial=Trial(), raised_ns=now_ns)
     available = 0
-    if seen.guaranteed and len(state.pacing.history.recent) >= _SETTLED:
+    if seen.guaranteed and _is_settled(state, seen.guaranteed):
         record = seen.guaranteed.statistics or Statistics()
         peak_bytes = max(record.peak_bytes, state.pacing.history.peak_bytes)
         available = memory.left_bytes(seen.capacity_bytes, peak_bytes)
@@ -246,6 +251,12 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
     limits = memory.stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
     rises = any(limits[name] > state.limits.get(name, 0) for name in limits)
     return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns if rises else state.raised_ns)
+
+
+def _is_settled(state: GpuState, guaranteed: SharingJob) -> bool:
+    """Whether it is known what the guaranteed job needs. It may have settled before the coordinator was there."""
+    made = guaranteed.statistics.boundaries if guaranteed.statistics else 0
+    return made > _SETTLED or len(state.pacing.history.recent) >= _SETTLED
 
 
 def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int], now_ns: int) -> GpuState:
@@ -266,11 +277,11 @@ def _watched(
     lowered_ns, paused = dict[str, int](), dict[str, int | None]()
     record = seen.guaranteed.statistics if seen.guaranteed else None
     is_short = record is None or record.host_bytes > 0  # of memory, the guaranteed job
-    is_known = record is not None and len(state.pacing.history.recent) >= _SETTLED
+    is_known = record is not None and seen.guaranteed is not None and _is_settled(state, seen.guaranteed)
     for job in seen.opportunistic:
         decision, made = decisions[job.name], job.statistics.boundaries if job.statistics else 0
         complaint = ""
-        if job in memory.overdrawn([job], state.limits):
+        if job in memory.overdrawn([job], state.limits) and not seen.is_awaited:
             lowered_ns[job.name] = state.lowered_ns.get(job.name, now_ns)
             gives = _has_given_back(state, job)
             # Who has given back all that he can, and still keeps the guaranteed job short, will not do better later.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetstream.base.errors import UsageError
-from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile
+from hetstream.hetjob.gpu.devices.emulated_file import PREFIX, EmulatedGpuFile, resolved
 
 _UUID = ("GPU-", "MIG-")
 _READING_S = 0.01
@@ -105,7 +105,7 @@ def open_gpu(text: str) -> Gpu:
     """
     if text.startswith(PREFIX):
         try:
-            return EmulatedGpu(text)
+            return EmulatedGpu(resolved(text))
         except (OSError, ValueError) as error:
             raise UsageError(f"--gpu {text}: {error}") from error
     name, equals, size = text.partition("=")

@@ -46,12 +46,14 @@ class Measurements:
         jobs: those with an agent.
         is_reserved: a guaranteed job has the GPU, with or without an agent.
         is_lost: the GPU answers no more.
+        is_awaited: the guaranteed job was there before the coordinator, and its agent has not come back.
     """
 
     capacity_bytes: int
     jobs: tuple[SharingJob, ...] = ()
     is_reserved: bool = False
     is_lost: bool = False
+    is_awaited: bool = False
 
     @property
     def guaranteed(self) -> SharingJob | None:

@@ -30,6 +30,11 @@ def demand_bytes(job: SharingJob, capacity_bytes: int) -> int:
     return min(capacity_bytes, record.peak_bytes + int(_HEADROOM * capacity_bytes))
 
 
+def kept_bytes(job: SharingJob, capacity_bytes: int) -> int:
+    """The limit that a job keeps to, whoever has told it that; nothing, as long as it has not said so."""
+    return min(capacity_bytes, job.statistics.limit_bytes) if job.statistics else 0
+
+
 def divided(available_bytes: int, demands_bytes: Mapping[str, int]) -> dict[str, int]:
     """Equal parts, of which nobody has more than he asks for; what is over goes to the others."""
     limits: dict[str, int] = {}

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hetstream.base.errors import UsageError
+from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass, Verdict
 from hetstream.hetjob.site.gpus import MAX_GPUS, MAX_SHARING, GpuNow, JobNow, ReportGpus, SharingNow
 from hetstream.slurm_plugin.coordinator.memory import left_bytes
@@ -90,6 +91,7 @@ def parse_numbers(text: str) -> dict[str, int]:
         number, _, name = word.partition("=")
         if not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS and name):
             raise UsageError(f"GPU {word!r}: must be NUMBER=NAME, as in 0=GPU-1a2b")
+        name = resolved(name)
         if name in found or int(number) in found.values():
             raise UsageError(f"GPU {word!r}: its number or its name stands there twice")
         found[name] = int(number)

@@ -13,7 +13,7 @@ import selectors
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.files import writable_above
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
-from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.introduction import (
     MOST_BYTES,
@@ -95,6 +95,7 @@ class _SharedGpu:
     state: GpuState = field(default_factory=GpuState)
     decisions: dict[str, Decision] = field(default_factory=dict)
     is_reserved: bool = False
+    is_awaited: bool = True  # its guaranteed job may have been there before the coordinator, and has not come to it
     work: tuple[int, int] = field(default_factory=make_work)
 
     def work_of(self, *, writes: bool) -> int:
@@ -122,7 +123,7 @@ def _measured(shared: _SharedGpu, members: Sequence[_Member]) -> Measurements:
         )
         for member in members
     )
-    return Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost)
+    return Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost, shared.is_awaited)
 
 
 class Coordinator:
@@ -244,7 +245,8 @@ class Coordinator:
             self._admit(member, message)
         except GpuJobRefused as error:
             with contextlib.suppress(OSError):
-                member.connection.send(encode(Answer(VERSION, refusal=str(error))))
+                is_taken = isinstance(error, GpuTaken)
+                member.connection.send(encode(Answer(VERSION, refusal=str(error), is_taken=is_taken)))
             self._drop(member, f"refused: {error}")
 
     def _admit(self, member: _Member, message: bytes) -> None:
@@ -263,12 +265,17 @@ class Coordinator:
             )
         admitted = self._admission.admit(member.peer, introduction)
         for other in [*self._members]:
-            if other.gpu and other.job == admitted.job and other not in self._resting:
-                self._hear(other)  # one that has ended is none of its processes any more
+            is_asked = other.gpu == introduction.gpu or (other.gpu and other.job == admitted.job)
+            if is_asked and other not in self._resting:
+                self._hear(other)  # one that has ended has no GPU, and is none of its job's processes any more
         check_rank(
             introduction, admitted.job, (other.introduction for other in self._members if other.job == admitted.job)
         )
         first = not self._has_guaranteed(introduction.gpu)
+        if admitted.job_class is JobClass.GUARANTEED:
+            others = self._guaranteed_on({introduction.gpu}) - {admitted.job}
+            self._admission.check_guaranteed(introduction.gpu, admitted.job, others)
+            self._gpus[introduction.gpu].is_awaited = False
         member.job, member.job_class, member.gpu = admitted.job, admitted.job_class, introduction.gpu
         member.introduction = introduction
         member.orders, order_descriptor = make_orders()
@@ -353,6 +360,7 @@ class Coordinator:
             self._grants_read_s = now_s
             for name, shared in self._gpus.items():
                 shared.is_reserved = self._admission.is_reserved(name)
+                shared.is_awaited = shared.is_awaited and shared.is_reserved
             for member in list(self._members):
                 self._check_grant(member)
 
@@ -375,9 +383,7 @@ class Coordinator:
     def _upgrade(self, member: _Member) -> None:
         """An opportunistic process becomes guaranteed, and goes on; but never beside another guaranteed job."""
         gpus = {own.gpu for own in self._members if own.job == member.job}  # on all of them, or on none
-        others = (other.job for other in self._members if other.gpu in gpus and other.job != member.job
-                  and other.job_class is JobClass.GUARANTEED)  # fmt: skip
-        if other := next(others, ""):
+        if other := next(iter(sorted(self._guaranteed_on(gpus) - {member.job})), ""):
             if other != member.waits_for:
                 member.waits_for = other
                 _log.warning(
@@ -391,11 +397,16 @@ class Coordinator:
         except OSError:
             return  # it does not read now, and is told the next time; or it has gone: seen at its connection
         member.job_class = JobClass.GUARANTEED
+        self._gpus[member.gpu].is_awaited = False
         _log.info("GPU given gpu=%s job=%s pid=%d: it is guaranteed now", member.gpu, member.job, member.peer.pid)
 
     def _has_guaranteed(self, gpu: str) -> bool:
         """Whether a guaranteed process is on a GPU: of several, the first one writes its page of work."""
-        return any(other.gpu == gpu and other.job_class is JobClass.GUARANTEED for other in self._members)
+        return bool(self._guaranteed_on({gpu}))
+
+    def _guaranteed_on(self, gpus: Collection[str]) -> set[str]:
+        """The guaranteed jobs that have processes on these GPUs."""
+        return {one.job for one in self._members if one.gpu in gpus and one.job_class is JobClass.GUARANTEED}
 
     def _drop(self, member: _Member, why: str = "") -> None:
         """Have no more to do with a process; without a reason there is nothing to say about it."""

@@ -22,6 +22,12 @@ _MAGIC = b"HGEMU001"
 SIZE_BYTES = _HEAD.size + _PLACES * _PLACE.size
 
 
+def resolved(gpu: str) -> str:
+    """A GPU's one name: an emulated one's has its file's own path, however somebody has written it."""
+    path = gpu.removeprefix(PREFIX)
+    return gpu if path == gpu else f"{PREFIX}{os.path.realpath(path)}"
+
+
 class EmulatedGpuFile:
     """One emulated GPU.
 
@@ -34,20 +40,30 @@ class EmulatedGpuFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.path.abspath(path)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        head = self._head = os.pread(self._descriptor, _HEAD.size, 0)
-        if len(head) != _HEAD.size or not head.startswith(_MAGIC):
+        try:
+            head = self._head = os.pread(self._descriptor, _HEAD.size, 0)
+            if len(head) != _HEAD.size or not head.startswith(_MAGIC):
+                raise ValueError(f"{os.fspath(path)} is no emulated GPU")
+        except (OSError, ValueError):
             os.close(self._descriptor)
-            raise ValueError(f"{os.fspath(path)} is no emulated GPU")
+            raise
         _, self.capacity_bytes, self.core, self.segment_bytes, self.bus_bytes_per_s = _HEAD.unpack(head)
         self._own: int | None = None
         self._held_bytes = 0
 
     @staticmethod
     def create(path: Path, *, capacity_bytes: int, core: int, segment_bytes: int, bus_bytes_per_s: int) -> None:
-        """Make a GPU that nobody uses."""
+        """Make a GPU that nobody uses.
+
+        Raises:
+            FileExistsError: something has this name, and stays as it is.
+            OSError: the file cannot be made.
+        """
         head = _HEAD.pack(_MAGIC, capacity_bytes, core, segment_bytes, bus_bytes_per_s)
-        path.write_bytes(head + bytes(SIZE_BYTES - len(head)))
+        with path.open("xb") as file:
+            file.write(head + bytes(SIZE_BYTES - len(head)))
 
     def take(self, num_bytes: int) -> bool:
         """Hold more; whether there was so much."""
@@ -73,9 +89,12 @@ class EmulatedGpuFile:
         """What each process holds.
 
         Raises:
-            ValueError: the file is no emulated GPU any more, as a GPU may fall off its bus.
+            OSError: the file is gone.
+            ValueError: it is no emulated GPU any more, or another one has its name, as a GPU may fall off its bus.
         """
         held: dict[int, int] = {}
+        if not os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
+            raise ValueError("another file has its name")
         if os.fstat(self._descriptor).st_size != SIZE_BYTES or os.pread(self._descriptor, _HEAD.size, 0) != self._head:
             raise ValueError("its file is no emulated GPU any more")
         with self._locked():

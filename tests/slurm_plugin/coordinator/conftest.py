@@ -87,6 +87,7 @@ class Node:
     def emulate(self, *, memory_mib: int = 256) -> None:
         cores = sorted(os.sched_getaffinity(0))
         for number in range(self.num_gpus):
+            (self.directory / f"gpu{number}").unlink(missing_ok=True)
             argv = [*HETSTREAM, "gpu", "emulate", str(self.directory / f"gpu{number}"), "--memory-mib", str(memory_mib)]
             core = cores[-1 - number % len(cores)]
             subprocess.run([*argv, "--segment-kib", "256", "--core", str(core)], check=True, capture_output=True)
@@ -123,12 +124,16 @@ class Node:
 
     def share(self, job_class: str, gpus: str, argv: Sequence[str], environ: Mapping[str, str] = {}) -> Program:
         """Start a program that shares these GPUs."""
-        name = f"{job_class}-{len(self.processes)}"
+        begin = [*HETSTREAM, "gpu", "run", f"--class={job_class}", f"--gpu={gpus}", "--socket", str(self.socket)]
+        return self.run(job_class, [*begin, *argv], environ)
+
+    def run(self, name: str, argv: Sequence[str], environ: Mapping[str, str] = {}) -> Program:
+        """Start any program."""
+        name = f"{name}-{len(self.processes)}"
         out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
-        begin = ["setpriv", "--pdeathsig=KILL", *HETSTREAM, "gpu", "run", f"--class={job_class}", f"--gpu={gpus}"]
-        begin += ["--socket", str(self.socket)]
+        argv = ["setpriv", "--pdeathsig=KILL", *argv]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen([*begin, *argv], stdout=stdout, stderr=stderr, env={**os.environ, **environ})
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **environ})
         self.processes.append(process)
         return Program(process, out, err)
 

@@ -69,25 +69,48 @@ def test_a_job_that_says_that_it_holds_less_memory_than_it_does_is_frozen(node: 
         node.wait_until(lambda: is_told(liar, Verdict.RUN), 10, "an order to run again")
 
 
-@pytest.mark.parametrize("how", ["shorter", "other"])
+@pytest.mark.parametrize("how", ["shorter", "other", "removed", "another of its name"])
 def test_on_a_gpu_that_vanishes_the_others_pause_and_the_coordinator_goes_on(
     node: Node, guaranteed: Connection, how: str
 ) -> None:
     with closing(connect(node, JobClass.OPPORTUNISTIC)) as other:
         report(other, boundaries=5, is_idle=1)
         node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run")
-        before = node.gpu_file.read_bytes()
-        with node.gpu_file.open("r+b") as file:
+        before, kept = node.gpu_file.read_bytes(), node.directory / "kept"
+        os.link(node.gpu_file, kept)
+        if how in ("removed", "another of its name"):
+            node.gpu_file.unlink()
+        if how == "another of its name":
+            node.emulate()
+        with kept.open("r+b") as file:
             if how == "shorter":
                 file.truncate(0)
-            else:
+            elif how == "other":
                 file.write(os.urandom(len(before)))
         node.wait_until(lambda: is_told(other, Verdict.PAUSE), 10, "its pause")
         assert "the GPU does not answer any more: paused" in reason(node)
         assert shown(node).is_lost
-        with node.gpu_file.open("r+b") as file:
+        with kept.open("r+b") as file:
             file.write(before)
+        kept.replace(node.gpu_file)
         node.wait_until(lambda: is_told(other, Verdict.RUN), 10, "an order to run again")
+
+
+@pytest.mark.parametrize(
+    "record", [{"boundaries": 2**63 - 1}, {"held_bytes": -1}, {"updated_ns": 2**62}, {"is_idle": 7}]
+)
+def test_a_job_whose_statistics_cannot_be_is_paused_with_a_line(
+    node: Node, guaranteed: Connection, record: dict[str, int]
+) -> None:
+    """Two processes of it, which would meet at a boundary."""
+    said = {"updated_ns": time.monotonic_ns(), "boundaries": 5, "is_idle": 1, **record}
+    with closing(connect(node, JobClass.OPPORTUNISTIC)) as one, closing(connect(node, JobClass.OPPORTUNISTIC)) as two:
+        for liar in (one, two):
+            liar.report(Statistics(**said), news=True)
+        node.wait_until(lambda: len(shown(node).processes) == 3, 10, "both to be there")
+        node.wait_until(lambda: "it has said nothing that can be: paused" in reason(node), 10, "the line")
+        assert is_told(one, Verdict.PAUSE)
+        assert is_told(two, Verdict.PAUSE)
 
 
 def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
@@ -95,6 +118,39 @@ def test_a_gpu_that_is_named_twice_is_refused_in_one_line(node: Node) -> None:
     done = subprocess.run([*argv, "--gpu", node.gpu, "--gpu", node.gpu], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"hetstream gpu: UsageError: --gpu {node.gpu}: it is named twice"]
+
+
+def test_a_gpu_under_two_spellings_is_one(node: Node) -> None:
+    """Relative, through links, absolute: nobody has a second one of the same memory."""
+    link = node.directory / "link"
+    link.symlink_to("gpu0")
+    spellings = [f"emulation:{os.path.relpath(node.gpu_file)}", f"emulation:{link}"]
+    argv = [*HETSTREAM, "gpu", "coordinator", "--own-jobs", "--socket", str(node.socket), "--gpu", node.gpu]
+    for gpu in spellings:
+        done = subprocess.run([*argv, "--gpu", gpu], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "it is named twice" in done.stderr) == (2, True)
+    node.coordinate()
+    train = [sys.executable, str(TRAIN), "100000", "16", "5"]
+    settings = {"HETSTREAM_GPU": spellings[0], "HETSTREAM_GPU_SOCKET": str(node.socket)}
+    programs = [node.run("by-hand", train, environment(settings)), node.share("opportunistic", spellings[1], train)]
+    for program in programs:
+        node.goes_on(program, 3)
+    assert {process.pid for process in shown(node).processes} == {program.process.pid for program in programs}
+
+
+def test_a_second_guaranteed_job_on_a_gpu_ends_with_one_line(node: Node) -> None:
+    """Also in one Slurm job."""
+    node.coordinate()
+    slurm = {"SLURM_JOB_ID": "8123"}
+    first = node.train("guaranteed", wait_ms=15, faults=slurm)
+    node.goes_on(first, 3)
+    second = node.train("guaranteed", steps=3, faults=slurm)
+    assert second.process.wait(60) == 1
+    assert (len(second.said.splitlines()), second.losses) == (1, [])
+    assert f"guaranteed job 'process {first.process.pid}' has GPU {node.gpu}" in second.said
+    assert "use --class opportunistic" in second.said
+    node.goes_on(first, 3)
+    assert first.said == ""
 
 
 @pytest.mark.parametrize("gpu", ["", " ", ","])

@@ -6,23 +6,28 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hetstream.base.errors import HetstreamError
+from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.base.typed_json import encode
-from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
+from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu import introduction, pages
+from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.introduction import Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Verdict
 from hetstream.hetjob.gpu.pages import VERSION
-from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, OwnJobs, Peer
+from hetstream.slurm_plugin.cli.gpu_run import _program
+from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, Peer
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
+from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.server import Coordinator
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
@@ -159,6 +164,21 @@ def test_a_process_of_another_version_is_refused_with_a_line(path: Path, coordin
         connect(path, JobClass.OPPORTUNISTIC, version=VERSION + 1)
 
 
+def test_an_unknown_class_is_no_class(path: Path, coordinator: Coordinator, tmp_path: Path) -> None:
+    """In a program's environment, in what it sends, and in a grant."""
+    with pytest.raises(OptionsError, match="HETSTREAM_JOB_CLASS=best: use one of guaranteed, opportunistic"):
+        settings_from_environment({"HETSTREAM_GPU": GPU, "HETSTREAM_JOB_CLASS": "best"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(path))
+        stranger.send(encode({"version": VERSION, "job": "7", "job_class": "best", "gpu": GPU}))
+        assert b"it sent no introduction: Invalid enum value 'best'" in stranger.recv(4096)
+    (tmp_path / "7.json").write_text(json.dumps({"uid": os.geteuid(), "job_class": "best", "gpus": [GPU]}))
+    admission = GrantedJobs(tmp_path, lambda _: None)
+    with pytest.raises(GpuJobRefused, match="job '7' was given no GPU"):
+        admission.admit(Peer(1, os.geteuid()), Introduction(VERSION, "7", JobClass.GUARANTEED, GPU))
+    assert not admission.is_reserved(GPU)
+
+
 def test_a_coordinator_of_another_version_is_refused_with_a_line(
     path: Path,
 ) -> None:
@@ -200,6 +220,61 @@ def test_a_second_coordinator_is_refused_and_a_dead_ones_socket_replaced(path: P
         dead.bind(str(path))
     with running(path, OwnJobs()):
         connect(path, JobClass.GUARANTEED).close()
+
+
+@pytest.fixture
+def from_before(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A guaranteed job that was there before its coordinator, and trains."""
+    environ = {"HETSTREAM_GPU": GPU, "HETSTREAM_JOB_CLASS": "guaranteed", "HETSTREAM_GPU_SOCKET": str(path)}
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **environ, "HETSTREAM_GPU_JOB": "7"}) as process:
+        yield process
+        process.kill()
+
+
+def test_a_guaranteed_job_from_before_the_coordinator_has_its_gpu_until_it_comes(
+    path: Path, from_before: subprocess.Popen[bytes], wait_until: WaitUntil
+) -> None:
+    admission = OwnJobs(partial(guaranteed_processes, path))
+    with running(path, admission), closing(connect(path, JobClass.OPPORTUNISTIC)) as other:
+        other.report(statistics(), news=True)
+        wait_until(has(other, Verdict.PAUSE))
+        with pytest.raises(GpuTaken, match=f"guaranteed job '7' has GPU {GPU}"):
+            connect(path, JobClass.GUARANTEED, "8")
+        assert has(other, Verdict.PAUSE)()
+        connect(path, JobClass.GUARANTEED, "7").close()
+        wait_until(has(other, Verdict.RUN))
+
+
+def test_a_guaranteed_job_from_before_the_coordinator_that_ends_leaves_the_gpu_to_the_others(
+    path: Path, from_before: subprocess.Popen[bytes], wait_until: WaitUntil
+) -> None:
+    assert guaranteed_processes(path.with_name("other.sock")) == []
+    admission = OwnJobs(partial(guaranteed_processes, path))
+    with running(path, admission), closing(connect(path, JobClass.OPPORTUNISTIC)) as other:
+        other.report(statistics(), news=True)
+        wait_until(has(other, Verdict.PAUSE))
+        from_before.kill()
+        wait_until(has(other, Verdict.RUN))
+
+
+def test_a_gpu_has_one_guaranteed_job_of_its_user(path: Path, coordinator: Coordinator) -> None:
+    """Its processes may be several; the programs of one Slurm job are several jobs."""
+
+    def come(program: str) -> Connection:
+        return Connection(str(path), Introduction(VERSION, "8123", JobClass.GUARANTEED, GPU, program=program))
+
+    with closing(come("a")), closing(come("a")), pytest.raises(GpuTaken, match="guaranteed job 'a' has GPU") as taken:
+        come("b")
+    assert "use --class opportunistic" in str(taken.value)
+    come("b").close()  # those that have left hold nothing
+
+
+def test_the_tasks_of_one_step_are_one_program_and_those_of_a_batch_script_are_not() -> None:
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2"}
+    assert _program(task) == "step 7.3"
+    assert (
+        _program({**task, "SLURM_STEP_NUM_TASKS": "1"}) == _program({"SLURM_JOB_ID": "7"}) == f"process {os.getpid()}"
+    )
 
 
 def test_where_nobody_listens_is_no_coordinator(path: Path) -> None:

@@ -27,7 +27,7 @@ class Gpu:
         self.now_ns = 1_000_000 * MS
         self.state = GpuState()
         self.jobs: dict[str, SharingJob] = {}
-        self.is_reserved = self.is_lost = False
+        self.is_reserved = self.is_lost = self.is_awaited = False
 
     def join(self, name: str, job_class: JobClass, **record: int) -> None:
         statistics = Statistics(updated_ns=self.now_ns, host_capacity_bytes=HOST, **record)
@@ -40,7 +40,7 @@ class Gpu:
 
     def decide(self, advance_ms: float = 0) -> dict[str, Decision]:
         self.now_ns += int(advance_ms * MS)
-        seen = Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost)
+        seen = Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost, self.is_awaited)
         self.state, decisions = decide(self.state, seen, self.now_ns)
         return decisions
 
@@ -286,6 +286,25 @@ def test_a_guaranteed_job_without_an_agent_lets_nobody_on(gpu: Gpu) -> None:
     assert decision.order.verdict == Verdict.PAUSE
     assert decision.order.limit_bytes == 0
     assert "without an agent" in decision.reason
+
+
+def test_beside_a_job_that_was_there_before_the_coordinator_others_wait_and_are_not_reported(gpu: Gpu) -> None:
+    """However long its mini-batches are. They are stopped where they were, and may hold what they might before."""
+    gpu.is_reserved = gpu.is_awaited = True
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=50, peak_bytes=4 * GIB, held_bytes=4 * GIB, limit_bytes=5 * GIB)
+    for _ in range(60):
+        decision = gpu.decide(1000)["o"]
+        assert (decision.order.verdict, decision.order.limit_bytes) == (Verdict.PAUSE, 5 * GIB)
+        assert not decision.is_disobedient
+    assert "from before this coordinator has not come to it yet" in decision.reason
+    gpu.is_awaited = False
+    gpu.join("g", JobClass.GUARANTEED, boundaries=100, peak_bytes=10 * GIB)
+    assert gpu.decide(20)["o"].order.verdict == Verdict.PAUSE, "it is measured"
+    for _ in range(5):
+        decision = gpu.batch("g", 15_000, gap_ms=40, peak_bytes=10 * GIB)["o"]
+        assert not decision.is_disobedient
+    assert decision.order.verdict == Verdict.RUN
+    assert decision.order.limit_bytes >= 5 * GIB
 
 
 def test_a_job_that_lies_about_its_memory_is_frozen(shared: Gpu) -> None:

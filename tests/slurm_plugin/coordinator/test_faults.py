@@ -80,6 +80,28 @@ def test_a_coordinator_that_dies_at_any_point_stops_the_other_job_alone_and_the_
     assert opportunistic.losses == alone(len(opportunistic.losses))
 
 
+def test_a_coordinator_that_is_started_anew_lets_nobody_on_before_the_guaranteed_job_has_come_back(node: Node) -> None:
+    """That is in a mini-batch, however long, when the coordinator is killed."""
+    dead = node.coordinate()
+    guaranteed = node.train("guaranteed", wait_ms=10, faults=node.fault("agent.boundary", "stop", 40))
+    opportunistic = node.train("opportunistic")
+    node.wait_until(lambda: node.is_struck("agent.boundary", "stop"), 120, "it to be stopped")
+    node.shows("opportunistic")
+    dead.kill()
+    dead.wait()
+    made = len(opportunistic.losses)
+    node.coordinate()
+    waits = "a guaranteed job from before this coordinator has not come to it yet: paused"
+    node.wait_until(lambda: node.shows("opportunistic").reason == waits, 30, "the other one to be told to wait")
+    assert len(opportunistic.losses) == made
+    os.kill(guaranteed.process.pid, signal.SIGCONT)
+    node.goes_on(guaranteed, 20)
+    node.goes_on(opportunistic, 5)
+    assert "GPU order not kept" not in node.log.read_text()
+    end(guaranteed)
+    assert guaranteed.losses == alone(len(guaranteed.losses))
+
+
 def test_an_opportunistic_process_that_is_stopped_with_its_memory_holds_up_nobody(node: Node) -> None:
     """It neither ends its mini-batch nor gives memory back: two seconds later it counts as stopped where it is."""
     node.emulate(memory_mib=64)

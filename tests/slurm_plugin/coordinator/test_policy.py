@@ -66,6 +66,7 @@ class Model:
         self._throttle = Throttle(JobClass.OPPORTUNISTIC)
         self._other = Statistics(host_capacity_bytes=HOST)
         self.kernels = 0
+        self.late = 0  # launches in a gap that has ended
         self._boundary()
         self._renew()
         if kernel_ms:
@@ -121,6 +122,8 @@ class Model:
             self._later(self._woken_ns, self._wake)
         else:
             self._was_used = True
+            is_open = self._order.open_until_ns >= self.now_ns + self._kernel_ns and self._order.share == 0
+            self.late += is_open and not self._guaranteed.record.is_idle
             self._on_gpu(self._kernel_ns, self._launched)
 
     def _wake(self) -> None:
@@ -207,13 +210,21 @@ def test_where_all_gaps_would_cost_too_much_some_are_left_out(cold_ms: float, le
     assert rest >= least
 
 
-def test_a_gap_ends_with_the_first_launch_however_late_the_coordinator_hears_of_it() -> None:
+@pytest.mark.parametrize(("gap_ms", "kernel_ms", "heard_ms"), [(13, 0.2, 1.0), (20, 0.5, 3.0)])
+def test_a_gap_ends_with_the_first_launch_however_late_the_coordinator_hears_of_it(
+    gap_ms: float, kernel_ms: float, heard_ms: float
+) -> None:
     """Else each gap would cost what is launched in the meantime."""
-    guaranteed = steady(20, 32, jitter=0.05)
-    mean, _, rest = share(guaranteed, 0.5, heard_ms=1.0, cold_ms=0.3)
-    without, _, _ = share(guaranteed, 0.5, heard_ms=1.0, cold_ms=0.3, has_work_page=False)
-    assert rest >= 0.85
+    guaranteed, cost = steady(gap_ms, 32, jitter=0.05), {"heard_ms": heard_ms, "cold_ms": 0.3}
+    mean, _, rest = share(guaranteed, kernel_ms, **cost)
+    without, _, _ = share(guaranteed, kernel_ms, **cost, has_work_page=False)
     assert mean <= without - 0.002
+    # When it begins, and that it has begun, the others hear late; and one of 20 is nobody's.
+    assert rest >= 0.97 * (gap_ms - 2 * heard_ms) / gap_ms * 19 / 20
+    models = [Model(guaranteed(), kernel_ms, **cost, has_work_page=has_page) for has_page in (True, False)]
+    for model in models:
+        model.run(20_000)
+    assert [model.late > 0 for model in models] == [False, True]
 
 
 def test_phases_of_a_job_cost_it_nothing_and_the_others_little() -> None:

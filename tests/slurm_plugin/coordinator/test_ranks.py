@@ -189,3 +189,38 @@ def test_a_rank_that_says_another_number_of_ranks_than_the_others_is_refused(nod
     assert "rank 0 of them says 2. Start all of them by one torchrun or srun" in line
     assert (code, ready.read_text()) == ("ended 1", "")
     node.goes_on(both, 3)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_that_wait_for_a_coordinator_end_with_their_launcher_and_other_processes_wait_on(node: Node) -> None:
+    """torchrun is killed in a way that it cannot tell them. A process that nobody launched may be meant to stay."""
+    job = node.share("opportunistic", ",".join(node.gpus), [*TORCHRUN, str(TRAIN), "3", "16", "0"])
+    train = [sys.executable, str(TRAIN), "3", "16", "0"]
+    leave = node.directory / "leave"
+    os.mkfifo(leave)
+    leaving = node.share(
+        "opportunistic", node.gpu, ["sh", "-c", 'nohup "$@" & echo $!; read _ <"$0"', str(leave), *train]
+    )
+    node.wait_until(lambda: job.said.count("this opportunistic job pauses") == 2, 60, "both ranks to pause")
+    node.wait_until(lambda: "this opportunistic job pauses" in leaving.said, 60, "the other one to pause")
+    ranks = children_of(job.process.pid)
+    assert len(ranks) == 2
+    (left,) = map(int, leaving.losses)
+    try:
+        job.process.kill()
+        leave.write_text("now\n")
+        assert leaving.process.wait(10) == 0
+        node.wait_until(lambda: not any(map(is_there, ranks)), 20, "the end of the ranks")
+        node.coordinate()
+        node.wait_until(lambda: len(leaving.losses) == 4, 60, "the other one to go on")
+    finally:
+        for pid in filter(is_there, (*ranks, left)):
+            os.kill(pid, signal.SIGKILL)
+    assert job.said.count("who launched this process (torchrun, srun) has gone: it ends") == 2

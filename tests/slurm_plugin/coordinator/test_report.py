@@ -15,7 +15,7 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import AskGpus, GpuNow, JobNow, ShowGpus
 from hetstream.hetjob.site.messages import MAX_QUESTION_BYTES, encode_request, new_request
 from hetstream.slurm_plugin.cli import main
-from hetstream.slurm_plugin.coordinator.admission import OwnJobs
+from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
 from hetstream.slurm_plugin.coordinator.report import GpuWatch, parse_numbers
 from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuRow, GpuTable, ProcessRow
 from tests.conftest import WaitUntil

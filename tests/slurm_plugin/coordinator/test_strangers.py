@@ -22,7 +22,8 @@ from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
 from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction
 from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
 from hetstream.hetjob.gpu.pages import VERSION
-from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, OwnJobs, Peer
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
+from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
 from hetstream.slurm_plugin.coordinator.server import Coordinator, _Member
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
@@ -313,6 +314,17 @@ class TestGrants:
             wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
             grant(grants, "8", JobClass.OPPORTUNISTIC)
             wait_until(lambda: not other.look())
+
+    def test_two_guaranteed_jobs_that_slurm_has_put_on_one_gpu_are_told_of(
+        self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Both are guaranteed by root's word, so none is refused, and others wait for both."""
+        for job in ("7", "8"):
+            grant(grants, job, JobClass.GUARANTEED)
+        with running(path, GrantedJobs(grants, lambda _: None)), closing(connect(path, JobClass.GUARANTEED, "7")):
+            for _ in range(2):
+                connect(path, JobClass.GUARANTEED, "8").close()
+        assert caplog.text.count(f"GPU given twice gpu={GPU} job=8: guaranteed job 7 has it, too") == 1
 
     def test_an_upgrade_waits_for_the_guaranteed_job_that_has_the_gpu(
         self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture

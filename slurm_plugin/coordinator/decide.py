@@ -39,6 +39,7 @@ class GpuState:
         limits: memory limits of opportunistic jobs, in bytes, by name.
         raised_ns: when a limit was raised last.
         lowered_ns: since when a job has held more than it may, by name.
+        finishing_ns: of these, and of those that have while the guaranteed job is measured, since when they first have.
         paused: mini-batches that a job had made when it was seen to have the order to pause, by name; None: it was not
             yet.
         understated_ns: since when a job says that it holds less than the GPU counts, by name.
@@ -51,6 +52,7 @@ class GpuState:
     limits: Mapping[str, int] = field(default_factory=dict)
     raised_ns: int = 0
     lowered_ns: Mapping[str, int] = field(default_factory=dict)
+    finishing_ns: Mapping[str, int] = field(default_factory=dict)
     paused: Mapping[str, int | None] = field(default_factory=dict)
     understated_ns: Mapping[str, int] = field(default_factory=dict)
     alone_ns: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +141,8 @@ def _is_leaving(state: GpuState, job: SharingJob, now_ns: int) -> bool:
 def _is_giving_back(state: GpuState, job: SharingJob, now_ns: int) -> bool:
     since_ns = state.lowered_ns.get(job.name)
     if since_ns is None or now_ns - since_ns >= _FINISH_NS:
+        return False
+    if now_ns - state.finishing_ns.get(job.name, now_ns) >= _FINISH_NS:  # once is enough
         return False
     return _is_behind(job) or not _has_given_back(state, job)
 
@@ -297,4 +301,6 @@ def _watched(
                 complaint = "it goes on although it should pause"
         if complaint:
             decisions[job.name] = replace(decision, reason=f"{complaint}; {decision.reason}", is_disobedient=True)
-    return replace(state, lowered_ns=lowered_ns, paused=paused), decisions
+    is_measured = state.pacing.phase is Phase.MEASURING
+    before_ns = {name: state.finishing_ns[name] for name in decisions if is_measured and name in state.finishing_ns}
+    return replace(state, lowered_ns=lowered_ns, finishing_ns={**lowered_ns, **before_ns}, paused=paused), decisions

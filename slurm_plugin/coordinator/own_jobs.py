@@ -32,7 +32,7 @@ class GuaranteedProcess:
     Attributes:
         pid, began: the process; its number may be another one's later.
         job: as the coordinator calls it.
-        gpu: that it uses, or that one of those that it starts does.
+        gpu: one of those that the job has: which of them a process uses, its driver alone knows for sure.
     """
 
     pid: int
@@ -103,7 +103,7 @@ def guaranteed_processes(socket: Path) -> list[GuaranteedProcess]:
             continue
         if os.path.realpath(settings.socket) == os.path.realpath(socket):
             job = printable(settings.program or settings.job)
-            found.append(GuaranteedProcess(int(name), began, job, settings.gpu))
+            found.extend(GuaranteedProcess(int(name), began, job, gpu) for gpu in settings.gpus)
     return found
 
 

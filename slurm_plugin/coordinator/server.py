@@ -406,7 +406,7 @@ class Coordinator:
 
     def _guaranteed_on(self, gpus: Collection[str]) -> set[str]:
         """The guaranteed jobs that have processes on these GPUs."""
-        return {one.job for one in self._members if one.gpu in gpus and one.job_class is JobClass.GUARANTEED}
+        return {other.job for other in self._members if other.gpu in gpus and other.job_class is JobClass.GUARANTEED}
 
     def _drop(self, member: _Member, why: str = "") -> None:
         """Have no more to do with a process; without a reason there is nothing to say about it."""

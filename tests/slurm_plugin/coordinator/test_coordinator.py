@@ -225,7 +225,7 @@ def test_a_second_coordinator_is_refused_and_a_dead_ones_socket_replaced(path: P
 @pytest.fixture
 def from_before(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A guaranteed job that was there before its coordinator, and trains."""
-    environ = {"HETSTREAM_GPU": GPU, "HETSTREAM_JOB_CLASS": "guaranteed", "HETSTREAM_GPU_SOCKET": str(path)}
+    environ = {"HETSTREAM_GPU": f"GPU-0,{GPU}", "HETSTREAM_JOB_CLASS": "guaranteed", "HETSTREAM_GPU_SOCKET": str(path)}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **environ, "HETSTREAM_GPU_JOB": "7"}) as process:
         yield process
         process.kill()

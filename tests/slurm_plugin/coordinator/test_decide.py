@@ -156,6 +156,19 @@ def test_a_job_that_claims_to_hold_much_holds_up_the_measurement_for_a_moment_on
     assert gpu.state.pacing.phase is Phase.SHARING
 
 
+def test_a_job_that_claims_that_again_and_again_holds_it_up_no_longer(gpu: Gpu) -> None:
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, held_bytes=20 * GIB)
+    gpu.join("g", JobClass.GUARANTEED)
+    free = []
+    for number in range(60):
+        gpu.update("o", held_bytes=20 * GIB * (number % 2))
+        free.append(gpu.batch("g", 100, gap_ms=40, peak_bytes=10 * GIB)["o"].order.verdict == Verdict.FINISH)
+        if gpu.state.pacing.phase is Phase.SHARING:
+            break
+    assert gpu.state.pacing.phase is Phase.SHARING
+    assert sum(free) <= 20, "100 ms each"
+
+
 def test_gaps_are_used_up_to_a_part_that_grows_while_the_guaranteed_job_does_not_feel_it(shared: Gpu) -> None:
     opened_ns = []
     for boundaries in range(1, 10):

@@ -85,7 +85,7 @@ class OwnJobs:
 
 def guaranteed_processes(socket: Path) -> list[GuaranteedProcess]:
     """This user's processes that are guaranteed, and whose coordinator listens at a path."""
-    found = []
+    found: list[GuaranteedProcess] = []
     for name in filter(str.isdecimal, os.listdir(_PROC)):
         directory, began = _PROC / name, _began(int(name))
         try:

@@ -23,8 +23,10 @@ from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduc
 from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
 from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
+from hetstream.slurm_plugin.coordinator.look import look
 from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
 from hetstream.slurm_plugin.coordinator.server import Coordinator, _Member
+from hetstream.slurm_plugin.coordinator.table import ProcessRow
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
 from tests.slurm_plugin.coordinator.test_coordinator import GPU, connect, has, running, statistics
@@ -325,6 +327,33 @@ class TestGrants:
             for _ in range(2):
                 connect(path, JobClass.GUARANTEED, "8").close()
         assert caplog.text.count(f"GPU given twice gpu={GPU} job=8: guaranteed job 7 has it, too") == 1
+
+    def test_a_guaranteed_job_from_before_the_coordinator_is_waited_for(
+        self, grants: Path, path: Path, wait_until: WaitUntil
+    ) -> None:
+        """The other one may hold what the coordinator before has let it hold."""
+
+        def other_one() -> ProcessRow | None:
+            rows = [process for row in look(str(path)).gpus for process in row.processes if process.job == "8"]
+            return rows[0] if rows else None
+
+        def is_told(reason: str) -> bool:
+            row = other_one()
+            return row is not None and reason in row.reason
+
+        grant(grants, "7", JobClass.GUARANTEED)
+        grant(grants, "8", JobClass.OPPORTUNISTIC)
+        with (
+            running(path, GrantedJobs(grants, lambda _: None)),
+            closing(connect(path, JobClass.OPPORTUNISTIC, "8")) as other,
+        ):
+            other.report(statistics(boundaries=50, held_bytes=2**30, limit_bytes=2**31), news=True)
+            wait_until(lambda: is_told("from before this coordinator has not come to it yet: paused"))
+            row = other_one()
+            assert row is not None
+            assert (row.verdict, row.limit_bytes) == ("pause", 2**31)
+            connect(path, JobClass.GUARANTEED, "7").close()
+            wait_until(lambda: is_told("a guaranteed job without an agent has the GPU"))
 
     def test_an_upgrade_waits_for_the_guaranteed_job_that_has_the_gpu(
         self, grants: Path, path: Path, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture

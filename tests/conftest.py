@@ -75,6 +75,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid}: a name with an address in memory; give ids= to parametrize")
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests are there until the end: collecting garbage, as leak checks do, does not look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of real daemons where they cannot run, saying why."""
     if item.get_closest_marker("slurm"):

@@ -267,16 +267,24 @@ class _Go:
 
 def _done(job: Training, most_s: float | None = None) -> Done:
     """A job at its end; after some time it is stopped, and how long the rest would take is extrapolated."""
-    stop_s = math.inf if most_s is None else time.monotonic() + most_s
-    until(lambda: job.process.poll() is not None or time.monotonic() > stop_s)
+    began_s = time.monotonic()
+
+    def is_late() -> bool:
+        """One that has not made enough steps to be extrapolated gets as long again."""
+        late_s = time.monotonic() - began_s - (most_s or math.inf)
+        return late_s > 0 and (len(job.steps()) > _WARM or late_s > (most_s or 0))
+
+    until(lambda: job.process.poll() is not None or is_late())
     is_stopped = job.process.poll() is None
     if is_stopped:
         job.process.kill()
         job.process.wait()
     steps = job.steps()
-    if (job.process.returncode and not is_stopped) or len(steps) <= _WARM:
+    if is_stopped and len(steps) <= _WARM:
+        return Done(len(steps), None, note=f"stopped after {len(steps)} steps: too few to be extrapolated")
+    if job.process.returncode and not is_stopped:
         why = job.last_words().splitlines()
-        return Done(len(steps), None, note=why[-1] if why else f"{len(steps)} steps in {most_s} s")
+        return Done(len(steps), None, note=why[-1] if why else f"it ended with {job.process.returncode}")
     took_s = (steps[-1][0] - steps[_WARM - 1][0]) / 1e9
     first_s = (steps[_WARM - 1][0] - steps[0][0] + steps[0][1]) / 1e9
     losses = tuple(json.loads(job.said("losses") or "[]"))

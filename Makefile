@@ -22,7 +22,7 @@ PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
-.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint compiled venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -55,11 +55,15 @@ lint: venv
 # three waits for Slurm most of the time (tests/sharing_out.py), so that two cores are enough.
 TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 3 --dist loadfile")
 
-test: venv slurm lint
+# Tests start thousands of programs: none of them compiles hetstream anew, also where PYTHONDONTWRITEBYTECODE is set.
+compiled: venv
+	$(BIN)/python -m compileall -q hetstream hetjob mpi_dataworkers checkpoint slurm_plugin benchmarks tests
+
+test: venv slurm lint compiled
 	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"
 
 # The tests of a site with accounting need slurmdbd and MariaDB, too.
-test-all: venv slurm lint test-oldest-torch
+test-all: venv slurm lint compiled test-oldest-torch
 	@$(BIN)/hetstream devcluster install --site accounting || echo "slurmdbd is not installed: its tests fail" >&2
 	$(BIN)/pytest
 

@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--grants", type=Path, metavar="DIR", help="what jobs were given, by Slurm's prolog: DIR/JOB.json")
-    who.add_argument("--own-jobs", action="store_true", help="serve this user's processes, as what they say they are")
+    who.add_argument(
+        "--own-jobs",
+        action="store_true",
+        help="serve this user's processes, as what they say; one guaranteed job a GPU",
+    )
     parser.add_argument(
         "--socket", type=Path, default=Path(DEFAULT_SOCKET), metavar="PATH", help=f"(default {DEFAULT_SOCKET})"
     )

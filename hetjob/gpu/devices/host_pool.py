@@ -64,9 +64,6 @@ class HostPool:
             self._pool = make_pool(self._allocator, use_on_oom=True)
         except TypeError as error:
             raise RuntimeError("the pools of this PyTorch are not used when memory is short") from error
-        # Never torn down, also not when the interpreter ends: blocks would be freed through functions that are gone.
-        for kept in (self._functions, self._allocator, self._pool):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         # Also when Python ends: were the functions gone before the pool, it would give its memory back by nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._fill(min(num_bytes, available_bytes() // _PART_OF_AVAILABLE))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import subprocess
 import sys
 import weakref
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from hetstream.hetjob.gpu import environment
-from hetstream.hetjob.gpu.devices import host_pool
 from hetstream.hetjob.gpu.devices.base import MemoryUse
 from hetstream.hetjob.gpu.devices.cuda import CudaGpu
 from hetstream.hetjob.gpu.devices.host_pool import HostPool
@@ -110,27 +108,6 @@ def test_the_pool_is_filled_without_giving_pythons_lock_away_and_is_never_freed(
     kept = weakref.ref(pool)
     del pool
     assert kept() is not None, "it would go when Python ends, after its functions"
-
-
-def test_a_pool_is_never_torn_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the interpreter's end the functions that free its blocks could be gone before it is."""
-    torn_down: list[str] = []
-
-    class Pool:
-        def __init__(self, allocator: object, use_on_oom: bool) -> None:
-            weakref.finalize(self, torn_down.append, "pool").atexit = False
-
-        def snapshot(self) -> list[dict[str, int]]:
-            return []
-
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *_: object(), raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", Pool, raising=False)
-    monkeypatch.setattr(host_pool.ctypes, "CDLL", lambda _: object())
-    monkeypatch.setattr(HostPool, "_fill", lambda *_: None)
-    functions = weakref.ref(HostPool(2**20)._functions[0])
-    gc.collect()
-    assert functions() is not None
-    assert not torn_down
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from hetstream.mpi_dataworkers.memory import keep_freed_memory
 
 # A timing is the least of so many, each of at least so long.
 TIMINGS, WINDOW_S = 2, 0.0005
+# Twice this is more than any batch of these needs; a larger piece would not be kept.
+_PIECE_BYTES = 128 << 20
 # Of a kernel, in one replay: launched one by one from Python, a host takes longer than many a kernel.
 LAUNCHES = 20
 
@@ -36,12 +38,16 @@ class OnCpu:
     """`FeatureTransform` as data workers run it: in CPU time of this thread, in memory that the process keeps.
 
     Else glibc gives memory back after a batch or keeps it, as it happens, and large batches take a third more or less.
+    Even so the first batches get pages that nobody has had, until freed pieces of all sizes lie about; a data worker
+    makes thousands of them. So the process begins with memory that was in use before.
     """
 
     name = "CPU"
 
     def __init__(self) -> None:
         keep_freed_memory()
+        pieces = [torch.ones(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+        del pieces
         self.native = compiler() is not None
         self.caches: Sequence[int] = machine.caches() or CACHE_BYTES
 

@@ -156,7 +156,7 @@ def test_a_job_that_root_releases_without_a_place_is_taken_back_and_placed(site:
 
 
 def test_a_job_with_a_reservation_is_placed_there_and_no_other(site: Site, wait_until: WaitUntil) -> None:
-    options = ("Nodes=gpu0", "Users=nobody", "StartTime=now", "Duration=10")
+    options = ("Nodes=gpu0", "Users=65534", "StartTime=now", "Duration=10")
     site.run("scontrol", "create", "reservation", "ReservationName=course", *options)
     try:
         outside, inside = site.submit(), site.submit("--reservation=course")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -78,7 +79,11 @@ class Cluster:
         return (self.directory / f"{job}.{restarts}.runs").exists()
 
     def grants(self) -> dict[str, Any]:
-        return {path.stem: json.loads(path.read_text()) for path in (self.sharing / "grants").glob("*.json")}
+        found = {}
+        for path in (self.sharing / "grants").glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):  # its job has just ended
+                found[path.stem] = json.loads(path.read_text())
+        return found
 
     def cancel(self, *jobs: str) -> None:
         self.run("scancel", *jobs)

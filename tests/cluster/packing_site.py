@@ -162,10 +162,24 @@ class Site:
         self.coordinator_died = True
         # Stopped first: a slurmstepd that lives on for a moment would say that its job's script has failed.
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in cluster_processes(self.record):
-                if not any(command in process.command for command in kept):
+            found = {one.pid: one.command for one in cluster_processes(self.record)} | self.stepds()
+            for pid, program in found.items():
+                if not any(command in program for command in kept):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, number)
+                        os.kill(pid, number)
+
+    def stepds(self) -> dict[int, str]:
+        """Each slurmstepd that writes into a log of this cluster. Where slurmd was started again, newer releases leave
+        nothing in its environment or among its ancestors that says whose it is.
+        """
+        found = {}
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended
+                program = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                files = [os.readlink(link) for link in Path(f"/proc/{entry}/fd").iterdir()]
+                if "slurmstepd" in program and any(file.startswith(self.record.state_dir) for file in files):
+                    found[int(entry)] = program
+        return found
 
     def start_again(self, daemon: str) -> None:
         """Start it as `up` did, and as systemd would."""

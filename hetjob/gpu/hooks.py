@@ -29,12 +29,12 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
 
 
-def share_gpu(settings: SharingSettings, parent: int) -> Agent | None:
+def share_gpu(settings: SharingSettings, launcher: int) -> Agent | None:
     """Have this process share its GPU from now on, and until it ends.
 
     Args:
         settings: how.
-        parent: process that has started this one.
+        launcher: process that has started this one as a rank, such as torchrun; 0: nobody who would end it.
 
     Returns:
         Its agent; None for a guaranteed process of which nobody can say which GPU it uses.
@@ -55,12 +55,12 @@ def share_gpu(settings: SharingSettings, parent: int) -> Agent | None:
             raise OptionsError(
                 f"HETSTREAM_GPU={settings.gpu}: {error}. Make one: hetstream gpu emulate FILE"
             ) from error
-        agent = _agent(settings, gpu, parent)
+        agent = _agent(settings, gpu, launcher)
         register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary))
         launches: Any = Kernels(gpu, lambda: _or_end(agent.before_launch), agent.after_launch)
         launches.__enter__()
         return agent
-    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes), parent)
+    agent = _agent(settings, CudaGpu(settings.gpu, settings.host_bytes), launcher)
     register_optimizer_step_post_hook(lambda *_: _or_end(agent.at_boundary) if is_in_use() else None)
     if settings.job_class is JobClass.OPPORTUNISTIC:
         if len(settings.gpus) > 1:
@@ -92,7 +92,7 @@ class _FirstForward:
             _or_end(self._agent.before_launch)
 
 
-def _agent(settings: SharingSettings, gpu: Device, parent: int) -> Agent:
+def _agent(settings: SharingSettings, gpu: Device, launcher: int) -> Agent:
     rank = settings.rank
 
     def connect() -> Channel:
@@ -110,7 +110,6 @@ def _agent(settings: SharingSettings, gpu: Device, parent: int) -> Agent:
         )  # fmt: skip
         return Connection(settings.socket, introduction, settings.coordinator_uid)
 
-    launcher = parent if rank.said_by else 0
     follows_forks = not settings.gpu.startswith(PREFIX)
     return Agent(gpu, settings.job_class, connect, follows_forks=follows_forks, launcher=launcher)
 

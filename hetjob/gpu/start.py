@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetstream.base.imports import when_imported
 
+if TYPE_CHECKING:
+    from hetstream.hetjob.gpu.ranks import LocalRank
+
 # Who has started this process; it may have gone by the time torch is imported.
 _PARENT = os.getppid()
+
+
+def _environ_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has gone, or is root's, as Slurm's own are
+        return b""
+
+
+_PARENTS_ENVIRON = _environ_of(_PARENT)
 
 
 def share_when_torch_is_imported() -> None:
@@ -27,9 +42,19 @@ def _share() -> None:
         if settings is not None and not (_is_child() and settings.gpus[0].startswith(PREFIX)):
             from hetstream.hetjob.gpu.hooks import share_gpu
 
-            share_gpu(settings, _PARENT)
+            share_gpu(settings, _launcher(settings.rank))
     except HetstreamError as error:
         raise SystemExit(f"hetstream: {error}") from error
+
+
+def _launcher(rank: LocalRank) -> int:
+    """The process that has numbered this one; 0: nobody has.
+
+    A shell between them has the number, too, and may end; a batch script has one from Slurm. Only what multiprocessing
+    has made ends with its parent anyhow.
+    """
+    is_inherited = f"\0{rank.said_by}={rank.number}\0".encode() in b"\0" + _PARENTS_ENVIRON
+    return _PARENT if rank.said_by and (_is_child() or not is_inherited) else 0
 
 
 def _is_child() -> bool:

@@ -30,7 +30,7 @@ class JobNotes:
     """What a job's record says that `Job` does not have.
 
     Attributes:
-        admin_comment: which operators alone can change.
+        admin_comment: which administrators alone can change.
         can_be_requeued: `--requeue`, or the site's JobRequeue.
         excluded_nodes: `--exclude`.
         has_failed: it has ended, as FAILED.

@@ -2,7 +2,9 @@
 
 A guaranteed job that was there before its coordinator comes to it at its next boundary, which may be a minute away.
 Until then nobody would know of it; so the coordinator looks once, when it begins, which processes of the user are
-guaranteed, by their environments.
+guaranteed, by their environments, and have torch in their memory. A shell, or what a job has left behind, has the
+environment as well, but nothing on a GPU, and would keep it from others for as long as it lives. A job that has not
+come as far as torch comes to the coordinator before its first launch.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.admission import Admitted, Peer
 
 _PROC = Path("/proc")
+# In the name of a file that each process maps that has imported torch.
+_TORCH = b"libtorch"
 # In /proc/PID/stat behind the name, which may hold blanks: the state, and when the process began.
 _STATE, _BEGAN = 0, 19
 
 
 @dataclass(frozen=True)
 class GuaranteedProcess:
-    """A process that is guaranteed by its environment, or that starts such processes.
+    """A process with torch that is guaranteed by its environment, or that starts such processes.
 
     Attributes:
         pid, began: the process; its number may be another one's later.
@@ -101,10 +105,17 @@ def guaranteed_processes(socket: Path) -> list[GuaranteedProcess]:
             continue
         if settings is None or settings.job_class is not JobClass.GUARANTEED or settings.config_file:
             continue
-        if os.path.realpath(settings.socket) == os.path.realpath(socket):
+        if os.path.realpath(settings.socket) == os.path.realpath(socket) and _has_torch(directory):
             job = printable(settings.program or settings.job)
             found.extend(GuaranteedProcess(int(name), began, job, gpu) for gpu in settings.gpus)
     return found
+
+
+def _has_torch(directory: Path) -> bool:
+    try:
+        return _TORCH in (directory / "maps").read_bytes()
+    except OSError:
+        return False
 
 
 def _began(pid: int) -> str:

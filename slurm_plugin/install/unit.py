@@ -76,7 +76,8 @@ def daemon_unit(program: str, environment: Path) -> str:
 def sharing_units(program: str, environment: Path) -> dict[str, str]:
     """Units by name: of GPU nodes the coordinator and what tells the site daemon; and the packer's.
 
-    All run as the user `hetstream`: jobs trust a coordinator by its number, Slurm and the guard a packer.
+    Jobs trust a coordinator by its user, and Slurm and the guard a packer. The packer has a user of its own, an
+    administrator of Slurm's: what jobs and users speak with must not be one.
 
     Args:
         program: the `hetstream` command, absolute.
@@ -104,7 +105,7 @@ def sharing_units(program: str, environment: Path) -> dict[str, str]:
             "hetstream-packer",
             environment,
             f"{start} packer $HETSTREAM_PACKER_OPTIONS",
-            [user, "RuntimeDirectory=hetstream-packer", "RuntimeDirectoryMode=0700"],
+            ["User=hetstream-packer", "RuntimeDirectory=hetstream-packer", "RuntimeDirectoryMode=0700"],
         ),
     }
     # It asks NVIDIA's driver, and the kernel in whose control group a process of another user is.

@@ -52,6 +52,9 @@ from hetstream.slurm_plugin.packing.words import (
 
 _log = logging.getLogger(__name__)
 
+# A job that still runs so long after it was to be requeued goes on: Slurm ends one within KillWait, which is 30 s.
+_ENDS_S = 600.0
+
 
 class PackerSlurm(QuotaSlurm, Protocol):
     """What the packer asks of Slurm; `PackingSlurm` does it."""
@@ -111,8 +114,9 @@ class Packer:
             rules=self._rules, clock=clock,
         )  # fmt: skip
         self._right: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run where they should
-        # Numbers of jobs that it had requeued, until they wait and that is noted: a killed slurmctld may forget both.
-        self._taken: set[int] = set()
+        # Of jobs that it had requeued, until they wait and that is noted, name and when: a killed slurmctld may forget
+        # both. By the job's own number; the last task of an array has the array's, which means all tasks to Slurm.
+        self._taken: dict[int, tuple[str, float]] = {}
         self._refused: dict[str, tuple[float, str]] = {}
         self._said: dict[str, object] = {}
         self._said_unread = ""
@@ -151,7 +155,12 @@ class Packer:
         notes = self._slurm.notes(self._partitions)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
         failed = {number for number, of_job in notes.items() if of_job.has_failed}
-        self._taken &= failed | {job.job.job_id for job in jobs if job.job.is_running or job.record.placed}
+        there = {job.job.job_id for job in jobs if job.job.is_running or job.record.placed}
+        self._taken = {
+            number: (name, at_s)
+            for number, (name, at_s) in self._taken.items()
+            if number in failed or (number in there and now_s - at_s < _ENDS_S)
+        }
         switches = self._slurm.switches()
         tenants = Tenants(self._quotas(snapshot), os.geteuid())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
@@ -159,7 +168,8 @@ class Packer:
             replace(job, closed=self._refused[job.job][1]) if self._rests(job.job) else job
             for job in seen.state.waiting
         )
-        return replace(seen, state=replace(seen.state, waiting=waiting), lost=tuple(map(str, self._taken & failed)))
+        lost = tuple(name for number, (name, _) in self._taken.items() if number in failed)
+        return replace(seen, state=replace(seen.state, waiting=waiting), lost=lost)
 
     def step(self) -> tuple[PackingView, PackingPlan]:
         """Look, decide and act once.
@@ -281,8 +291,13 @@ class Packer:
 
     def _requeue(self, job: OpportunisticJob) -> None:
         self._announce(job)
-        self._slurm.requeue_held(job.name)
-        self._taken.add(job.job.job_id)
+        self._taken[job.job.job_id] = job.name, self._clock()  # also if no answer comes: it may have been heard
+        try:
+            self._slurm.requeue_held(job.name)
+        except SlurmCommandError as error:
+            if failure_of(error) is Failure.REFUSED:
+                del self._taken[job.job.job_id]
+            raise
         reach("packer.requeued")
 
     def _announced(self, job: OpportunisticJob) -> OpportunisticJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from contextlib import closing
@@ -67,6 +68,18 @@ def test_what_is_no_gpu_stays_as_it_is(tmp_path: Path, what: str, capsys: pytest
     assert line.endswith(f"{path} is there, and is not overwritten. It is no emulated GPU: give another name")
     assert what != "file" or path.read_text() == "results of a year"
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_leaves_no_half_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be in the way when there is room again."""
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        assert main(["gpu", "emulate", str(tmp_path / "gpu0")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert "cannot be made: File too large" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -299,6 +300,14 @@ def test_systemd_understands_the_units(machine: Machine, name: str, file: str) -
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+def test_what_speaks_with_jobs_is_not_who_slurm_makes_an_administrator(machine: Machine) -> None:
+    machine.install()
+    units = {path.stem: path.read_text() for path in (machine.prefix / "lib/systemd/system").iterdir()}
+    users = {name: set(re.findall("^User=(.*)$", text, re.M)) for name, text in units.items()}
+    assert users.pop("hetstream-packer") == {"hetstream-packer"}
+    assert set().union(*users.values()) == {"hetstream"}
 
 
 def test_what_other_users_cannot_reach_is_said(tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ class EmulatedGpuFile:
         """
         head = _HEAD.pack(_MAGIC, capacity_bytes, core, segment_bytes, bus_bytes_per_s)
         with path.open("xb") as file:
-            file.write(head + bytes(SIZE_BYTES - len(head)))
+            try:
+                file.write(head + bytes(SIZE_BYTES - len(head)))
+                file.flush()
+            except OSError:  # half a file would stand in the way of the next attempt
+                path.unlink()
+                raise
 
     def take(self, num_bytes: int) -> bool:
         """Hold more; whether there was so much."""

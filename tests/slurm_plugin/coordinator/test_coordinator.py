@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -226,9 +227,29 @@ def test_a_second_coordinator_is_refused_and_a_dead_ones_socket_replaced(path: P
 def from_before(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A guaranteed job that was there before its coordinator, and trains."""
     environ = {"HETSTREAM_GPU": f"GPU-0,{GPU}", "HETSTREAM_JOB_CLASS": "guaranteed", "HETSTREAM_GPU_SOCKET": str(path)}
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, **environ, "HETSTREAM_GPU_JOB": "7"}) as process:
+    library = path.with_name("libtorch_cpu.so")
+    library.write_bytes(b"mapped")
+    code = "import mmap, sys; file = open(sys.argv[1]); kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)"
+    has_torch = [sys.executable, "-ISc", f"{code}; print(flush=True); input()", str(library)]
+    environ = {**os.environ, **environ, "HETSTREAM_GPU_JOB": "7"}
+    with subprocess.Popen(has_torch, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process
         process.kill()
+
+
+def test_what_has_a_guaranteed_jobs_environment_and_no_torch_keeps_no_gpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which its variables are set, or what it has left behind; it never comes, and may live for days."""
+    for name, value in (("GPU", GPU), ("JOB_CLASS", "guaranteed"), ("GPU_SOCKET", str(path))):
+        monkeypatch.setenv(f"HETSTREAM_{name}", value)
+    with subprocess.Popen(["sh", "-c", "echo; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()  # it has this environment by now
+        assert guaranteed_processes(path) == []
+        shell.kill()
 
 
 def test_a_guaranteed_job_from_before_the_coordinator_has_its_gpu_until_it_comes(

@@ -200,14 +200,17 @@ def is_there(pid: int) -> bool:
 
 
 def test_ranks_that_wait_for_a_coordinator_end_with_their_launcher_and_other_processes_wait_on(node: Node) -> None:
-    """torchrun is killed in a way that it cannot tell them. A process that nobody launched may be meant to stay."""
+    """torchrun is killed in a way that it cannot tell them. What a shell leaves behind may be meant to stay, also in a
+    batch script, whose processes all have the number of its first task.
+    """
     job = node.share("opportunistic", ",".join(node.gpus), [*TORCHRUN, str(TRAIN), "3", "16", "0"])
     train = [sys.executable, str(TRAIN), "3", "16", "0"]
     leave = node.directory / "leave"
     os.mkfifo(leave)
     leaving = node.share(
-        "opportunistic", node.gpu, ["sh", "-c", 'nohup "$@" & echo $!; read _ <"$0"', str(leave), *train]
-    )
+        "opportunistic", node.gpu,
+        ["env", "SLURM_LOCALID=0", "sh", "-c", 'nohup "$@" & echo $!; read _ <"$0"', str(leave), *train],
+    )  # fmt: skip
     node.wait_until(lambda: job.said.count("this opportunistic job pauses") == 2, 60, "both ranks to pause")
     node.wait_until(lambda: "this opportunistic job pauses" in leaving.said, 60, "the other one to pause")
     ranks = children_of(job.process.pid)

@@ -21,6 +21,11 @@ GIB = 1 << 30
 NOW_S = 1_795_000_000.0
 
 
+def _number(job_id: str) -> int:
+    """Of a job; of an array's task, of which these have one, the array's."""
+    return int(job_id.partition("_")[0])
+
+
 @dataclass
 class PackedSlurm:
     """One partition `opp` over nodes g1 to gN with some GPUs each.
@@ -45,7 +50,8 @@ class PackedSlurm:
         least_s: what is enough for a job, where it says so (TimeMin).
         dies_before: the command before which slurmctld is killed, once: it forgets what came after `write_down`, and
             hears the command when it is back.
-        dies_after: the command after which it is killed, once; `lingers`: jobs that were to be ended have not yet.
+        dies_after: the command after which it is killed, once; `lingers`: jobs that were to be ended have not yet;
+            `unanswered`: it was killed before it could answer.
         failed: numbers of jobs that have ended as FAILED.
     """
 
@@ -70,6 +76,7 @@ class PackedSlurm:
     dies_before: str = ""
     dies_after: str = ""
     lingers: bool = False
+    unanswered: bool = False
     failed: set[int] = field(default_factory=set)
     written: tuple[dict[int, Job], dict[int, str]] = field(default_factory=lambda: ({}, {}))
 
@@ -167,13 +174,13 @@ class PackedSlurm:
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
         counts: Counter[tuple[str, str]] = Counter({("opp", "p9"): 0})  # as 22.05 lists those of the start before
-        for gres in self.given[int(job_id)]:
+        for gres in self.given[_number(job_id)]:
             counts[gres.name, gres.type] += gres.count
         return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
 
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         self._called("update", job_id, *(f"{name}={value}" for name, value in fields.items()))
-        number = int(job_id)
+        number = _number(job_id)
         if number in self.failed:
             raise SlurmCommandError(["scontrol", "update", job_id], 1, "", "Job has already finished")
         job = self.jobs[number]
@@ -195,24 +202,29 @@ class PackedSlurm:
 
     def hold(self, job_id: str) -> None:
         self._called("hold", job_id)
-        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=0, reason="JobHeldUser")
+        number = _number(job_id)
+        self.jobs[number] = replace(self.jobs[number], priority=0, reason="JobHeldUser")
 
     def release(self, job_id: str) -> None:
         self._called("release", job_id)
-        self.jobs[int(job_id)] = replace(self.jobs[int(job_id)], priority=100, reason="Priority")
+        number = _number(job_id)
+        self.jobs[number] = replace(self.jobs[number], priority=100, reason="Priority")
 
     def requeue_held(self, job_id: str) -> None:
         self._called("requeuehold", job_id)
-        self.failed.discard(int(job_id))
-        self.preempt(int(job_id))
-        self.jobs[int(job_id)] = replace(
-            self.jobs[int(job_id)], priority=0, reason="job requeued in held state", eligible_s=None
+        number = _number(job_id)
+        self.failed.discard(number)
+        self.preempt(number)
+        self.jobs[number] = replace(
+            self.jobs[number], priority=0, reason="job requeued in held state", eligible_s=None
         )  # fmt: skip
         if self.dies_after == "requeuehold":
             self.dies_after = ""
             self._forget()
             if not self.lingers:
-                self.fail(int(job_id))
+                self.fail(number)
+            if self.unanswered:
+                raise SlurmCommandError(["scontrol", *self.calls[-1]], 1, "", "Zero Bytes were transmitted or received")
 
     def _called(self, *call: str) -> None:
         if call[0] == self.dies_before:

@@ -558,8 +558,8 @@ def test_a_job_whose_place_slurmctld_forgot_before_it_heard_the_release_is_taken
     assert "taking" not in slurm.admin_comments[7]
 
 
-@pytest.mark.parametrize("lingers", [False, True])
-def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, lingers: bool) -> None:
+@pytest.mark.parametrize(("lingers", "unanswered"), [(False, False), (True, False), (False, True)])
+def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, lingers: bool, unanswered: bool) -> None:
     """The signal by which Slurm ended it looks like a failure then. One that fails by itself stays what it is."""
     slurm = site.slurm
     slurm.submit(7, "mine")
@@ -568,7 +568,7 @@ def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, li
     slurm.start()
     site.look()
     slurm.write_down()
-    slurm.dies_after, slurm.lingers = "requeuehold", lingers
+    slurm.dies_after, slurm.lingers, slurm.unanswered = "requeuehold", lingers, unanswered
     slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
     assert site.look() == (["evicted"] if lingers else ["refused"])  # it can be noted as long as the job is there
     slurm.sharing = {}
@@ -582,6 +582,43 @@ def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, li
     assert "started" in site.look()
     assert "taking" not in slurm.admin_comments[7]
     assert slurm.jobs[8].state == "FAILED"
+
+
+def test_of_an_array_the_task_alone_is_requeued_again_that_slurmctld_forgot(site: Site) -> None:
+    """The last task of an array has its number, by which Slurm would requeue all of its tasks, also what is done."""
+    slurm = site.slurm
+    slurm.submit(33, array_job_id=33, array_tasks="5")
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.write_down()
+    slurm.dies_after = "requeuehold"
+    slurm.sharing = {("g1", 0): (SharingNow("33", 301.0),)}
+    site.look()
+    assert "taken back" in site.look()
+    assert [call[1] for call in slurm.calls if call[0] == "requeuehold"] == ["33_5", "33_5"]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_job_that_was_not_requeued_after_all_may_fail(site: Site, refused: bool) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    if refused:
+        slurm.refuse = {"requeuehold": "Requested operation is presently disabled"}
+    else:  # it was killed before it told any node
+        slurm.write_down()
+        slurm.dies_after, slurm.lingers, slurm.unanswered = "requeuehold", True, True
+    assert site.look() == ["refused"]
+    slurm.refuse, slurm.sharing = {}, {}
+    if not refused:
+        site.look(700)
+    slurm.fail(7)
+    assert "taken back" not in site.look()
+    assert slurm.jobs[7].state == "FAILED"
 
 
 def test_a_new_packer_adopts_what_runs(site: Site) -> None:

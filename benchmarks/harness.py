@@ -366,7 +366,7 @@ def parser(summary: str, repeats: int) -> argparse.ArgumentParser:
     own.add_argument("--quick", action="store_true", help="one short repeat: shows that it runs, measures nothing")
     own.add_argument("--repeats", type=int, default=repeats, help="how often each system runs (default: %(default)s)")
     own.add_argument("--systems", default="", metavar="A,B", help="only systems whose name contains one of these words")
-    own.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where the JSON file goes")
+    own.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the report")
     return own
 
 

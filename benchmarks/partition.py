@@ -297,7 +297,7 @@ def main() -> int:
     parser.add_argument("--accelerator-ms", type=float, help=ours)
     parser.add_argument("--quick", action="store_true", help=f"one round of {QUICK_STEPS} steps")
     parser.add_argument("--equality", action="store_true", help="compare losses instead of times, also under kills")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where the JSON file goes")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the report")
     args = parser.parse_args()
     if args.quick:
         args.rounds = 1

@@ -21,7 +21,7 @@ It runs until SIGTERM or Ctrl-C, as an ordinary user: it ends no job and changes
 jobs pause until it is back, and guaranteed ones go on as if alone.
 
 examples:
-  hetstream gpu coordinator --grants /run/hetstream/grants --gpu GPU-1a2b=150000000000
+  hetstream gpu coordinator --grants /run/hetstream-jobs/grants --gpu GPU-1a2b=150000000000
   hetstream gpu coordinator --own-jobs --socket ./gpu.sock --gpu emulation:./gpu0     to try it
 
 exit codes:

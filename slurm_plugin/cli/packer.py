@@ -90,7 +90,13 @@ def run(args: argparse.Namespace) -> int:
     if not 1.0 <= args.interval <= 3600.0:
         raise UsageError(f"--interval={args.interval:g}: must be from 1 to 3600 seconds")
     acting = not (args.observe or args.dry_run)
-    say = say_json if args.json else say_log
+    say, is_quiet = say_json if args.json else say_log, True
+
+    def tell(event: PackingEvent) -> None:
+        nonlocal is_quiet
+        is_quiet = False
+        say(event)
+
     slurm = PackingSlurm()
     snapshot = slurm.snapshot()
     check_partitions(partitions_of(args), snapshot)
@@ -98,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if problem:
         raise HetstreamError(f"nobody can be placed: {problem}. Check: hetstream doctor")
     packer = Packer(
-        slurm, gpu_readings(settings_of(args)), partitions_of(args), say, acting=acting,
+        slurm, gpu_readings(settings_of(args)), partitions_of(args), tell, acting=acting,
         quotas=checked_quotas(args, slurm, snapshot),
     )  # fmt: skip
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -111,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
             if acting and (reason := actor.why_wait()):
                 raise HetstreamError(reason)
             packer.step()
+            if is_quiet and not args.json:
+                _log.info("nothing is to be done")
         else:
             _log.info("mode=%s partitions=%s", "act" if acting else "observe", ",".join(sorted(partitions_of(args))))
             packer.run(args.interval, actor.why_wait if acting else str)

@@ -20,12 +20,12 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.errors import QuotaError
 from hetstream.slurm_plugin.packing.decide import PackingPlan, decide
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, served_jobs
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, served_jobs, who_holds
 from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas, Verdict
 from hetstream.slurm_plugin.packing.quota_file import QuotaFile
 from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants, why_not_upgraded
-from hetstream.slurm_plugin.packing.words import where
+from hetstream.slurm_plugin.packing.words import is_guarded, where
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
 # The nodes' scripts have it from there; one file with both is enough on the host of the packer.
@@ -196,7 +196,7 @@ def packing_reasons(snapshot: Snapshot, jobs: Collection[Job]) -> dict[str, str]
     pending = [job for job in jobs if job.is_pending]
     waits_for_quota = quotas is not None and any(job.priority == 0 and job.count("gpu") for job in pending)
     if not waits_for_quota and not any(partitions.issuperset(job.partitions) for job in jobs):
-        return {}
+        return guarded_reasons([job for job in pending if job.priority == 0])
     seen, plan, missing = seen_by(snapshot, PackingSlurm(), read_settings(os.environ), partitions, quotas)
     found = reasons(seen, plan, missing)
     found |= {name: reason for name, job in seen.jobs.items() if (reason := upgrade_in_words(job))}
@@ -207,6 +207,23 @@ def packing_reasons(snapshot: Snapshot, jobs: Collection[Job]) -> dict[str, str]
         why = f"it is held, perhaps for quota, and why cannot be told here: {missing}"
         found_by_label = dict.fromkeys(held, why) | found_by_label
     return found_by_label
+
+
+def guarded_reasons(held: Collection[Job]) -> dict[str, str]:
+    """Why held jobs wait on a host where nothing says which jobs are the packer's, by label; nothing of others.
+
+    The guard has written it into those that it holds: a release would start them without a GPU, or be refused.
+    """
+    jobs = [job for job in held if not who_holds(job, job.label)]
+    if not jobs:
+        return {}
+    notes = PackingSlurm().notes({name for job in jobs for name in job.partitions})
+    why = (
+        f"it waits for the packer, and why cannot be told here, where {SITE_FILE} does not set {PARTITIONS_VARIABLE} "
+        f"or {QUOTAS_VARIABLE}: hetstream opp why takes --partition=NAME --quotas=FILE instead"
+    )
+    guarded = {number for number, note in notes.items() if is_guarded(note.admin_comment)}
+    return {job.label: why for job in jobs if job.job_id in guarded}
 
 
 def _names(text: str) -> frozenset[str]:

@@ -107,7 +107,7 @@ def open_gpu(text: str) -> Gpu:
         try:
             return EmulatedGpu(resolved(text))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--gpu {text}: {error}") from error
+            raise UsageError(f"--gpu {text}: {error}. Make one: hetstream gpu emulate FILE") from error
     name, equals, size = text.partition("=")
     if text.startswith(_UUID) and not equals:
         from hetstream.slurm_plugin.coordinator.nvml import NvmlGpu

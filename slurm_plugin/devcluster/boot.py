@@ -210,6 +210,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         boot_s=0.0,
         network=spec.network,
         configless=sites.CONFIGLESS in spec.sites,
+        opportunistic=packing.PARTITION if spec.packing else "",
     )
 
 

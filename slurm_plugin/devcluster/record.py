@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetstream.hetjob.convert_class import PARTITIONS_VARIABLE
 from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost
 from hetstream.slurm_plugin.errors import DevclusterError
 
@@ -40,6 +41,7 @@ class ClusterRecord:
         boot_s: how long `up` took; 0 until ready.
         network: its hosts' own addresses, and by which names the system knows them; None without.
         configless: commands have no slurm.conf.
+        opportunistic: partition of opportunistic jobs; empty without `--packing`.
     """
 
     name: str
@@ -54,16 +56,19 @@ class ClusterRecord:
     boot_s: float
     network: ClusterNetwork | None = None
     configless: bool = False
+    opportunistic: str = ""
 
     @property
     def slurm_conf(self) -> str:
         return f"{self.state_dir}/slurm.conf"
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` with what Slurm's commands need to reach this cluster."""
+        """`base` with what Slurm's and hetstream's commands need to know of this cluster."""
         env = {**base, "SLURM_CONF": self.slurm_conf}
         if self.configless:
             del env["SLURM_CONF"]
+        if self.opportunistic:
+            env[PARTITIONS_VARIABLE] = self.opportunistic
         if self.path_prefix:
             env["PATH"] = self.path_prefix + os.pathsep + env.get("PATH", os.defpath)
         return env

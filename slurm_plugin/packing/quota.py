@@ -99,7 +99,8 @@ def read_quotas(source: str, text: str | bytes, site: QuotaSite) -> Quotas:
     promised, num_gpus = sum(quotas.tenants.values()), site.num_gpus(quotas.partitions)
     if promised > num_gpus:
         problems.append(
-            f"quotas of {promised:,} GPUs together, and these partitions have {num_gpus:,}: guaranteed is what is there"
+            f"quotas of {promised:,} GPUs together, and these partitions have {num_gpus:,}: lower them, since "
+            "guaranteed is what is there"
         )
     for tenant in quotas.tenants if site.accounts is not None else ():
         if tenant not in (site.accounts or ()):

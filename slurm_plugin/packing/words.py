@@ -57,6 +57,7 @@ _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE | re.ASCII)
 _GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
+_NUMBERS_TEXT = re.compile(r"\d{1,3}(?:,\d{1,3})*", re.ASCII)
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
 _UPGRADED_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _GIVEN_UP_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})@([01])@([\w.~%-]{1,2048})", re.ASCII)
@@ -258,6 +259,12 @@ def comment_with(comment: str, place: Place | None) -> str:
             kept.add(number)
             left -= num_bytes
     return " ".join(word for number, word in enumerate(parts) if number in kept)
+
+
+def place_by_hand(comment: str, nodes: tuple[str, ...]) -> Place | None:
+    """The GPUs of a job that runs and that somebody else than the packer has placed; None: its Comment names none."""
+    numbers = comment.partition(" ")[0].removeprefix(COMMENT_MARK) if names_gpus(comment) else ""
+    return Place(nodes, tuple(map(int, numbers.split(",")))) if _NUMBERS_TEXT.fullmatch(numbers) else None
 
 
 def says_place(comment: str, place: Place) -> bool:

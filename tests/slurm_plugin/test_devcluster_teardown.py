@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def start(record: ClusterRecord, argv: list[str], variable: str) -> subprocess.P
 
 def test_record_round_trips(record: ClusterRecord) -> None:
     assert read_record(Path(record.state_dir)) == record
+
+
+def test_commands_know_which_jobs_are_opportunistic(record: ClusterRecord) -> None:
+    assert "HETSTREAM_OPPORTUNISTIC_PARTITIONS" not in record.environment({})
+    shared = replace(record, opportunistic="opp").environment({"HETSTREAM_OPPORTUNISTIC_PARTITIONS": "spare"})
+    assert shared["HETSTREAM_OPPORTUNISTIC_PARTITIONS"] == "opp"
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"name": "x", "nodes": [], "partitions": []}', "[1]"])

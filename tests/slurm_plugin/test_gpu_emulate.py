@@ -38,6 +38,15 @@ def left_alone(path: Path, capsys: pytest.CaptureFixture[str], advice: str) -> N
     assert (path.read_bytes() if path.exists() else None) == before
 
 
+def test_a_coordinator_of_a_gpu_that_is_not_there_says_what_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = f"emulation:{tmp_path}/gpu0"
+    assert main(["gpu", "coordinator", "--own-jobs", "--socket", f"{tmp_path}/gpu.sock", "--gpu", gpu]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("Make one: hetstream gpu emulate FILE")
+
+
 def test_a_gpu_that_is_there_stays_with_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu0"
     EmulatedGpuFile.create(path, capacity_bytes=7 * MIB, core=0, segment_bytes=1, bus_bytes_per_s=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shlex
 import signal
@@ -58,6 +59,33 @@ def test_without_a_daemon_a_held_job_is_not_told_to_be_released(slurm: Recorded)
     assert blocker["next_step"] == "hetstream opp why 41"
     assert "it waits for the packer" in blocker["text"]
     assert "scontrol release" not in told.stdout
+
+
+def test_where_no_partition_is_named_a_job_that_the_guard_holds_is_not_told_to_be_released(slurm: Recorded) -> None:
+    slurm.write("notes", f"41{FIELD_END}PENDING{FIELD_END}hetstream:guarded{FIELD_END}1{RECORD_END}\n")
+    told = slurm.run("why 41 --fresh").stdout
+    assert "it waits for the packer" in told
+    assert "hetstream opp why takes --partition=NAME" in told
+    assert "scontrol release" not in told
+    slurm.write("queue", (slurm.directory / "queue").read_text().replace(COMMENT, "hetstream:hold"))
+    assert "scontrol release 41" in slurm.run("why 41 --fresh").stdout  # its owner holds it, too
+
+
+def test_a_look_that_finds_nothing_to_do_says_so(slurm: Recorded, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert slurm.run("packer --once --observe", **OPP).returncode == 0
+    assert "nothing is to be done" not in caplog.text  # job 41 waits, which is said
+    slurm.write("queue", job("42", "RUNNING", NodeList="g1"))
+    assert slurm.run("packer --once --observe", **OPP).returncode == 0
+    assert "nothing is to be done" in caplog.text
+
+
+def test_a_job_that_an_administrator_has_placed_is_shown_where_it_is(slurm: Recorded) -> None:
+    by_hand = {"Partition": "opp", "NodeList": "g0", "Comment": f"hetstream:gpu=0,2 {COMMENT}"}
+    slurm.write("queue", job("43", "RUNNING", **by_hand))
+    slurm.write("notes", f"43{FIELD_END}RUNNING{FIELD_END}hetstream:guarded{FIELD_END}1{RECORD_END}\n")
+    (row,) = json.loads(slurm.run("opp ls --json", **OPP).stdout)["jobs"]
+    assert row["place"] == "GPU 0,2 of g0"
 
 
 def test_who_looks_sees_what_the_packer_decides(slurm: Recorded, local: RunningDaemon, wait_until: WaitUntil) -> None:

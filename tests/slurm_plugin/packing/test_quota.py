@@ -47,7 +47,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("table", "text"),
         [
-            ({"tenants": {"a": 16, "b": 9}}, "quotas of 25 GPUs together, and these partitions have 24"),
+            ({"tenants": {"a": 16, "b": 9}}, "quotas of 25 GPUs together, and these partitions have 24: lower them"),
             ({"tenants": {"visoin": 1}}, r"'visoin' is no account of this cluster \(did you mean vision\?\)"),
             ({"tenants": {"a\nb": 1}}, r"'a\\nb' is no account"),
             ({"tenants": {"a": -1}}, "not a table of quotas"),

@@ -355,8 +355,9 @@ OPERATORS: tuple[type[Operator], ...] = (
 
 
 def _of_python(value: Any) -> Any:
-    """JSON, digests and equality are those of Python's numbers."""
-    return value.item() if isinstance(value, np.generic) else value
+    """JSON, digests and equality are those of Python's numbers, where -0.0 equals 0.0: so it becomes 0.0."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return 0.0 if isinstance(value, float) and value == 0 else value
 
 
 def _in_order(values: Any) -> Any:

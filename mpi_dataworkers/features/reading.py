@@ -218,12 +218,16 @@ def _read(node: Input, batch: Mapping[str, Any]) -> tuple[Values, int]:
 
 
 def _tensor(name: str, found: Any) -> torch.Tensor:
-    if isinstance(found, np.ndarray) and found.dtype.kind in "fiub":
+    if isinstance(found, np.ma.MaskedArray):
+        raise FeatureError(f"{name} is a masked array; give Nullable(x.data, ~np.ma.getmaskarray(x))")
+    if isinstance(found, np.ndarray) and found.dtype.kind in "fiub" and found.dtype.itemsize <= 8:
         # Copied where torch does not take it: read-only, backwards (of one row too), of another byte order.
         found = np.require(found, found.dtype.newbyteorder("="), ["C", "W"])
         return torch.from_numpy(found.copy() if any(stride < 0 for stride in found.strides) else found)
     if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _is_strided(found):
-        raise FeatureError(f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array")
+        raise FeatureError(
+            f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array of numbers"
+        )
     return found
 
 
@@ -301,7 +305,7 @@ def _form_of(found: Any) -> tuple[str, str, int] | None:
 
 @functools.cache
 def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
@@ -324,7 +328,9 @@ def missing_columns(inputs: Sequence[Input], columns: str) -> list[str]:
             continue
         form, dtype, width = found
         wanted = "jagged" if node.type.is_jagged else "dense"
-        if (form == "jagged") != node.type.is_jagged or dtype != node.type.dtype:
+        if form == "nullable" and not node.type.is_jagged and not node.type.is_nullable:
+            problems.append(f"{node.name} has missing values; say dense({node.name!r}, ..., is_nullable=True)")
+        elif (form == "jagged") != node.type.is_jagged or dtype != node.type.dtype:
             problems.append(f"{node.name} is {form} {dtype}, and {wanted} {node.type.dtype} in the graph")
         elif width != node.type.width and not node.type.is_jagged:
             problems.append(f"{node.name} has {width} values in a row, and {node.type.width} in the graph")

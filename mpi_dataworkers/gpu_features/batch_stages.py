@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -70,3 +72,14 @@ class PackedByDataWorkers:
 
     def __call__(self, batch: Mapping[str, Any]) -> Packed:
         return self._pack(*self._read(batch))
+
+
+def check_raw(loader: Iterable[Any], graph: FeatureGraph) -> None:
+    """Raise FeatureError where a loader's batches have the graph's outputs already: it would be computed of those."""
+    stage = getattr(loader, "batch_stage", None)
+    whole = stage.cut.graph if isinstance(stage, DataWorkersPart) else getattr(stage, "graph", None)
+    if isinstance(stage, DataWorkersPart | FeatureTransform) and whole.digest == graph.digest:
+        raise FeatureError(
+            "the loader's batches have this graph's outputs already, and CoRun needs raw columns: leave out the "
+            "loader's features= or batch_stage="
+        )

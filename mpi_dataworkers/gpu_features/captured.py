@@ -100,11 +100,13 @@ class CapturedCoRun:
         self._refusal, self._has_said_so = "", False
 
     def __call__(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Train on all batches of an iteration; what the step gives for each."""
+        """Train on all batches of an iteration; what the step gives for each.
+
+        After an exception it goes on with the next batch.
+        """
         for slot in self._slots:
             slot.number = -1
-        for number, features in enumerate(self.corun(loader)):
-            yield self._train(number, features)
+        return map(self._train, self.corun(loader))
 
     def close(self) -> None:
         """Free graphs and slots, and take the hooks off the model; safe to call twice."""
@@ -119,10 +121,19 @@ class CapturedCoRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _train(self, number: int, features: dict[str, Any]) -> Any:
+    def _train(self, features: dict[str, Any]) -> Any:
         """Train on a batch, by the graph of its slot if it found room there."""
-        if not self._is_in_slot(number):
-            return self._step(features)
+        number = self.corun.number
+        try:
+            return self._train_in_slot(number, features) if self._is_in_slot(number) else self._step(features)
+        except StopIteration as error:
+            raise FeatureError("step raised StopIteration, which would look like the end of the data") from error
+        finally:
+            # A graph reads the next slot, too, whatever is there.
+            for at in (number, number + 1) if self._slots else ():
+                self._slots[at % _SLOTS].read = self.corun.streams.record(Stream.TRAINING)
+
+    def _train_in_slot(self, number: int, features: dict[str, Any]) -> Any:
         form, sizes = self._form_of(features)
         num_seen, has_next = self._seen.get(sizes, 0), self._is_in_slot(number + 1)
         decided = decide_step(
@@ -143,15 +154,10 @@ class CapturedCoRun:
             self._has_said_so = True
         captured = self._graphs.get(form)
         if captured is None:
-            result = self._step(features)
-        else:
-            self.corun.replay(captured, has_next=has_next)
-            self.num_replays += 1
-            result = captured.result
-        # A graph reads the next slot, too, whatever is there.
-        for at in (number, number + 1):
-            self._slots[at % _SLOTS].read = self.corun.streams.record(Stream.TRAINING)
-        return result
+            return self._step(features)
+        self.corun.replay(captured, has_next=has_next)
+        self.num_replays += 1
+        return captured.result
 
     def _capture(self, form: Form, sizes: object, features: dict[str, Any]) -> None:
         try:

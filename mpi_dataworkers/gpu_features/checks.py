@@ -11,6 +11,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 
 _LONGEST_VALUE = 200
 _LARGEST_TILE = 512
+_LARGEST_GRID = 2**31 - 1  # programs that CUDA launches at once
 
 
 def check_number(
@@ -74,6 +75,11 @@ def check_graph(who: str, graph: object) -> None:
     """Raise FeatureError where this is no feature graph."""
     if not isinstance(graph, FeatureGraph):
         raise FeatureError(f"{who}: graph is a {type(graph).__name__}; give a FeatureGraph")
+
+
+def check_programs(name: str, value: object) -> None:
+    """Raise FeatureError where so many programs cannot be launched."""
+    check_whole(name, value, 1, _LARGEST_GRID)
 
 
 def check_tile(tile: int) -> None:

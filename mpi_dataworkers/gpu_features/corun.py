@@ -27,16 +27,10 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
-from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed
+from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed, check_raw
 from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_tile
 from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
-from hetstream.mpi_dataworkers.gpu_features.fused import (
-    Launch,
-    memory_bytes,
-    moved,
-    triton_launch,
-    try_launch,
-)
+from hetstream.mpi_dataworkers.gpu_features.fused import Launch, memory_bytes, moved, triton_launch, try_launch
 from hetstream.mpi_dataworkers.gpu_features.interleaving import (
     HandOver,
     Interleaving,
@@ -205,6 +199,8 @@ class CoRun:
             FeatureError: this cannot be iterated.
         """
         check_is("loader", loader, Iterable, "a loader of raw columns")
+        if self._cut is None:
+            check_raw(loader, self._whole)
         self.fallback.begin(loader)
         self._loader_state = _state_of(loader)
         iteration = _Iteration(self, loader)
@@ -214,6 +210,7 @@ class CoRun:
     def _begin(self, iteration: _Iteration | None = None) -> None:
         self._state: Interleaving = Interleaving()
         self._batches: dict[int, _Batch] = {}
+        self._handed: _Batch | None = None  # to the loop, which does not have it yet
         self._iteration = iteration
 
     def next_of(self, iteration: _Iteration) -> dict[str, Any]:
@@ -229,7 +226,8 @@ class CoRun:
             raise FeatureError("another iteration over this CoRun has begun: a CoRun has one at a time")
         if not self.fallback.missing:
             self.streams.follow()
-        self._state = batch_wanted(self._state)
+        if self._handed is None:  # else the program was interrupted (Ctrl-C), and goes on
+            self._state = batch_wanted(self._state)
         return self._carry_out(iteration)
 
     def layer_begins(self, name: str) -> None:
@@ -276,6 +274,11 @@ class CoRun:
             if batch is not None:
                 batch.done = done
 
+    @property
+    def number(self) -> int:
+        """Of the batch that the loop has, from 0 in each iteration; -1 before the first."""
+        return self._state.trained
+
     def state_dict(self) -> Any:
         """The loader's state behind the batch that the loop has; None of a loader that has none."""
         return self._loader_state
@@ -298,7 +301,6 @@ class CoRun:
 
     def _carry_out(self, iteration: _Iteration) -> dict[str, Any]:
         """What is to be done until the loop has its batch, and behind that."""
-        handed: _Batch | None = None
         while (action := next_action(self.plan, self._state)) is not None:
             there_was_one = True
             if isinstance(action, Prepare):
@@ -307,21 +309,23 @@ class CoRun:
                 self._run_next()
                 continue
             elif isinstance(action, HandOver):
-                handed = self._batches.pop(action.batch)
+                self._handed = self._batches.pop(action.batch)
             self._state = after(self._state, action, there_was_one)
             if isinstance(action, Stop):
                 raise StopIteration
             if isinstance(action, HandOver):
                 self.fallback.look(iteration.loader, self._has_room)
+        handed, self._handed = self._handed, None
         assert handed is not None
         self._loader_state = handed.state
         return self._handed_over(handed)
 
     def _prepare(self, action: Prepare, iteration: _Iteration) -> bool:
         """Take a batch and begin to copy it; whether there was one."""
-        batch = self._batches[action.batch] = _Batch()
+        # One that is there was taken before the program was interrupted.
+        batch = self._batches.setdefault(action.batch, _Batch())
         try:
-            batch.raw = next(iteration.batches, _END)
+            batch.raw = next(iteration.batches, _END) if batch.raw is None else batch.raw
             if batch.raw is _END:
                 del self._batches[action.batch]
                 return False

@@ -17,7 +17,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, unpack
-from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_number, check_tile
+from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_number, check_programs, check_tile
 from hetstream.mpi_dataworkers.gpu_features.opcodes import LAUNCHES_AT, program_of
 from hetstream.mpi_dataworkers.gpu_features.streams import device_of
 
@@ -51,8 +51,8 @@ class FusedTransform:
             0 where they are not known; default: log it once.
 
     Raises:
-        FeatureError: when it is made: there is no GPU or no Triton, the kernel does not run, num_programs is below 1,
-            or arena_bytes or tile cannot be; when it is called: the batch does not fit the graph, and the message names
+        FeatureError: when it is made: there is no GPU or no Triton, the kernel does not run, or num_programs,
+            arena_bytes or tile cannot be; when it is called: the batch does not fit the graph, and the message names
             each feature.
     """
 
@@ -71,8 +71,8 @@ class FusedTransform:
             raise FeatureError(
                 f"graph is a {type(graph).__name__}; give a FeatureGraph, such as the `trainer` of a CutGraph"
             )
-        if num_programs is not None and not (isinstance(num_programs, int) and num_programs >= 1):
-            raise FeatureError(f"num_programs={num_programs!r}: a whole number, at least 1")
+        if num_programs is not None:
+            check_programs("num_programs", num_programs)
         if arena_bytes is not None:
             check_number("arena_bytes", arena_bytes, may_be_infinite=True)
         check_tile(tile)

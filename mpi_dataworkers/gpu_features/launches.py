@@ -19,7 +19,13 @@ import numpy as np
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_graph, check_is, check_number, check_whole
+from hetstream.mpi_dataworkers.gpu_features.checks import (
+    check_each,
+    check_graph,
+    check_is,
+    check_number,
+    check_programs,
+)
 from hetstream.mpi_dataworkers.gpu_features.opcodes import Chain, program_of
 from hetstream.mpi_dataworkers.gpu_features.operations import INSTRUCTIONS, Batches, Device, length_after
 from hetstream.mpi_dataworkers.gpu_features.schedule import Layer, Operation, Problem
@@ -27,7 +33,6 @@ from hetstream.mpi_dataworkers.gpu_features.search import search
 
 KIND = "features"
 _WORD_BYTES = 8
-_LARGEST_GRID = 2**31 - 1  # programs that CUDA launches at once
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def all_at_once(graph: FeatureGraph, layer: str, num_programs: int) -> LaunchPla
     """
     check_graph("all_at_once", graph)
     check_is("layer", layer, str, "a layer's name, such as 'mlp.forward'")
-    check_whole("num_programs", num_programs, 1, _LARGEST_GRID)
+    check_programs("num_programs", num_programs)
     chains = tuple(range(len(program_of(graph).chains)))
     return LaunchPlan((Launch(layer, chains, num_programs),), 0.0, "all features at once")
 
@@ -104,7 +109,7 @@ def plan_launches(
     check_graph("plan_launches", graph)
     check_is("batches", batches, Batches, "Batches(rows=...)")
     check_number("factor", factor, is_above=True)
-    check_whole("num_multiprocessors", num_multiprocessors, 1, _LARGEST_GRID)
+    check_programs("num_multiprocessors", num_multiprocessors)
     check_is("device", device, Device, "a Device, such as operations.H200")
     check_each("layers", layers, Layer)
     problem = Problem(operations_of_features(graph, batches, device, factor), tuple(layers), device.launch_s)
@@ -187,7 +192,7 @@ def check_plan(plan: LaunchPlan, count: int) -> None:
     for launch in plan.launches:
         check_is(f"{launch}: layer", launch.layer, str, "a layer's name, such as 'mlp.forward'")
         check_each(f"{launch}: chains", launch.chains, int)
-        check_whole(f"{launch}: num_programs", launch.num_programs, 1, _LARGEST_GRID)
+        check_programs(f"{launch}: num_programs", launch.num_programs)
     chains = sorted(chain for launch in plan.launches for chain in launch.chains)
     if chains != list(range(count)):
         raise FeatureError(f"the plan has the features {chains}, and the graph 0 to {count - 1}: it is another graph's")

@@ -338,6 +338,8 @@ def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
         ({"b": Nullable(torch.zeros(3), torch.ones(3, dtype=torch.bool))}, "b has missing values"),
         ({"b": torch.zeros(4)}, "one number of rows, 3 here: b has 4"),
         ({"b": [1.0, 2.0, 3.0]}, "b is a list; it must be a tensor"),
+        ({"b": np.zeros(3, np.longdouble)}, "b is a ndarray of .*; it must be a tensor"),
+        ({"b": np.ma.masked_array(np.zeros(3, np.float32), [0, 1, 0])}, r"b is a masked array; give Nullable\("),
     ):
         with pytest.raises(FeatureError, match=words):
             transform({**whole, **change})

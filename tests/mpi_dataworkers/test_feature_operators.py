@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_a_value_at_a_border_is_below_it_and_between_two_that_are_equal() -> Non
     crowded = ops.Bucketize([0.0, *(1e30 + at * 1e24 for at in range(20)), 2e38])
     assert of_values(crowded, [-1.0, 0.5, 1e30 + 1.5e24, 3e38], "float64") == [0, 1, 3, 22]
     assert of_values(ops.Bucketize((-0.0, 0.0)), [-0.0, 0.0, -1e-45, 1e-45], "float32") == [1, 1, 0, 2]
+
+
+def test_a_zero_has_one_sign_in_a_graph_as_it_has_one_digest() -> None:
+    """Equal operators are computed once, and torch's own clamp takes either bound: so -0.0 would come out as 0.0."""
+    assert math.copysign(1, ops.FillNull(-0.0).value) == math.copysign(1, ops.Clamp(np.float32(-0.0)).lower or 0) == 1
+    values = np.array([-3.0, -0.0, 0.0, 3.0], dtype=np.float32)
+    graph = FeatureGraph.of({"a": dense("x") >> ops.Clamp(-0.0, 2.0), "b": dense("x") >> ops.Clamp(0.0, 2.0)})
+    for transform in transforms(graph):
+        for found in transform({"x": values}).values():
+            assert np.signbit(found.numpy()).tolist() == [False, True, False, False], transform
 
 
 def test_what_is_outside_the_classes_has_class_0() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_features import as_bytes
@@ -18,7 +19,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.features import native, native_choice
 from hetstream.mpi_dataworkers.features import operators as ops
-from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
@@ -424,6 +425,21 @@ def test_columns_are_those_of_the_last_batch_also_where_their_names_stay(loaders
     next(passed)
     loader.set_features(wide)
     assert next(passed)["price"].dtype == torch.float64
+
+
+def with_gaps(rows: list[int]) -> dict[str, Any]:
+    valid = torch.tensor([row % 2 == 0 for row in rows])
+    return collate(rows) | {"age": Nullable(torch.ones(len(rows)), valid), "tax": np.ones(len(rows), dtype=">f4")}
+
+
+def test_columns_with_gaps_and_of_another_byte_order_are_what_their_step_says(loaders: Any) -> None:
+    loader = loader_of(loaders, features=CUT, collate_fn=with_gaps)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(FeatureError, match=r"age has missing values; say dense\('age', ..., is_nullable=True\)"):
+        loader.set_features(FeatureGraph.of({"y": dense("age") >> ops.Clamp(0.0, 5.0)}))
+    loader.set_features(FeatureGraph.of({"y": dense("tax") >> ops.Clamp(0.0, 5.0)}))
+    assert next(batches)["y"].tolist() == [1.0] * 4
 
 
 def with_wide_prices(rows: list[int]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from interpreted import interpreted_launch, same
 
 from benchmarks.rap_cases import batch_of
+from hetstream import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import PackedByDataWorkers
@@ -125,6 +126,36 @@ def test_without_room_for_slots_or_batches_no_batch_is_lost(full_at: tuple[int, 
     batches = of_one_size(12)
     found, _ = run(batches, FakeStreams(full_at))
     check(found, batches)
+
+
+def test_behind_an_error_training_goes_on_with_the_next_batch_in_its_slot() -> None:
+    batches, training = of_one_size(16), Training()
+    batches[12] = batches[12] | {"dense0": torch.zeros(6, dtype=torch.float64)}
+
+    def step(features: dict[str, Any]) -> Any:
+        loss = training.step(features)
+        return next(iter(())) if len(training.seen) == 3 else loss
+
+    captured = CapturedCoRun(GRAPH, PLAN, training.model, step, streams=FakeStreams(), kernel=(16, interpreted_launch))
+    found: list[Any] = []
+    with captured:
+        steps = captured(batches)
+        for _ in range(2):
+            next(steps)
+        with pytest.raises(FeatureError, match="step raised StopIteration"):
+            next(steps)
+        for number in range(3, 16):
+            if number == 12:
+                with pytest.raises(FeatureError, match="dense0 is float64"):
+                    next(steps)
+                continue
+            next(steps)
+            found.append(training.seen[-1])
+        assert next(steps, None) is None
+    assert captured.num_replays > 0
+    for features, raw in zip(found, [*batches[3:12], *batches[13:]], strict=True):
+        for name, value in FeatureTransform(GRAPH)(raw).items():
+            same(features[name], value)
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import random
@@ -377,6 +378,44 @@ def test_what_an_iteration_has_taken_ahead_is_never_left_out_in_silence() -> Non
         check(next(second), BATCHES[0])
     with pytest.raises(FeatureError, match="this CoRun was closed"):
         next(second)
+
+
+def test_a_loader_whose_batches_have_the_outputs_already_is_refused() -> None:
+    """Else a graph whose outputs have the names of its inputs would be computed twice."""
+    graph = FeatureGraph.of({"dense0": dense("dense0", is_nullable=True) >> ops.FillNull(2.0) >> ops.Logit(1e-3)})
+    other = FeatureGraph.of({"dense0": dense("dense0", is_nullable=True) >> ops.FillNull(7.0)})
+    plan, model = all_at_once(graph, "dense.forward", 1), Model()
+    beside = CoRun(graph, plan, model, streams=FakeStreams(), kernel=(16, interpreted_launch))
+    for options in ({"features": graph}, {"features": CutGraph(graph)}, {"batch_stage": FeatureTransform(graph)}):
+        with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, **options) as loader:
+            with pytest.raises(FeatureError, match="have this graph's outputs already, and CoRun needs raw columns"):
+                beside(loader)
+            with pytest.raises(FeatureError, match="leave out the loader's features= or batch_stage="):
+                CoRun(graph, plan, model)(loader)
+    with beside, DataLoader(BATCHES, batch_size=1, collate_fn=_raw, features=other) as loader:
+        found = next(beside(loader))
+        same(found["dense0"], FeatureTransform(graph)(FeatureTransform(other)(BATCHES[0]))["dense0"])
+
+
+def test_an_interrupted_program_that_goes_on_misses_no_batch() -> None:
+    class Interrupted(FakeStreams):
+        num_copies = 0
+
+        def copy(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+            self.num_copies += 1
+            if self.num_copies in (1, 4):
+                raise KeyboardInterrupt
+            return super().copy(source, into)
+
+    found = []
+    with corun(Model(), Interrupted()) as beside:
+        iteration = iter(beside(BATCHES))
+        while len(found) < len(BATCHES):
+            with contextlib.suppress(KeyboardInterrupt):
+                found.append(next(iteration))
+        assert next(iteration, None) is None
+    for features, raw in zip(found, BATCHES, strict=True):
+        check(features, raw)
 
 
 def test_empty_batches_and_no_batch() -> None:

@@ -164,6 +164,7 @@ def test_a_batch_that_does_not_fit_is_refused_feature_by_feature() -> None:
             FusedTransform(make_plan(PLANS[0]))
     for options, message in (
         ({"num_programs": 0}, "num_programs=0"),
+        ({"num_programs": 2**31}, "num_programs=2147483648: give a whole number, 1 to 2147483647"),
         ({"tile": 48}, "tile=48: a power of two, at most 512"),
         ({"device": "foo"}, "device='foo': a device of torch, such as 'cuda' or 'cuda:1': Expected one of"),
         ({"device": None}, "device=None: a device of torch"),

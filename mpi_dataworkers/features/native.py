@@ -50,20 +50,32 @@ def library() -> Any | None:
     if path is None:
         _log.warning("features: no C++ compiler (g++, clang++) on this host: the graph runs with torch")
         return None
+    try:
+        # Of a file that is mapped NFS keeps another name until the process ends.
+        with tempfile.TemporaryDirectory(prefix="hetstream-features-", ignore_cleanup_errors=True) as folder:
+            return _compiled(path, Path(folder) / "features.so")
+    except OSError as error:
+        _log.warning("features: %s cannot compile %s; the graph runs with torch: %s", path, _SOURCE, error)
+        return None
+
+
+def _compiled(path: str, made: Path) -> Any:
+    """The functions of native.cpp.
+
+    Raises:
+        OSError: they cannot be compiled or loaded; with what the compiler said last.
+    """
     said = ""
-    with tempfile.TemporaryDirectory(prefix="hetstream-features-") as folder:
-        made = Path(folder) / "features.so"
-        for flags in ((*_FAST, *_WIDE), _FAST, ("-O3",)):  # from what is known of most compilers to what all know
-            command = [path, *flags, *_EXACT, "-std=c++11", "-shared", "-fPIC", "-o", str(made), str(_SOURCE)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILER_S)
-                if done.returncode == 0:
-                    return _loaded(made)
-                said = done.stderr.strip()[-1000:]
-            except (OSError, subprocess.TimeoutExpired) as error:
-                said = str(error)
-    _log.warning("features: %s cannot compile %s; the graph runs with torch: %s", path, _SOURCE, said)
-    return None
+    for flags in ((*_FAST, *_WIDE), _FAST, ("-O3",)):  # from what is known of most compilers to what all know
+        command = [path, *flags, *_EXACT, "-std=c++11", "-shared", "-fPIC", "-o", str(made), str(_SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILER_S)
+            if done.returncode == 0:
+                return _loaded(made)
+            said = done.stderr.strip()[-1000:]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+    raise OSError(said)
 
 
 def _loaded(path: Path) -> Any:

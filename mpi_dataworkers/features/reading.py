@@ -225,9 +225,8 @@ def _tensor(name: str, found: Any) -> torch.Tensor:
         found = np.require(found, found.dtype.newbyteorder("="), ["C", "W"])
         return torch.from_numpy(found.copy() if any(stride < 0 for stride in found.strides) else found)
     if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _is_strided(found):
-        raise FeatureError(
-            f"{name} is {_described(found)}; it must be a tensor in host memory, or a NumPy array of numbers"
-        )
+        wanted = "a tensor in host memory, or a NumPy array of numbers of 8 bytes at most"
+        raise FeatureError(f"{name} is {_described(found)}; it must be {wanted}")
     return found
 
 

@@ -92,17 +92,20 @@ class OnDevice(Iterator[Any]):
         return len(self._batches)
 
     def __next__(self) -> Any:
-        batch, copied, position = self._prefetched or self._fetch()
-        self._prefetched = None
-        self._position.taken = position
+        if self._prefetched is None:
+            self._prefetched = self._fetch()
+        batch, copied, position = self._prefetched
         if isinstance(batch, _Raised):
+            self._prefetched = None
+            self._position.taken = position
             raise batch.error
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
             # Its memory belongs to the side stream's pool: not to be used again before the loop's work is done.
             move(batch, lambda item: _record(item, current))
-        self._prefetched = self._fetch()
+        self._prefetched = self._fetch()  # if the program is interrupted meanwhile, the batch is given next time
+        self._position.taken = position
         return batch
 
     def _fetch(self) -> tuple[Any, Any, Position]:

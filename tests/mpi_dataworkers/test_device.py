@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, namedtuple
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_the_host_is_the_default_and_nothing_is_copied() -> None:
         ids.tolist() for _, ids in DataLoader(DATA, 4)
     ]
     assert not isinstance(iter(DataLoader(DATA, 4, device="cpu")), OnDevice)
+
+
+def test_an_interrupted_program_that_goes_on_gets_the_batch_that_it_did_not_get() -> None:
+    """Ctrl-C comes while the next batch is waited for, and that is when a loop has not got the one before."""
+
+    class Waited(Iterator[int]):
+        taken = -1
+        was_interrupted = False
+
+        def __next__(self) -> int:
+            if self.taken == 1 and not self.was_interrupted:
+                self.was_interrupted = True
+                raise KeyboardInterrupt
+            self.taken += 1
+            return self.taken
+
+    position: Any = SimpleNamespace(taken=-1)
+    batches: Any = OnDevice(Waited(), torch.device("meta"), position)  # type: ignore[arg-type]
+    assert next(batches) == position.taken == 0
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert position.taken == 0
+    assert [next(batches), next(batches), position.taken] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": range(23, -1, -1)}, {"repeat": 2}], ids=str)

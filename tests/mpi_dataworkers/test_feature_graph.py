@@ -292,6 +292,11 @@ def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
     for array, words in (
         (np.array([None, 1.0]), "x is a ndarray of object"),
         (np.array(["a"]), "x is a ndarray of <U1"),
+        (
+            np.zeros(3, dtype=np.longdouble),
+            "x is a ndarray of float.*it must be .* a NumPy array of numbers of 8 bytes",
+        ),
+        (np.ma.masked_array(read_only, [0, 1, 0, 0]), r"x is a masked array; give Nullable\(x.data, ~np.ma.getmask"),
         (torch.eye(3)[0].to_sparse(), "x is sparse_coo"),
         (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "x is nested"),
     ):
@@ -338,8 +343,6 @@ def test_batches_that_do_not_fit_are_told_feature_by_feature() -> None:
         ({"b": Nullable(torch.zeros(3), torch.ones(3, dtype=torch.bool))}, "b has missing values"),
         ({"b": torch.zeros(4)}, "one number of rows, 3 here: b has 4"),
         ({"b": [1.0, 2.0, 3.0]}, "b is a list; it must be a tensor"),
-        ({"b": np.zeros(3, np.longdouble)}, "b is a ndarray of .*; it must be a tensor"),
-        ({"b": np.ma.masked_array(np.zeros(3, np.float32), [0, 1, 0])}, r"b is a masked array; give Nullable\("),
     ):
         with pytest.raises(FeatureError, match=words):
             transform({**whole, **change})

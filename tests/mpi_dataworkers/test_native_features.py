@@ -210,11 +210,22 @@ def test_lists_that_do_not_fit_are_refused_in_the_same_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "words"), [(None, "no C++ compiler"), ("#!/bin/sh\necho too old >&2\nexit 1\n", "too old")]
+    ("compiler", "folder", "words"),
+    [
+        (None, ".", "no C++ compiler"),
+        ("#!/bin/sh\necho too old >&2\nexit 1\n", ".", "too old"),
+        ("#!/bin/sh\nexit 0\n", "no such folder", "No such file"),
+    ],
 )
 def test_where_it_cannot_be_made_torch_does_the_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str | None, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    compiler: str | None,
+    folder: str,
+    words: str,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
     if compiler:
         (tmp_path / "g++").write_text(compiler)
         (tmp_path / "g++").chmod(0o755)

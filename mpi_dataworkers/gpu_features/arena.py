@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Nullable
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Input, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES
@@ -85,6 +86,17 @@ def fingerprint_of(graph: FeatureGraph, launches: Sequence[Sequence[int]], tile:
     """What two packers share if a batch of one is a batch of the other."""
     text = f"{graph.digest} {[list(chains) for chains in launches]} {tile}{' padded' * is_padded}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check_packed(packed: Packed, fingerprint: str) -> None:
+    """Raise FeatureError where a batch was packed by another packer, or is not in host memory any more."""
+    if packed.fingerprint != fingerprint:
+        raise FeatureError("this batch was packed for another graph, plan or tile: PackedByDataWorkers needs CoRun's")
+    if packed.words.device.type != "cpu":
+        raise FeatureError(
+            f"this batch is on {packed.words.device}, and CoRun copies it from host memory: leave out the loader's "
+            "device="
+        )
 
 
 class Packer:

@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.features.cut_transform import HandedOver
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
-from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, fingerprint_of, raw_of, unpack
+from hetstream.mpi_dataworkers.gpu_features.arena import Packed, Packer, check_packed, fingerprint_of, raw_of, unpack
 from hetstream.mpi_dataworkers.gpu_features.batch_stages import Computed, check_raw
 from hetstream.mpi_dataworkers.gpu_features.checks import check_callable, check_is, check_tile
 from hetstream.mpi_dataworkers.gpu_features.fallback import Fallback
@@ -350,7 +350,7 @@ class CoRun:
         else:
             columns = self._columns(batch.raw)
             packed = columns if isinstance(columns, Packed) else self._pack(*self._read(columns))
-            self._check(packed)
+            check_packed(packed, self._fingerprint)
             batch.needed_bytes = packed.num_bytes
             batch.arena, batch.made = self.take_memory(self.streams, number, packed)
             self._pad(batch.made, packed)
@@ -457,15 +457,9 @@ class CoRun:
         """The outputs of a batch, in host memory."""
         columns = self._columns(raw)
         if isinstance(columns, Packed):
-            self._check(columns)
+            check_packed(columns, self._fingerprint)
             columns = raw_of(self.graph, self._program, columns)
         return self._outputs(raw, self._in_host_memory(columns))
-
-    def _check(self, packed: Packed) -> None:
-        if packed.fingerprint != self._fingerprint:
-            raise FeatureError(
-                "this batch was packed for another graph, plan or tile: PackedByDataWorkers needs CoRun's"
-            )
 
 
 class _Iteration(Iterator[dict[str, Any]]):

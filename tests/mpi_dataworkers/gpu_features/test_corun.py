@@ -263,9 +263,12 @@ def test_data_workers_pack_for_the_trainer(full_at: tuple[int, ...]) -> None:
     other = PackedByDataWorkers(GRAPH, all_at_once(GRAPH, "dense.forward", 1), tile=16)
     with corun(model) as beside, pytest.raises(FeatureError, match="packed for another graph, plan or tile"):
         next(iter(beside([other(BATCHES[0])])))
-    with DataLoader(BATCHES, batch_size=1, collate_fn=_raw, batch_stage=stage, device="meta") as loader:
-        with corun(model) as beside, pytest.raises(FeatureError, match="is on meta, .* leave out the loader's device="):
-            next(iter(beside(loader)))
+    with (
+        DataLoader(BATCHES, batch_size=1, collate_fn=_raw, batch_stage=stage, device="meta") as moved,
+        corun(model) as beside,
+        pytest.raises(FeatureError, match=r"is on meta, .* leave out the loader's device="),
+    ):
+        next(iter(beside(moved)))
 
 
 @pytest.mark.parametrize("full_at", [(), (2,), tuple(range(20))])

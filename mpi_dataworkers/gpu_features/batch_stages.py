@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.cut_graph import CutGraph
 from hetstream.mpi_dataworkers.features.cut_transform import DataWorkersPart
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
@@ -77,8 +78,8 @@ class PackedByDataWorkers:
 def check_raw(loader: Iterable[Any], graph: FeatureGraph) -> None:
     """Raise FeatureError where a loader's batches have the graph's outputs already: it would be computed of those."""
     stage = getattr(loader, "batch_stage", None)
-    whole = stage.cut.graph if isinstance(stage, DataWorkersPart) else getattr(stage, "graph", None)
-    if isinstance(stage, DataWorkersPart | FeatureTransform) and whole.digest == graph.digest:
+    stage = stage.cut if isinstance(stage, DataWorkersPart) else stage
+    if isinstance(stage, CutGraph | FeatureTransform) and stage.graph.digest == graph.digest:
         raise FeatureError(
             "the loader's batches have this graph's outputs already, and CoRun needs raw columns: leave out the "
             "loader's features= or batch_stage="

@@ -15,7 +15,7 @@ from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.types import FeatureType
-from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_whole
+from hetstream.mpi_dataworkers.gpu_features.checks import check_each, check_is, check_whole
 
 # Distinct ids of the 26 sparse columns of the two public Criteo datasets; their sums are the paper's 33.7 and 177.9
 # million (Table 2).
@@ -100,10 +100,11 @@ def make_plan(size: PlanSize, seed: int = 0) -> FeatureGraph:
         seed: The same size and seed make the same graph everywhere.
 
     Raises:
-        FeatureError: this is no `PlanSize`.
+        FeatureError: this is no `PlanSize`, or seed no whole number: 1.0 would make another graph than 1.
     """
     if not isinstance(size, PlanSize):
         raise FeatureError(f"make_plan({size!r}): give a PlanSize, such as PLANS[2]")
+    check_is("seed", seed, int, "a whole number")
     draw = random.Random(f"{size.name} {seed}")
     counts = _operators_of_each(size, draw) if size.is_random else []
     dense_features, sparse_features = [], []

@@ -118,6 +118,9 @@ def test_sizes_and_devices_that_cannot_be_are_refused() -> None:
     for launch_s, rate in ((math.nan, 1.0), (-1.0, 1.0), (0.0, 0.0), (0.0, math.inf)):
         with pytest.raises(FeatureError, match=r"Device new: .*: give a finite number"):
             Device("new", launch_s, rate, 1.0)
+    for seed in (1.0, "1", None):
+        with pytest.raises(FeatureError, match=r"seed=.*: give a whole number"):
+            make_plan(PLANS[2], seed)  # type: ignore[arg-type]
     graph = make_plan(PLANS[0])
     for given, words in (
         ((3, 1, 1.0, A100), "graph is a int; give a FeatureGraph"),

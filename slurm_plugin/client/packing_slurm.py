@@ -20,6 +20,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import text_or_empty
 
 _NODE_GRES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)")
+_ENDED = ("FAILED", "COMPLETED")
 _FIELDS = ("JobID", "State", "admin_comment", "requeue")
 # Neither slurmctld nor a command may hold up the others for longer.
 _COMMAND_S = 30.0
@@ -33,13 +34,13 @@ class JobNotes:
         admin_comment: which administrators alone can change.
         can_be_requeued: `--requeue`, or the site's JobRequeue.
         excluded_nodes: `--exclude`.
-        has_failed: it has ended, as FAILED.
+        has_ended: by itself, as far as Slurm knows: as FAILED or COMPLETED.
     """
 
     admin_comment: str
     can_be_requeued: bool
     excluded_nodes: tuple[str, ...] = ()
-    has_failed: bool = False
+    has_ended: bool = False
 
 
 class PackingSlurm(CommandSlurm):
@@ -56,7 +57,7 @@ class PackingSlurm(CommandSlurm):
                 text_or_empty(row["admin_comment"]),
                 row["requeue"].strip() in ("1", "yes"),
                 excluded.get(int(row["JobID"]), ()),
-                row["State"].strip() == "FAILED",
+                row["State"].strip() in _ENDED,
             )
             for row in parse_text.parse_rows(said, _FIELDS, *ends)
         }

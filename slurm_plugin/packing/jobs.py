@@ -176,9 +176,14 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
 
 
 def _let_go(job: OpportunisticJob) -> Settlement | None:
-    """A job that was released without a place; None if it was not. Who gave it a GPU by hand knows what it does."""
+    """A job that was released without a place; None if it was not.
+
+    Who gave it a GPU by hand knows what it does, and so does who released what the packer never places.
+    """
     is_there = job.job.is_pending or (job.job.is_running and job.job.state != "COMPLETING")
     if not is_there or job.is_held or not is_guarded(job.notes.admin_comment) or names_gpus(job.job.comment):
+        return None
+    if job.job.het or job.wish.problem or not job.notes.can_be_requeued:
         return None
     reason = "it was released without a place: by hand, or slurmctld was killed before it had written the place down"
     return Settlement(job, replace(job.record, taking=False), reason)

@@ -23,7 +23,7 @@ class PackingView:
         jobs: all that are served, by name.
         settlements: what is amiss.
         running: jobs to be compared with what Slurm gave them.
-        lost: numbers of jobs that were to be requeued, and have ended.
+        lost: names of jobs that were to be requeued, and have ended.
         quota: who has quota, and who waits for it.
         snapshot, readings: what all this was made of.
     """

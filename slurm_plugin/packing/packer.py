@@ -154,12 +154,12 @@ class Packer:
         now_s = self._clock()
         notes = self._slurm.notes(self._partitions)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
-        failed = {number for number, of_job in notes.items() if of_job.has_failed}
+        ended = {number for number, of_job in notes.items() if of_job.has_ended}
         there = {job.job.job_id for job in jobs if job.job.is_running or job.record.placed}
         self._taken = {
             number: (name, at_s)
             for number, (name, at_s) in self._taken.items()
-            if number in failed or (number in there and now_s - at_s < _ENDS_S)
+            if number in ended or (number in there and now_s - at_s < _ENDS_S)
         }
         switches = self._slurm.switches()
         tenants = Tenants(self._quotas(snapshot), os.geteuid())
@@ -168,7 +168,7 @@ class Packer:
             replace(job, closed=self._refused[job.job][1]) if self._rests(job.job) else job
             for job in seen.state.waiting
         )
-        lost = tuple(name for number, (name, _) in self._taken.items() if number in failed)
+        lost = tuple(name for number, (name, _) in self._taken.items() if number in ended)
         return replace(seen, state=replace(seen.state, waiting=waiting), lost=lost)
 
     def step(self) -> tuple[PackingView, PackingPlan]:
@@ -213,10 +213,12 @@ class Packer:
         for name in seen.lost:
             with self._alone(name):
                 self._slurm.requeue_held(name)
-                self._say(PackingEvent("taken back", name, "it has FAILED: slurmctld forgot that it was to requeue it"))
+                self._say(PackingEvent("taken back", name, "it has ended: slurmctld forgot that it was to requeue it"))
+        leaving = {eviction.job for eviction in plan.evictions}
         for job in seen.running:
             with self._alone(job.name):
-                self._verify(job)
+                is_taken = job.name in leaving or job.job.job_id in self._taken
+                self._verify(self._kept(job) if job.record.taking and not is_taken else job)
         self._right &= {(job.job.job_id, job.job.num_restarts) for job in seen.running}
         for eviction in plan.evictions:
             job = seen.jobs[eviction.job]
@@ -309,6 +311,12 @@ class Packer:
         record = replace(job.record, taking=True)
         self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
         reach("packer.announced")
+
+    def _kept(self, job: OpportunisticJob) -> OpportunisticJob:
+        """A job that runs on although it was to be taken away: whoever holds it from now on is not the packer."""
+        record = replace(job.record, taking=False)
+        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+        return replace(job, record=record)
 
     def _place(self, job: OpportunisticJob, placement: Placement, *, forgets: bool) -> None:
         """Give a held job its place, and release it. It says that it can do with less time than it will have: backfill

@@ -28,7 +28,14 @@ def write_down(site: Site) -> None:
     """Wait until slurmctld has written down what it knows: it forgets what came in the seconds before it was killed."""
     state, word = Path(site.record.state_dir) / "state" / "job_state", f"at-{time.time_ns()}"
     site.run("scontrol", "update", f"JobId={site.guaranteed}", f"AdminComment={word}")
-    site.wait_until(lambda: state.exists() and word.encode() in state.read_bytes(), 20, "slurmctld's state")
+
+    def is_written() -> bool:
+        try:
+            return word.encode() in state.read_bytes()
+        except FileNotFoundError:  # slurmctld puts another one in its place
+            return False
+
+    site.wait_until(is_written, 20, "slurmctld's state")
 
 
 def kill_and_start(site: Site) -> None:

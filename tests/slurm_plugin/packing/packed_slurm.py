@@ -52,7 +52,7 @@ class PackedSlurm:
             hears the command when it is back.
         dies_after: the command after which it is killed, once; `lingers`: jobs that were to be ended have not yet;
             `unanswered`: it was killed before it could answer.
-        failed: numbers of jobs that have ended as FAILED.
+        ended: numbers of jobs that have ended by themselves; `ends_as`: how one does that is to be requeued.
     """
 
     num_nodes: int = 1
@@ -77,7 +77,8 @@ class PackedSlurm:
     dies_after: str = ""
     lingers: bool = False
     unanswered: bool = False
-    failed: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    ends_as: str = "FAILED"
     written: tuple[dict[int, Job], dict[int, str]] = field(default_factory=lambda: ({}, {}))
 
     def clock(self) -> float:
@@ -117,11 +118,11 @@ class PackedSlurm:
                     job, state="RUNNING", reason="None", nodes=job.required_nodes, time_limit_s=limit_s
                 )
 
-    def fail(self, number: int) -> None:
-        """A job ends, and not well."""
+    def end(self, number: int, state: str = "FAILED") -> None:
+        """A job ends."""
         self.given.pop(number, None)
-        self.jobs[number] = replace(self.jobs[number], state="FAILED", nodes=())
-        self.failed.add(number)
+        self.jobs[number] = replace(self.jobs[number], state=state, nodes=())
+        self.ended.add(number)
 
     def preempt(self, number: int) -> None:
         """Slurm requeues a job, and would start it again by itself."""
@@ -141,7 +142,7 @@ class PackedSlurm:
         )  # fmt: skip
 
     def _queue(self) -> tuple[Job, ...]:
-        return tuple(job for number, job in self.jobs.items() if number not in self.failed)
+        return tuple(job for number, job in self.jobs.items() if number not in self.ended)
 
     def _node(self, name: str) -> Node:
         used = [
@@ -163,7 +164,7 @@ class PackedSlurm:
         return {
             number: JobNotes(
                 self.admin_comments[number], number not in self.no_requeue, self.excluded.get(number, ()),
-                number in self.failed,
+                number in self.ended,
             )
             for number, job in self.jobs.items()
             if set(job.partitions) <= set(partitions)
@@ -181,7 +182,7 @@ class PackedSlurm:
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         self._called("update", job_id, *(f"{name}={value}" for name, value in fields.items()))
         number = _number(job_id)
-        if number in self.failed:
+        if number in self.ended:
             raise SlurmCommandError(["scontrol", "update", job_id], 1, "", "Job has already finished")
         job = self.jobs[number]
         if "TresPerNode" in fields:
@@ -213,7 +214,7 @@ class PackedSlurm:
     def requeue_held(self, job_id: str) -> None:
         self._called("requeuehold", job_id)
         number = _number(job_id)
-        self.failed.discard(number)
+        self.ended.discard(number)
         self.preempt(number)
         self.jobs[number] = replace(
             self.jobs[number], priority=0, reason="job requeued in held state", eligible_s=None
@@ -222,7 +223,7 @@ class PackedSlurm:
             self.dies_after = ""
             self._forget()
             if not self.lingers:
-                self.fail(number)
+                self.end(number, self.ends_as)
             if self.unanswered:
                 raise SlurmCommandError(["scontrol", *self.calls[-1]], 1, "", "Zero Bytes were transmitted or received")
 

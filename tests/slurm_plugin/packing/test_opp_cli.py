@@ -276,6 +276,21 @@ def test_a_partition_that_does_not_exist_is_told(slurm: Recorded) -> None:
         assert "nosuch. See: sinfo --all" in done.stderr
 
 
+def test_what_has_ended_by_itself_is_slurms_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = ["RUNNING", "FAILED", "COMPLETED", "CANCELLED", "TIMEOUT", "COMPLETING"]
+
+    def ask(_: PackingSlurm, *argv: str) -> str:
+        if "-O" not in argv:
+            return ""
+        asked = [field.split(":", 1) for field in argv[argv.index("-O") + 1].split(",")]
+        known = [{"JobID": f"{number}", "State": state, "requeue": "1"} for number, state in enumerate(states)]
+        return "".join("".join(job.get(name, "") + end for name, end in asked) + "\n" for job in known)
+
+    monkeypatch.setattr(PackingSlurm, "_ask", ask)
+    notes = PackingSlurm().notes(["opp"])
+    assert [states[number] for number, of_job in notes.items() if of_job.has_ended] == ["FAILED", "COMPLETED"]
+
+
 def test_what_a_job_got_is_slurms_word(slurm: Recorded) -> None:
     def got(text: str) -> object:
         slurm.tool("scontrol", f"echo '{text}'")

@@ -558,9 +558,14 @@ def test_a_job_whose_place_slurmctld_forgot_before_it_heard_the_release_is_taken
     assert "taking" not in slurm.admin_comments[7]
 
 
+@pytest.mark.parametrize("ends_as", ["FAILED", "COMPLETED"])
 @pytest.mark.parametrize(("lingers", "unanswered"), [(False, False), (True, False), (False, True)])
-def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, lingers: bool, unanswered: bool) -> None:
-    """The signal by which Slurm ended it looks like a failure then. One that fails by itself stays what it is."""
+def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(
+    site: Site, lingers: bool, unanswered: bool, ends_as: str
+) -> None:
+    """The signal by which Slurm ended it looks like a failure then, or, where the program heeds it, like its end. One
+    that fails by itself stays what it is.
+    """
     slurm = site.slurm
     slurm.submit(7, "mine")
     slurm.submit(8)
@@ -568,11 +573,11 @@ def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(site: Site, li
     slurm.start()
     site.look()
     slurm.write_down()
-    slurm.dies_after, slurm.lingers, slurm.unanswered = "requeuehold", lingers, unanswered
+    slurm.dies_after, slurm.lingers, slurm.unanswered, slurm.ends_as = "requeuehold", lingers, unanswered, ends_as
     slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
     assert site.look() == (["evicted"] if lingers else ["refused"])  # it can be noted as long as the job is there
     slurm.sharing = {}
-    slurm.fail(8)
+    slurm.end(8)
     assert "taken back" in site.look()
     assert [call[1] for call in slurm.calls if call[0] == "requeuehold"] == ["7", "7"]
     site.look()
@@ -599,6 +604,39 @@ def test_of_an_array_the_task_alone_is_requeued_again_that_slurmctld_forgot(site
     assert [call[1] for call in slurm.calls if call[0] == "requeuehold"] == ["33_5", "33_5"]
 
 
+def test_a_packer_that_dies_before_it_requeues_leaves_no_announcement(site: Site, tmp_path: Path) -> None:
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    site.look()
+    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    FAULTS.request(f"packer.announced:1:full:{tmp_path}/marker")
+    with pytest.raises(OSError, match="No space"):
+        site.look()
+    slurm.sharing = {}
+    site.restart()
+    site.look()
+    assert "taking" not in slurm.admin_comments[7]
+    slurm.requeue_held("7")
+    site.look()
+    assert slurm.jobs[7].comment == "hetstream:hold", "it was somebody else"
+
+
+@pytest.mark.parametrize("why", ["cannot be requeued", "wishes nonsense"])
+def test_what_the_packer_never_places_runs_when_somebody_releases_it(site: Site, why: str) -> None:
+    """It could not be taken back, or would never start again."""
+    slurm = site.slurm
+    slurm.submit(7, "hetstream:gpus=no" if why == "wishes nonsense" else "")
+    slurm.no_requeue = {7} if why == "cannot be requeued" else set()
+    assert site.look() == ["waits"]
+    slurm.release("7")
+    slurm.start()
+    slurm.calls = []
+    assert site.look() == []
+    assert (slurm.jobs[7].state, slurm.calls) == ("RUNNING", [])
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_job_that_was_not_requeued_after_all_may_fail(site: Site, refused: bool) -> None:
     slurm = site.slurm
@@ -614,9 +652,9 @@ def test_a_job_that_was_not_requeued_after_all_may_fail(site: Site, refused: boo
         slurm.dies_after, slurm.lingers, slurm.unanswered = "requeuehold", True, True
     assert site.look() == ["refused"]
     slurm.refuse, slurm.sharing = {}, {}
-    if not refused:
-        site.look(700)
-    slurm.fail(7)
+    site.look(0 if refused else 700)
+    assert "taking" not in slurm.admin_comments[7], "or an operator's requeuehold would count as the packer's"
+    slurm.end(7)
     assert "taken back" not in site.look()
     assert slurm.jobs[7].state == "FAILED"
 

@@ -331,7 +331,8 @@ def partition(
         num_checked: first calls of the forward that are run both ways and compared; a difference ends it.
 
     Raises:
-        OptionsError: the loader is no `hetstream.DataLoader`, or `offload` is none of the three.
+        OptionsError: the loader is no `hetstream.DataLoader`, `offload` is none of the three, or the forward does not
+            take such arguments.
     """
     connection = getattr(loader, "_connection", None)
     if not isinstance(connection, LoaderConnection):
@@ -349,8 +350,7 @@ def partition(
     try:
         check_module(module)
         release(module)
-        args = (inputs or _default_inputs(module))(tagged)
-        args = args if isinstance(args, tuple) else (args,)
+        args = _arguments(module, inputs or _default_inputs(module), tagged)
         forward_s, effects = watched(module, args)
         analysis = analyse(module, args, {}, effects, made._offload)
     except NotCaptured as reason:
@@ -362,6 +362,19 @@ def partition(
     measured = Rates(forward_s * _STEP_PER_FORWARD, 0.0, num_workers, batch_bytes=batch_bytes)
     made.begin(analysis, len(leaves), rates or with_wire(measured, connection), num_checked)
     return made
+
+
+def _arguments(module: torch.nn.Module, inputs: Callable[[Any], Any], batch: Any) -> tuple[Any, ...]:
+    found = inputs(batch)
+    args = found if isinstance(found, tuple) else (found,)
+    try:
+        inspect.signature(module.forward).bind(*args)
+    except TypeError as error:
+        raise OptionsError(
+            f"partition(): {type(module).__name__}.forward does not take these {len(args)} argument(s): {error}. Say "
+            "what the training loop gives it, such as inputs=lambda batch: (batch['x'], batch['y'])"
+        ) from error
+    return args
 
 
 def _default_inputs(module: torch.nn.Module) -> Callable[[Any], tuple[Any, ...]]:

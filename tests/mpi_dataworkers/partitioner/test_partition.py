@@ -512,5 +512,7 @@ def test_a_model_that_is_no_plain_module_stays_as_it_is(loaders: Callable[..., A
     assert "argument 1 of the forward is a object" in anything.reason
     with pytest.raises(OptionsError, match="must be a hetstream"):
         partition(models.Clean(), example(dataset, 8), loader=[])
+    with pytest.raises(OptionsError, match=r"Clean.forward does not take these 2 argument.*inputs=lambda batch"):
+        partition(models.Clean(), example(dataset, 8), loader=loader, inputs=lambda one: (one[0], one[0]))
     with pytest.raises(OptionsError, match="must be one of auto, all, off"):
         partition(models.Clean(), example(dataset, 8), loader=loader, offload="some")

@@ -25,6 +25,8 @@ OPTIMIZER = "optimizer"
 class LayerHooks:
     """Calls a function with the name of each layer when it begins: `mlp.forward`, `mlp.backward`, `optimizer`.
 
+    A model that is compiled as a whole has no layers; each of its modules may be compiled by itself.
+
     Args:
         model: the model.
         begins: the function.
@@ -76,7 +78,9 @@ class LayerHooks:
 
 def _caller(begins: Callable[[str], None], name: str) -> Callable[..., None]:
     def hook(*_: object) -> None:
-        begins(name)
+        # Else torch.compile would make what begins here a part of the model, as it is at that moment.
+        if not torch.compiler.is_compiling():
+            begins(name)
 
     return hook
 
@@ -88,7 +92,7 @@ def _watching_output(begins: Callable[[str], None], name: str) -> Callable[..., 
     """
 
     def hook(_: torch.nn.Module, __: object, output: Any) -> None:
-        tensors = [each for each in _tensors(output) if each.requires_grad]
+        tensors = [] if torch.compiler.is_compiling() else [each for each in _tensors(output) if each.requires_grad]
         if tensors:
             torch.autograd.graph.register_multi_grad_hook(tensors, _caller(begins, name), mode="any")
 

@@ -403,6 +403,21 @@ def test_a_loader_whose_batches_have_the_outputs_already_is_refused() -> None:
         same(found["dense0"], FeatureTransform(graph)(FeatureTransform(other)(BATCHES[0]))["dense0"])
 
 
+def test_what_is_compiled_has_no_preprocessing_in_it() -> None:
+    """A model that is compiled as a whole has no layers; one whose modules are compiled has them."""
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    parts = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    for model, compiled, has_layers in ((whole, torch.compile(whole, backend="eager"), False), (parts, parts, True)):
+        streams, num_beside = FakeStreams(), 0
+        with corun(model, streams, all_at_once(GRAPH, "0.forward", 1)) as beside:
+            for features, raw in zip(beside(BATCHES), BATCHES, strict=True):
+                check(features, raw)
+                before = len(streams.log)
+                compiled(torch.ones(1, 2)).sum().backward()
+                num_beside += (Stream.PREPROCESSING, "launch") in streams.log[before:]
+        assert num_beside == (len(BATCHES) - 1 if has_layers else 0)
+
+
 def test_an_interrupted_program_that_goes_on_misses_no_batch() -> None:
     class Interrupted(FakeStreams):
         num_copies = 0

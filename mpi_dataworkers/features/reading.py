@@ -224,19 +224,26 @@ def _tensor(name: str, found: Any) -> torch.Tensor:
         # Copied where torch does not take it: read-only, backwards (of one row too), of another byte order.
         found = np.require(found, found.dtype.newbyteorder("="), ["C", "W"])
         return torch.from_numpy(found.copy() if any(stride < 0 for stride in found.strides) else found)
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _is_strided(found):
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or not _has_values(found):
         wanted = "a tensor in host memory, or a NumPy array of numbers of 8 bytes at most"
         raise FeatureError(f"{name} is {_described(found)}; it must be {wanted}")
     return found
 
 
-def _is_strided(found: torch.Tensor) -> bool:
-    return found.layout is torch.strided and not found.is_nested
+def _has_values(found: torch.Tensor) -> bool:
+    """Whether its values lie where it says.
+
+    Those of a class with a dispatch of its own, such as a MaskedTensor, do not: native code would read at address 0.
+    """
+    has_own_dispatch = type(found).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return found.layout is torch.strided and not found.is_nested and not has_own_dispatch
 
 
 def _described(found: Any) -> str:
     if isinstance(found, torch.Tensor):
-        if not _is_strided(found):
+        if not _has_values(found):
+            if found.layout is torch.strided and not found.is_nested:
+                return f"a {type(found).__name__}"
             return "nested" if found.is_nested else str(found.layout).removeprefix("torch.")
         return f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
     kind = f" of {found.dtype}" if isinstance(found, np.ndarray) else ""

@@ -283,7 +283,8 @@ def test_what_a_program_has_set_as_default_changes_nothing() -> None:
 
 
 def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
-    transform = FeatureTransform(FeatureGraph.of({"y": dense("x") >> ops.Clamp(1.0, 2.0)}))
+    graph = FeatureGraph.of({"y": dense("x") >> ops.Clamp(1.0, 2.0)})
+    transform, native = FeatureTransform(graph), FeatureTransform(graph, native=True)
     read_only = np.arange(4, dtype=np.float32)
     read_only.setflags(write=False)
     for array in (read_only, read_only[::-1], read_only[::2], read_only.astype(">f4")):
@@ -299,9 +300,28 @@ def test_numpy_arrays_of_every_kind_are_taken_or_refused_in_words() -> None:
         (np.ma.masked_array(read_only, [0, 1, 0, 0]), r"x is a masked array; give Nullable\(x.data, ~np.ma.getmask"),
         (torch.eye(3)[0].to_sparse(), "x is sparse_coo"),
         (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "x is nested"),
+        (_Elsewhere(torch.ones(2)), "x is a _Elsewhere; it must be a tensor in host memory"),
     ):
-        with pytest.raises(FeatureError, match=words):
-            transform({"x": array})
+        for each in (transform, native):
+            with pytest.raises(FeatureError, match=words):
+                each({"x": array})
+    assert native({"x": torch.ones(2).as_subclass(_Named)})["y"].tolist() == [1.0, 1.0]
+
+
+class _Named(torch.Tensor):
+    """A tensor with a name of its own, and nothing else."""
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor whose values are another one's, as those of torch.masked and DTensor: it has no memory."""
+
+    @staticmethod
+    def __new__(cls: type[_Elsewhere], of: torch.Tensor) -> _Elsewhere:
+        return torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)  # type: ignore[no-any-return,attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} was called")
 
 
 def test_arrays_of_one_row_that_run_backwards_are_taken() -> None:

@@ -354,8 +354,9 @@ class _Engine:
                 self._start(job, placement)
                 continue
             if reservation is None:
-                first = self._shapes[shape_of[blocked]]
-                reservation = Reservation(first, self._nodes, self._running, self._freeing, now_s, queue.limit_factor)
+                nodes, leaving = self._packing.without_them() if self._packing else (self._nodes, frozenset[int]())
+                first, factor = self._shapes[shape_of[blocked]], queue.limit_factor
+                reservation = Reservation(first, nodes, self._running, leaving, self._freeing, now_s, factor)
             shape, end_s = self._shapes[number], now_s + self._limit_s(job)
             if reservation.allows(shape, placement, end_s):
                 self._start(job, placement)

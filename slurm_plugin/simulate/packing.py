@@ -7,7 +7,7 @@ GPU. A job whose GPUs lack the memory for it is paused there, the newest first, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +148,7 @@ class Packing:
         alone = self._unshared().find(shape) if self._options.takes_over else None
         if not self._shared or alone is not None:
             return alone or find(shape)
-        without = self._without_them().find
+        without = self.without_them()[0].find
         return without(shape) if find == self._nodes.find else find(shape) or without(shape)
 
     def in_the_way(self, shape: Shape, placement: Placement) -> list[int]:
@@ -171,11 +171,11 @@ class Packing:
                     need, need_gib = need - mine * own.cpus, need_gib - mine * own.memory_gib
         return found
 
-    def _without_them(self) -> Nodes:
-        """The nodes as they would be if all opportunistic jobs left."""
+    def without_them(self) -> tuple[Nodes, Set[int]]:
+        """The nodes as they would be if all opportunistic jobs left, and the rows of these."""
         nodes = self._nodes.copy()
         nodes.give_back_all([self._held(row) for row in self._shared])
-        return nodes
+        return nodes, self._shared.keys()
 
     def _unshared(self) -> Nodes:
         """The nodes as if GPUs with opportunistic jobs were taken."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from hetstream.slurm_plugin.simulate.freeing import Freeing
@@ -14,15 +16,35 @@ class Reservation:
 
     Attributes:
         start_s: that; infinite if even the empty cluster has no room, with nodes that are away.
+
+    Args:
+        shape: of the job.
+        nodes: as they are, without jobs that are in nobody's way.
+        running: all jobs.
+        leaving: rows of the jobs that are in nobody's way.
+        freeing: what jobs held that have ended.
+        now_s: the time.
+        limit_factor: see `Running.planned_ends_s`.
     """
 
     def __init__(
-        self, shape: Shape, nodes: Nodes, running: Running, freeing: Freeing, now_s: float, limit_factor: float
+        self,
+        shape: Shape,
+        nodes: Nodes,
+        running: Running,
+        leaving: Set[int],
+        freeing: Freeing,
+        now_s: float,
+        limit_factor: float,
     ) -> None:
         self._shape = shape
         self._now_s = now_s
         ends_s = running.planned_ends_s(now_s, limit_factor)
-        rows = [row for row in np.argsort(ends_s, kind="stable").tolist() if running.placements[row] is not None]
+        rows = [
+            row
+            for row in np.argsort(ends_s, kind="stable").tolist()
+            if running.placements[row] is not None and row not in leaving
+        ]
         nodes = nodes.copy()
         nodes.give_back_all(freeing.held)
         held = [placement for placement in (running.placements[row] for row in rows) if placement is not None]

@@ -126,8 +126,6 @@ def test_interference_has_all_systems_also_under_mps(
     systems = {row.system.partition(":")[0] for row in rows}
     assert systems == {"packed", "AntMan", "TGS-like", "hetstream", "MPS", "MPS, 30 %", "MPS, priority"}
     assert len({row.case for row in rows}) == 2
-    alone = [row for row in rows if row.system == "packed: guaranteed, mean step / alone"]
-    assert all(0.5 < (row.value or 0) < 2 for row in alone), "these programs do not share anything"
     under_mps = [seen for _, seen in asked(tmp_path) if "CUDA_MPS_PIPE_DIRECTORY" in seen]
     assert [seen.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for seen in under_mps].count("30") == 1
     assert [seen.get("CUDA_MPS_CLIENT_PRIORITY") for seen in under_mps].count("1") == 1

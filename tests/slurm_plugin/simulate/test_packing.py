@@ -201,6 +201,30 @@ def test_guaranteed_jobs_start_and_end_as_if_the_others_were_not_there(
         assert found.end_s[own] == pytest.approx(alone.end_s, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("works_s", "units", "cpus"),
+    [
+        ((1, 45, 88, 4, 1, 22, 40, 46), (1, 2, 4, 1, 4, 3, 4, 3), (2, 2, 2, 2, 1, 1, 2, 2)),
+        ((1, 135, 88, 4, 1, 6, 20, 61), (1, 2, 4, 1, 4, 1, 4, 4), (2, 2, 2, 2, 2, 2, 2, 2)),
+    ],
+)
+def test_nothing_is_reserved_behind_opportunistic_jobs(
+    works_s: tuple[int, ...], units: tuple[int, ...], cpus: tuple[int, ...]
+) -> None:
+    """They leave at once, so EASY plans as if they were not there: else a guaranteed job starts at another time."""
+    rows = [
+        (float(row > 1), float(work_s), count) for row, (work_s, count) in enumerate(zip(works_s, units, strict=True))
+    ]
+    each = [float(count) for count in cpus]
+    use, memory_gib = (0.5, 0.5, 1.0, 0.1, 0.1, 0.1, 1.0, 0.1), (25.0, 25.0, 25.0, 10.0, 10.0, 0.0, 25.0, 10.0)
+    kinds = [(row < 2, *of_gpu) for row, of_gpu in enumerate(zip(use, memory_gib, strict=True))]
+    load = shared(jobs(*rows, ideal_cpus=each, trainer_cpus=each), *kinds)
+    packing = replace(FREE, gpu_memory_gib=32.0)
+    found = run(load, "2*gpus=2,cpus=6", packing, discipline=Discipline.EASY)
+    alone = run(load.only(np.arange(8) > 1), "2*gpus=2,cpus=6", None, discipline=Discipline.EASY)
+    assert found.end_s[2:] == pytest.approx(alone.end_s)
+
+
 @settings(deadline=None, max_examples=25)
 @given(load=lists(), cost=st.sampled_from([0.0, 0.01]))
 def test_a_gpu_does_no_more_than_there_is_of_it(load: Workload, cost: float) -> None:

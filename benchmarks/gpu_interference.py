@@ -157,14 +157,14 @@ def _warm(training: Training, told: Told) -> None:
 
 def _without_mps(node: Machine, run: Run, shapes: list[Shape], scale: float) -> Iterator[Row]:
     ours, theirs = _requests(node)
-    with (
-        _told(node, "guaranteed", JobClass.GUARANTEED, ours, {}) as (guaranteed, control),
-        _told(node, "other", None, theirs, {}) as (other, pacing),
-        node.train(JobClass.OPPORTUNISTIC, theirs, 1024) as opportunistic,
-    ):
-        wait_until_ready(guaranteed, other)  # before there is a coordinator that they could tell of themselves
+    with contextlib.ExitStack() as stack:
+        # First, as a coordinator would leave the GPU to a guaranteed program that was there before it.
+        opportunistic = stack.enter_context(node.train(JobClass.OPPORTUNISTIC, theirs, 1024))
         with node.coordinator():
             wait_for_steps(opportunistic, 3)
+        guaranteed, control = stack.enter_context(_told(node, "guaranteed", JobClass.GUARANTEED, ours, {}))
+        other, pacing = stack.enter_context(_told(node, "other", None, theirs, {}))
+        wait_until_ready(guaranteed, other)
         _warm(guaranteed, control)
         _warm(other, pacing)
         solo_per_s = _solo(other, pacing, 2 * scale)

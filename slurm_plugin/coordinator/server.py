@@ -161,6 +161,7 @@ class Coordinator:
     def run(self) -> None:
         """Work until `stop`."""
         try:
+            self._read_grants()  # who was there before it, while nobody can have come since
             while not self._is_stopped:
                 self._step()
         finally:

@@ -28,7 +28,7 @@ from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.slurm_plugin.cli.gpu_run import _program
 from hetstream.slurm_plugin.coordinator.admission import Admission, GrantedJobs, Peer
 from hetstream.slurm_plugin.coordinator.gpus import StatedGpu
-from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs, guaranteed_processes
+from hetstream.slurm_plugin.coordinator.own_jobs import GuaranteedProcess, OwnJobs, guaranteed_processes
 from hetstream.slurm_plugin.coordinator.server import Coordinator
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.conftest import WaitUntil
@@ -264,6 +264,20 @@ def test_a_guaranteed_job_from_before_the_coordinator_has_its_gpu_until_it_comes
         assert has(other, Verdict.PAUSE)()
         connect(path, JobClass.GUARANTEED, "7").close()
         wait_until(has(other, Verdict.RUN))
+
+
+def test_who_was_there_before_is_looked_for_before_anybody_can_come(path: Path) -> None:
+    """Else a job that begins meanwhile, and waits for others before it computes, would be taken for one from before."""
+    looked = []
+
+    def find() -> tuple[GuaranteedProcess, ...]:
+        looked.append("once")
+        return ()
+
+    coordinator = Coordinator(path, [StatedGpu(GPU, 32 * GIB)], OwnJobs(find))
+    coordinator.stop()
+    coordinator.run()
+    assert looked == ["once"]
 
 
 def test_a_guaranteed_job_from_before_the_coordinator_that_ends_leaves_the_gpu_to_the_others(

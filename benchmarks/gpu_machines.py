@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
 from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.hetjob.processes import before_exec
 
 MIB = 2**20
 CLIENTS = ROOT / "benchmarks/clients"
@@ -199,7 +201,7 @@ class _Programs:
     def _coordinated(self, gpu: str) -> Iterator[subprocess.Popen[bytes]]:
         argv = [sys.executable, "-m", "hetstream", "gpu", "coordinator", "--own-jobs"]
         argv += ["--gpu", gpu, "--socket", str(self.socket)]
-        with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, preexec_fn=_ends_with_this()) as process:
             assert process.stderr is not None
             process.stderr.readline()
             try:
@@ -213,7 +215,8 @@ class _Programs:
         out, err = self.folder / f"{self._count}.out", self.folder / f"{self._count}.err"
         argv = [sys.executable, str(CLIENTS / "gpu_training.py"), json.dumps(dict(request))]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env={**os.environ, **settings})
+            environ = {**os.environ, **settings}
+            process = subprocess.Popen(argv, stdout=stdout, stderr=stderr, env=environ, preexec_fn=_ends_with_this())
         try:
             yield Training(process, out, err)
         finally:
@@ -338,6 +341,11 @@ class CudaMachine(_Programs):
             settings = self._shared(self.gpu, job_class, host_mib, self.socket)
         with self._train({**settings, **extra}, request) as made:
             yield made
+
+
+def _ends_with_this() -> Callable[[], None]:
+    """A program ends with the benchmark, also if that is killed: else it would keep the GPU."""
+    return before_exec(os.getpid(), signal.SIGKILL)
 
 
 def why_no_gpu() -> str:

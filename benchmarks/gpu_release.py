@@ -54,7 +54,7 @@ def release(node: Machine, run: Run) -> Iterator[Row]:
         except OutOfTime:
             raise
         except Exception as error:  # noqa: BLE001 - of one model and allocator: the others go on
-            yield Row(case, "shrink", None, "ms", note=str(error).splitlines()[-1])
+            yield Row(case, "shrink", None, "ms", note=f"{type(error).__name__}: {error}".splitlines()[-1])
             continue
         if found["expandable"] != (allocator == "expandable"):
             yield Row(case, "shrink", None, "ms", note="this PyTorch did not do as its variable says")

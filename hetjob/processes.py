@@ -46,15 +46,20 @@ def start_child(
             stdout=output,
             stderr=output,
             start_new_session=not foreground,
-            preexec_fn=_before_exec(os.getpid(), death_signal),
+            preexec_fn=before_exec(os.getpid(), death_signal),
         )
     finally:
         if output is not None:
             output.close()
 
 
-def _before_exec(parent: int, death_signal: signal.Signals | None) -> Callable[[], None]:
-    """What the child does between fork and exec."""
+def before_exec(parent: int, death_signal: signal.Signals | None) -> Callable[[], None]:
+    """What a child does between fork and exec, so that it gets a signal when its parent dies, and blocks none.
+
+    Args:
+        parent: process that starts it.
+        death_signal: as of `start_child`.
+    """
 
     def prepare() -> None:
         if death_signal is not None:

@@ -35,6 +35,7 @@ from benchmarks.gpu_laws import (
 from benchmarks.gpu_machines import CLIENTS, ON_CUDA, CudaMachine, Machine, OutOfTime, Run, Training, why_no_gpu
 from benchmarks.harness import Row
 from benchmarks.rap_mps import mps_service
+from tests.conftest import WaitUntil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -388,3 +389,22 @@ def test_mps_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     mps_control(tmp_path, monkeypatch, "echo no such device >&2; exit 1")
     with pytest.raises(RuntimeError, match="MPS: no such device"), mps_service():
         pass
+
+
+def test_a_benchmark_that_is_killed_leaves_no_program_behind(tmp_path: Path, wait_until: WaitUntil) -> None:
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from benchmarks.gpu_machines import EmulatedMachine\n"
+        "from hetstream.hetjob.gpu.orders import JobClass\n"
+        "node = EmulatedMachine(pathlib.Path(sys.argv[1]))\n"
+        "never = {**node.sizes.small, 'wait_ms': 0, 'to_gpu': sys.argv[1] + '/never'}\n"
+        "with node.coordinator() as coordinator, node.train(JobClass.OPPORTUNISTIC, never) as training:\n"
+        "    print(coordinator.pid, training.process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    pids = done.stdout.split()
+    assert len(pids) == 2, done.stderr
+    for pid in pids:
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())

@@ -40,6 +40,14 @@ class Site:
         self.packer.step()
         return [event.event for event in self.events]
 
+    def run_a_job_that_is_to_leave(self) -> None:
+        """Job 7 runs where it was placed, and has been paused there for too long."""
+        self.slurm.submit(7)
+        self.look()
+        self.slurm.start()
+        self.look()
+        self.slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+
     def looks(self, count: int) -> None:
         for _ in range(count):
             self.look()
@@ -606,11 +614,7 @@ def test_of_an_array_the_task_alone_is_requeued_again_that_slurmctld_forgot(site
 
 def test_a_packer_that_dies_before_it_requeues_leaves_no_announcement(site: Site, tmp_path: Path) -> None:
     slurm = site.slurm
-    slurm.submit(7)
-    site.look()
-    slurm.start()
-    site.look()
-    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    site.run_a_job_that_is_to_leave()
     FAULTS.request(f"packer.announced:1:full:{tmp_path}/marker")
     with pytest.raises(OSError, match="No space"):
         site.look()
@@ -640,11 +644,7 @@ def test_what_the_packer_never_places_runs_when_somebody_releases_it(site: Site,
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_job_that_was_not_requeued_after_all_may_fail(site: Site, refused: bool) -> None:
     slurm = site.slurm
-    slurm.submit(7)
-    site.look()
-    slurm.start()
-    site.look()
-    slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    site.run_a_job_that_is_to_leave()
     if refused:
         slurm.refuse = {"requeuehold": "Requested operation is presently disabled"}
     else:  # it was killed before it told any node

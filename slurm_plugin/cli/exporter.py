@@ -7,7 +7,13 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
+from hetstream.slurm_plugin.cli.watching import (
+    add_watch_arguments,
+    address_of,
+    interval_of,
+    refuse_hidden,
+    watched_cluster,
+)
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.monitor import Monitor
 from hetstream.slurm_plugin.insight.wait_shares import SharesAside
@@ -17,7 +23,8 @@ It reads the cluster once in each interval, however often it is scraped. Where t
 reading of that, unless --fresh is given. When slurmctld does not answer, hetstream_up is 0, hetstream_read_errors_total
 counts it by its kind, the reason is in the log, and the next interval tries again.
 The metrics are at /metrics, in Prometheus's format or OpenMetrics's. There is no password: listen at other addresses
-than localhost only behind a firewall.
+than localhost only behind a firewall. Where Slurm hides jobs, nodes, partitions or reservations from some users
+(PrivateData, MCSPlugin) it ends, unless --public is given.
 
 examples:
   hetstream exporter
@@ -27,7 +34,8 @@ examples:
 
 exit codes:
   0  done (--print, --dashboard)
-  1  the address cannot be listened on, or the history cannot be used; with --print: Slurm could not be asked
+  1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served; with --print:
+     Slurm could not be asked
   2  the command line is wrong
 """
 DASHBOARD = Path(__file__).parents[1] / "dashboard.json"
@@ -67,5 +75,7 @@ def run(args: argparse.Namespace) -> int:
         undo.callback(server.close)
         print(f"metrics at {server.url}", file=sys.stderr, flush=True)
         for reading in monitor.readings(interval_s):
+            if reading.observation:
+                refuse_hidden(args, reading.observation.snapshot)
             collector.reading = reading
     return 0

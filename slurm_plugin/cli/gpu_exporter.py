@@ -7,15 +7,16 @@ import sys
 import time
 
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
-from hetstream.slurm_plugin.cli.watching import address_of, interval_of
+from hetstream.slurm_plugin.cli.watching import add_public_argument, address_of, interval_of
 
 EPILOG = """\
 It asks the coordinator once in each interval, however often it is scraped. When that does not answer,
 hetstream_gpu_up is 0. Run it as root or as the coordinator's user: others see their own processes alone.
-The metrics are at /metrics. There is no password: listen at other addresses than localhost only behind a firewall.
+The metrics are at /metrics. There is no password: listen at other addresses than localhost only behind a firewall. So
+jobs and their processes are shown with --public alone.
 
 examples:
-  hetstream gpu exporter --listen 0.0.0.0:9419
+  hetstream gpu exporter --public --listen 0.0.0.0:9419
   hetstream gpu exporter --print             one reading, for node_exporter's textfile collector
 
 exit codes:
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"(default {DEFAULT_SOCKET})")
     parser.add_argument("--listen", metavar="[HOST:]PORT", default="127.0.0.1:9419", help="where (default %(default)s)")
+    add_public_argument(parser)
     parser.add_argument(
         "--interval", metavar="SECONDS", type=float, default=15.0, help="between readings (default %(default)g)"
     )
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from hetstream.slurm_plugin.render.gpu_metrics import GpuCollector
     from hetstream.slurm_plugin.render.metrics import MetricsServer
 
-    collector = GpuCollector(args.socket, coordinator_uid)
+    collector = GpuCollector(args.socket, coordinator_uid, public=args.public or args.print)
     collector.read()
     if args.print:
         print(collector.text(), end="")

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -16,6 +16,7 @@ from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster, shared_gpus
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
 from hetstream.slurm_plugin.insight.spending import hourly, spent
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
@@ -26,8 +27,9 @@ from hetstream.slurm_plugin.render.shared_gpus import shared_gpu_sections
 
 EPILOG = f"""\
 The page is one file: it has no script and loads nothing from elsewhere. It names users and jobs, so mind whom you send
-it to. With --history the reading is added to a SQLite file, and the page draws the curves of all readings in it. The
-file keeps 92 days. hetstream exporter and hetstream serve may add to the same file.
+it to; where Slurm hides something from some users (PrivateData, MCSPlugin), its mode is 0600. With --history the
+reading is added to a SQLite file, and the page draws the curves of all readings in it. The file keeps 92 days.
+hetstream exporter and hetstream serve may add to the same file.
 
 examples:
   hetstream report --html cluster.html
@@ -66,9 +68,14 @@ def run(args: argparse.Namespace) -> int:
         if history:
             history.append(seen.sample)
             samples = history.since(start_s) or samples
+    report = report_of(seen, samples if args.json else (), prices)
     if args.html:
-        write_whole(Path(args.html), page(seen, samples, prices))
-    emit(args, report_of(seen, samples if args.json else (), prices))
+        hidden = hidden_by(snapshot.config)
+        write_whole(Path(args.html), page(seen, samples, prices), 0o600 if hidden else 0o666)
+        if hidden:
+            note = f"{hidden} hides a part of the cluster from some users: nobody else can read {args.html}"
+            report = replace(report, notes=(*report.notes, note))
+    emit(args, report)
     return 0
 
 
@@ -137,8 +144,8 @@ def check_page(text: str | None, inputs: Collection[str]) -> None:
         raise UsageError(f"--html={text}: the command reads this file. Name another one for the page")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one; its mode is as the umask has it.
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file so that readers see the old text or the new one; of the mode, the umask takes away.
 
     A link stays, and what it leads to is written. What is no regular file, such as /dev/stdout or a pipe, is written
     to: it must not become a file, and root could make it one.
@@ -153,7 +160,7 @@ def write_whole(path: Path, text: str) -> None:
         with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
             try:
                 file.write(text)
-                os.fchmod(file.fileno(), 0o666 & ~umask)
+                os.fchmod(file.fileno(), mode & ~umask)
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)

@@ -16,10 +16,17 @@ from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import shared_gpus
 from hetstream.slurm_plugin.cli.report import DEFAULT_START, report_of
 from hetstream.slurm_plugin.cli.util import parse_time
-from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
+from hetstream.slurm_plugin.cli.watching import (
+    add_watch_arguments,
+    address_of,
+    interval_of,
+    refuse_hidden,
+    watched_cluster,
+)
 from hetstream.slurm_plugin.insight.history import KEEP_S, History
 from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.insight.observation import Sample
+from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
 from hetstream.slurm_plugin.insight.wait_shares import SharesAside
 from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.page import page, unavailable
@@ -29,14 +36,16 @@ from hetstream.slurm_plugin.render.web import serve_documents
 EPILOG = """\
 The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,
 and changes nothing. It names users and jobs, and has no password: from another machine use
-ssh -L 8418:localhost:8418 HOST. Without --history it shows what it has seen since its start.
+ssh -L 8418:localhost:8418 HOST. So it ends where Slurm hides jobs, nodes, partitions or reservations from some users
+(PrivateData, MCSPlugin), and leaves out how jobs fare on shared GPUs, unless --public is given. Without --history it
+shows what it has seen since its start.
 
 examples:
   hetstream serve
   hetstream serve --listen 8500 --history ~/cluster.sqlite --start now-1day
 
 exit codes:
-  1  the address cannot be listened on, or the history cannot be used
+  1  the address cannot be listened on, the history cannot be used, or Slurm hides what would be served
   2  the command line is wrong
 """
 
@@ -68,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
         server = serve_documents(host, port, lambda: shown)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
-        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared_gpus)
+        shared = shared_gpus if args.public else lambda: for_everybody(shared_gpus())
+        monitor = Monitor(watched_cluster(args), SharesAside(), history, shared)
         for reading in monitor.readings(interval_s):
             if reading.observation:
+                refuse_hidden(args, reading.observation.snapshot)
                 if samples and samples[-1].taken_s == reading.observation.sample.taken_s:
                     samples.pop()  # the site daemon has not read the cluster anew since
                 samples.append(reading.observation.sample)

@@ -8,18 +8,42 @@ from hetstream.base.errors import ConfigError, UsageError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.slurm_plugin.cli.output import add_history_argument
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, cluster_of
-from hetstream.slurm_plugin.client.model import Cluster
+from hetstream.slurm_plugin.client.model import Cluster, Snapshot
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser, listen: str) -> None:
-    """Declare `--listen`, `--interval`, `--fresh` and `--history`."""
+    """Declare `--listen`, `--public`, `--interval`, `--fresh` and `--history`."""
     parser.add_argument("--listen", metavar="[HOST:]PORT", default=listen, help="where (default %(default)s)")
+    add_public_argument(parser)
     parser.add_argument(
         "--interval", metavar="SECONDS", type=float, default=60.0, help="between readings (default %(default)g)"
     )
     add_fresh_argument(parser)
     add_history_argument(parser)
+
+
+def add_public_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--public`."""
+    parser.add_argument(
+        "--public", action="store_true", help="show all that this user sees to everybody who reaches the address"
+    )
+
+
+def refuse_hidden(args: argparse.Namespace, snapshot: Snapshot) -> None:
+    """End before anything of a cluster is served, without a password, that Slurm hides from some of its users.
+
+    Raises:
+        ServeError: Slurm does, and `--public` is not given.
+    """
+    hidden = hidden_by(snapshot.config)
+    if hidden and not args.public:
+        raise ServeError(
+            f"{hidden} hides a part of the cluster from some users, and whoever reaches the address would see it: it "
+            "is not served. With --public it is"
+        )
 
 
 def address_of(args: argparse.Namespace) -> tuple[str, int]:

@@ -109,10 +109,8 @@ class GrantedJobs:
         """As `Admission.admit`. Where control groups tell the process's job, what it says itself does not count."""
         job = self._job_of(peer.pid) or introduction.job
         grant = self._grant(job) if _JOB.fullmatch(job) else None
-        if grant is None:
-            raise GpuJobRefused(f"job {job!r} was given no GPU of this node to share")
-        if grant.uid != peer.uid:
-            raise GpuJobRefused(f"job {job} is of user {grant.uid}, and the process of user {peer.uid}")
+        if grant is None or grant.uid != peer.uid:  # whose else it may be is not this user's to know
+            raise GpuJobRefused(f"job {job!r} of user {peer.uid} was given no GPU of this node to share")
         if introduction.gpu not in grant.gpus:
             raise GpuJobRefused(f"job {job} may use {', '.join(grant.gpus) or 'no GPU'}, not {introduction.gpu!r}")
         return Admitted(job, grant.job_class)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from hetstream.hetjob.site.gpus import GpuNow, JobNow, NodeGpus
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.packing.rules import PackingRules
@@ -33,6 +35,14 @@ class SharedGpus:
     nodes: tuple[NodeGpus, ...] = ()
     wait_shares: Mapping[str, float] | None = None
     missing: str = ""
+
+
+def for_everybody(shared: SharedGpus | None) -> SharedGpus | None:
+    """What every user of the site may know: how a job fares, the daemon tells its own user alone."""
+    if shared is None:
+        return None
+    nodes = (replace(node, gpus=tuple(replace(gpu, jobs=()) for gpu in node.gpus)) for node in shared.nodes)
+    return SharedGpus(tuple(nodes), {}, shared.missing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,10 +72,11 @@ class GpuCollector(PrintableCollector):
     Args:
         socket: of the coordinator.
         coordinator_uid: user that it may run as, beside root and this user.
+        public: who sees the metrics may see all processes. The coordinator shows each user his own.
     """
 
-    def __init__(self, socket: str, coordinator_uid: int | None) -> None:
-        self._socket, self._coordinator_uid = socket, coordinator_uid
+    def __init__(self, socket: str, coordinator_uid: int | None, *, public: bool) -> None:
+        self._socket, self._coordinator_uid, self._public = socket, coordinator_uid, public
         self.reading = GpuReading()
 
     def read(self) -> None:
@@ -96,6 +97,8 @@ class GpuCollector(PrintableCollector):
         yield from families(up, [], [([], self.reading)])
         gpus = table.gpus if table else ()
         yield from families(_GPU, ["gpu"], [([row.gpu], row) for row in gpus])
+        if not self._public:
+            return
         yield from families(
             _PROCESS,
             ["gpu", "job", "class", "pid"],

@@ -1,0 +1,155 @@
+"""What Slurm hides from users is shown to nobody else: at an address without a password, or in a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import clusters
+import pytest
+from recorded import Recorded
+
+from hetstream.slurm_plugin.coordinator.table import GpuRow, GpuTable, ProcessRow
+from hetstream.slurm_plugin.insight.shared_gpus import for_everybody
+from hetstream.slurm_plugin.render.gpu_metrics import GpuCollector, GpuReading
+
+COMMAND = [sys.executable, "-m", "hetstream.slurm_plugin.cli"]
+
+
+@pytest.fixture(params=("PrivateData=jobs", "PrivateData=nodes,usage", "MCSPlugin=mcs/user"))
+def hiding(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Recorded, str]:
+    """A cluster that hides something from some users, and the setting."""
+    name, value = request.param.split("=")
+    slurm = Recorded(tmp_path)
+    config = (tmp_path / "config").read_text()
+    changed = re.sub(rf"^{name}( *)=.*$", rf"{name}\1= {value}", config, flags=re.MULTILINE)
+    assert changed != config
+    slurm.write("config", changed)
+    return slurm, request.param
+
+
+def environment(slurm: Recorded) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{slurm.directory}:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize("verb", ["serve", "exporter"])
+def test_what_slurm_hides_is_not_served(hiding: tuple[Recorded, str], verb: str) -> None:
+    slurm, setting = hiding
+    argv = [*COMMAND, verb, "--listen", "0", "--fresh"]
+    done = subprocess.run(argv, env=environment(slurm), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"{setting} hides a part of the cluster" in done.stderr
+    assert "--public" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "exporter"])
+def test_what_slurm_hides_is_served_where_the_user_says_so(
+    hiding: tuple[Recorded, str], verb: str, wait_until: Callable[..., None]
+) -> None:
+    slurm, _ = hiding
+    log = slurm.directory / "log"
+    with log.open("w") as stderr:
+        argv = [*COMMAND, verb, "--listen", "0", "--fresh", "--public"]
+        server = subprocess.Popen(argv, env=environment(slurm), stderr=stderr)
+    try:
+        wait_until(lambda: "http://" in log.read_text(), 60)
+        (url,) = re.findall(r"http://\S+", log.read_text())
+
+        def answers() -> bool:
+            with urllib.request.urlopen(url if verb == "exporter" else f"{url}data.json", timeout=30) as answer:
+                return b"up 1.0" in answer.read() or verb == "serve"
+
+        wait_until(lambda: _without_error(answers), 60)
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+
+
+def _without_error(act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except OSError as error:
+        getattr(error, "close", lambda: None)()
+        return False
+
+
+def test_a_cluster_that_hides_nothing_is_served(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    slurm, log = Recorded(tmp_path), tmp_path / "log"
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [*COMMAND, "serve", "--listen", "0", "--fresh"], env=environment(slurm), stderr=stderr
+        )
+    try:
+        wait_until(lambda: "http://" in log.read_text(), 60)
+        (url,) = re.findall(r"http://\S+", log.read_text())
+        wait_until(lambda: _without_error(lambda: urllib.request.urlopen(url, timeout=30).close() or True), 60)
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+
+
+def test_one_reading_is_printed_for_who_asks(hiding: tuple[Recorded, str]) -> None:
+    """It goes to the user's own standard output."""
+    slurm, _ = hiding
+    done = slurm.run("exporter --print --fresh")
+    assert (done.returncode, "hetstream_up 1.0" in done.stdout) == (0, True)
+
+
+def test_a_page_of_what_slurm_hides_is_for_its_owner_alone(hiding: tuple[Recorded, str]) -> None:
+    slurm, setting = hiding
+    page = slurm.directory / "page.html"
+    page.touch(0o644)
+    done = slurm.run(f"report --fresh --html {page}")
+    assert done.returncode == 0
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert f"{setting} hides a part of the cluster" in done.stderr
+
+
+def test_a_page_of_what_all_see_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    umask = os.umask(0o022)
+    try:
+        assert Recorded(tmp_path).run(f"report --fresh --html {page}").returncode == 0
+    finally:
+        os.umask(umask)
+    assert page.stat().st_mode & 0o777 == 0o644
+
+
+def test_how_jobs_fare_is_not_for_everybody() -> None:
+    """The daemon tells each user of his own jobs alone, and the packer of all; a page has no password."""
+    told = clusters.shared_gpus()
+    shown = for_everybody(told)
+    assert told.wait_shares
+    assert any(gpu.jobs for node in told.nodes for gpu in node.gpus)
+    assert not shown.wait_shares
+    assert not any(gpu.jobs for node in shown.nodes for gpu in node.gpus)
+    assert [len(node.gpus) for node in shown.nodes] == [len(node.gpus) for node in told.nodes]
+
+
+@pytest.fixture
+def table() -> GpuTable:
+    process = ProcessRow(
+        "12", "guaranteed", 1001, 4242, "run", "", 0.0, None, 0, 0, 0, 0, 9, None, None, 0.0, None, False
+    )
+    row = GpuRow("GPU-1a2b", 1 << 30, "vacant", "", True, None, 0, None, None, False, (process,))
+    return GpuTable(1, "g1", 0.0, (row,))
+
+
+def test_processes_of_a_gpu_are_served_where_the_user_says_so(table: GpuTable) -> None:
+    """The coordinator shows each user his own; at an address without a password everybody would see all."""
+
+    def text(*, public: bool) -> str:
+        collector = GpuCollector("/nowhere", None, public=public)
+        collector.reading = GpuReading(table)
+        return collector.text()
+
+    assert 'gpu="GPU-1a2b"' in text(public=False)
+    assert "4242" not in text(public=False)
+    assert 'pid="4242"' in text(public=True)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hetstream.base.files import others_can_write
+from hetstream.base.access import others_can_write
 from hetstream.slurm_plugin.errors import HistoryError
 
 History = TypeVar("History", bound="HistoryFile")
@@ -47,7 +47,8 @@ def create_private(path: Path) -> None:
         if not os.access(place, mode, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
     for status in (os.lstat(path), os.stat(path)):
-        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
+        is_link = stat.S_ISLNK(status.st_mode)
+        if status.st_uid not in (os.geteuid(), 0) or (not is_link and others_can_write(status, path)):
             text = f"user {status.st_uid} or others may have prepared {path}: it is not used"
             raise PermissionError(errno.EPERM, text, str(path))
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.base.files import Directory, UntrustedFile, is_temporary, writable_above
+from hetstream.base.access import unsafe_above
+from hetstream.base.files import Directory, UntrustedFile, is_temporary
 from hetstream.checkpoint.config import NO_JOB
 from hetstream.checkpoint.disk.lineage import begin_start
 from hetstream.checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
@@ -107,7 +108,7 @@ def prepare_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with Directory.open(path) as root:
-            owner, strangers, above = root.owner, root.strangers(), writable_above(path)
+            owner, strangers, above = root.owner, root.strangers(), unsafe_above(path, of_colleagues=True)
     except OSError as error:
         raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
     if owner != os.geteuid():
@@ -117,8 +118,8 @@ def prepare_directory(path: Path) -> None:
         )
     if strangers or above:
         raise ForeignOwner(
-            f"{strangers or f'anybody can put another directory into {above}'}: what others can write to holds no "
-            "checkpoints that can be trusted. Change the mode, or choose another directory"
+            f"{strangers or above}. What others can write to, or put another one in the place of, holds no "
+            "checkpoints that can be trusted: change the mode, or choose another directory"
         )
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
         raise DirectoryNotWritable(f"{path} cannot be written to (ls -ld {path}; findmnt -T {path})")

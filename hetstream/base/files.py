@@ -9,29 +9,27 @@ group can write. A path is looked up anew at each call, and any part of it may h
 * a new file is made under a name that was not there (O_EXCL), and takes its place by a rename;
 * what is removed is removed relative to a descriptor.
 
-The path of the directory itself may lead through links: whoever runs the program has named it.
+The path of the directory itself may lead through links: whoever runs the program has named it. Who could put another
+directory in its place is another question, which `access.py` answers: what names a program, or holds keys, is only
+looked for where nobody could (`Directory.open_safe`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import grp
 import os
-import pwd
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from hetstream.base.access import UntrustedFile as UntrustedFile  # what a Directory raises
+from hetstream.base.access import Way, others_can_write
+
 _TEMPORARY = ".tmp"
 _GROUP_ENTERS = stat.S_IRGRP | stat.S_IXGRP
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-class UntrustedFile(PermissionError):
-    """A link, a device, a stranger's file, or one that strangers can write to. It is not used."""
 
 
 class Directory:
@@ -75,6 +73,32 @@ class Directory:
         is_open = group_reads and status.st_mode & _GROUP_ENTERS == _GROUP_ENTERS
         return cls(Path(path), descriptor, group=status.st_gid if is_open else None)
 
+    @classmethod
+    def open_safe(cls, path: str | os.PathLike[str], *, make: bool = False) -> Directory:
+        """Open a directory in whose place nobody else can put another one, nor something in place of what it holds.
+
+        Every directory on the way is entered from the one above it and looked at, links included: between the look and
+        the use there is no moment.
+
+        Args:
+            path: of the directory.
+            make: it is made where it is missing, and what is above it, with mode 0755.
+
+        Raises:
+            UntrustedFile: it, or one above it, is not safe; see `access.unsafe_above`.
+            OSError: it is not there, or no directory.
+        """
+        way = Way(make=make)
+        try:
+            way.go(path)
+            if way.missing is not None:
+                code = errno.ENOTDIR if way.missing.exists() else errno.ENOENT
+                raise OSError(code, os.strerror(code), str(way.missing))
+            way.check(way.path)
+            return cls(Path(path), os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=way.descriptor))
+        finally:
+            os.close(way.descriptor)
+
     def close(self) -> None:
         """Close it. A second time does nothing."""
         if self.descriptor >= 0:
@@ -96,7 +120,7 @@ class Directory:
         status = os.fstat(self.descriptor)
         if status.st_uid != os.geteuid():
             return f"{self.path} belongs to user {status.st_uid}, this is user {os.geteuid()}"
-        if others_can_write(status):
+        if others_can_write(status, self.descriptor):
             return f"others can write to {self.path} (mode {stat.S_IMODE(status.st_mode):o}): chmod go-w {self.path}"
         return ""
 
@@ -158,7 +182,7 @@ class Directory:
         """
         descriptor = self._open(name, _READ | os.O_DIRECTORY)
         try:
-            self._check(name, os.fstat(descriptor), stat.S_ISDIR, "directory")
+            self._check(name, descriptor, stat.S_ISDIR, "directory")
             return Directory(self.path / name, descriptor, self._owners, self._group)
         except BaseException:
             os.close(descriptor)
@@ -187,8 +211,7 @@ class Directory:
         """
         descriptor = self._open(name, flags | _READ)
         try:
-            status = os.fstat(descriptor)
-            self._check(name, status, stat.S_ISREG, "regular file")
+            status = self._check(name, descriptor, stat.S_ISREG, "regular file")
             if flags & os.O_ACCMODE != os.O_RDONLY and status.st_nlink > 1:
                 raise UntrustedFile(
                     f"{self.path / name} has {status.st_nlink} names: it is not changed through this one"
@@ -314,18 +337,19 @@ class Directory:
                     kind = "no directory" if flags & os.O_DIRECTORY else "no regular file"
             raise UntrustedFile(f"{self.path / name} is {kind}") from error
 
-    def _check(self, name: str, status: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
-        path = self.path / name
+    def _check(self, name: str, descriptor: int, is_kind: Callable[[int], bool], kind: str) -> os.stat_result:
+        path, status = self.path / name, os.fstat(descriptor)
         if not is_kind(status.st_mode):
             raise UntrustedFile(f"{path} is no {kind}")
         if status.st_uid not in self._owners:
             named = ", ".join(map(str, sorted(self._owners)))
             raise UntrustedFile(f"{path} belongs to user {status.st_uid}, and not to {named}: it is not used")
-        if others_can_write(status):
+        if others_can_write(status, descriptor):
             raise UntrustedFile(
                 f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):o}): it is not used. If it is as it "
                 f"should be: chmod go-w {path}"
             )
+        return status
 
 
 def temporary_name(name: str) -> str:
@@ -336,37 +360,6 @@ def temporary_name(name: str) -> str:
 def is_temporary(name: str, of: str = "") -> bool:
     """Whether `temporary_name` gives such names, for a file called `of` if that is given."""
     return name.startswith(f".{of}." if of else ".") and name.endswith(_TEMPORARY)
-
-
-def others_can_write(status: os.stat_result) -> bool:
-    """Whether anybody but the owner, or root, can write to a file or into a directory.
-
-    A group of the owner alone does not count: many sites give each user one, and let it write (umask 002).
-    """
-    if status.st_mode & stat.S_IWOTH:
-        return True
-    return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid, status.st_uid)
-
-
-def writable_above(path: str | os.PathLike[str]) -> Path | None:
-    """A directory above a path in which anybody could put another one in its place; None: there is none.
-
-    Directories with the sticky bit, as /tmp, are safe; those of a group, as a project's, are the group's own affair.
-    """
-    for parent in Path(os.path.realpath(path)).parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return parent
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _is_private_group(gid: int, uid: int) -> bool:
-    try:
-        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
 
 
 def _plain(name: str) -> str:

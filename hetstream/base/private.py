@@ -13,7 +13,8 @@ import os
 import stat
 from pathlib import Path
 
-from hetstream.base.files import Directory, UntrustedFile, others_can_write, writable_above
+from hetstream.base.access import UntrustedFile, others_can_write
+from hetstream.base.files import Directory
 
 
 def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0) -> Directory:
@@ -28,23 +29,13 @@ def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0) -> Dire
             `.hetstream/job-7`.
 
     Raises:
-        UntrustedFile: it, or such a parent, is somebody else's, others can write to it, or anybody could put another
-            one in its place.
+        UntrustedFile: it, or such a parent, is somebody else's, others can write to it, or somebody else could put
+            another one in its place (`access.unsafe_above`).
         OSError: it cannot be made.
     """
-    whole = Path(os.path.abspath(path))
+    whole = Path.cwd() / path
     names = whole.parts[len(whole.parts) - own_parents - 1 :]
-    base = Path(*whole.parts[: len(whole.parts) - own_parents - 1])
-    for missing in reversed([folder for folder in (base, *base.parents) if not folder.exists()]):
-        with contextlib.suppress(FileExistsError):
-            missing.mkdir(mode=0o755)
-    open_to_all = writable_above(base / names[0])
-    if open_to_all is not None:
-        raise _untrusted(
-            f"anybody could put another directory in the place of {whole}: all can write to {open_to_all}, which has "
-            f"no sticky bit. Use another place, or: chmod +t {open_to_all}"
-        )
-    directory = Directory.open(base)
+    directory = Directory.open_safe(Path(*whole.parts[: len(whole.parts) - own_parents - 1]), make=True)
     for index, name in enumerate(names):
         outer = directory
         try:
@@ -69,7 +60,7 @@ def _own(outer: Directory, name: str, mode: int) -> Directory:
         os.mkdir(name, mode & ~0o022, dir_fd=outer.descriptor)
     found = outer.status(name)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
-        directory = Directory.open(outer.path / name)  # where it leads is looked at below
+        directory = Directory.open_safe(outer.path / name)
     else:
         if found.st_uid != os.geteuid():
             raise _untrusted(f"{outer.path / name} belongs to user {found.st_uid}, this is user {os.geteuid()}")
@@ -77,7 +68,7 @@ def _own(outer: Directory, name: str, mode: int) -> Directory:
         directory = Directory(outer.path / name, descriptor)
     try:
         status = os.fstat(directory.descriptor)
-        if status.st_uid == os.geteuid() and others_can_write(status):
+        if status.st_uid == os.geteuid() and others_can_write(status, directory.descriptor):
             # Ours, made with a wide umask. What others have put there is refused when it is opened.
             os.fchmod(directory.descriptor, stat.S_IMODE(status.st_mode) & ~0o022)
         if reason := directory.strangers():

@@ -1,7 +1,8 @@
-"""What a user is called. Reads this host's list of users, asks nobody else."""
+"""What a user or a group is called. Reads this host's lists, asks nobody else."""
 
 from __future__ import annotations
 
+import grp
 import pwd
 
 
@@ -11,3 +12,11 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def group_name(gid: int) -> str:
+    """The name of a group, or the number where this host has no name for it."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

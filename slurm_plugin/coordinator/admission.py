@@ -17,7 +17,8 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from hetstream.base.files import Directory, UntrustedFile, others_can_write
+from hetstream.base.access import UntrustedFile, others_can_write
+from hetstream.base.files import Directory
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.devices.emulated_file import resolved
@@ -137,10 +138,9 @@ class GrantedJobs:
         """A grant; what others could have written, or cannot be read, is none, and that is said once."""
         name = f"{job}.json"
         try:
-            with Directory.open(self._directory) as directory:
-                status = os.fstat(directory.descriptor)
-                if status.st_uid not in (0, os.geteuid()) or others_can_write(status):
-                    raise UntrustedFile(f"{self._directory} is not root's, or others can write to it")
+            with Directory.open_safe(self._directory) as directory:
+                if others_can_write(os.fstat(directory.descriptor), directory.descriptor):
+                    raise UntrustedFile(f"others can write to {self._directory}")
                 grant = decode(directory.read(name, _MOST_BYTES), Grant)
                 return msgspec.structs.replace(grant, gpus=tuple(map(resolved, grant.gpus)))
         except FileNotFoundError:

@@ -17,8 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetstream.base.access import unsafe_above
 from hetstream.base.errors import HetstreamError
-from hetstream.base.files import writable_above
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
@@ -439,9 +439,8 @@ class Coordinator:
 
 
 def _listen(path: Path) -> socket.socket:
-    swapped = writable_above(path)
-    if swapped is not None:
-        raise HetstreamError(f"everybody can put another socket in the place of {path}: chmod o-w {swapped}")
+    if reason := unsafe_above(path):
+        raise HetstreamError(f"the coordinator does not listen at {path}: {reason}")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise HetstreamError(f"{path} is there, and is no socket: it is not replaced. Give another --socket")

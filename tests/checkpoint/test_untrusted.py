@@ -274,7 +274,7 @@ def test_no_training_begins_where_others_can_write(common_place: Path, mode: int
 def test_no_training_begins_below_what_anybody_can_write_to(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ForeignOwner, match="anybody can put another directory into"):
+    with pytest.raises(ForeignOwner, match="anybody could put another directory in the place"):
         CheckpointDirectory(tmp_path / "open" / "ckpt").acquire(ME)
 
 

@@ -224,7 +224,7 @@ class TestSocket:
     def test_where_everybody_can_swap_it_nobody_listens(self, tmp_path: Path) -> None:
         (tmp_path / "open").mkdir()
         (tmp_path / "open").chmod(0o777)
-        with pytest.raises(HetstreamError, match="everybody can put another socket in the place"):
+        with pytest.raises(HetstreamError, match="anybody could put another directory in the place"):
             Coordinator(tmp_path / "open" / "gpu.sock", [], OwnJobs())
 
     def test_a_stopped_coordinator_with_a_full_queue_is_not_replaced(self, path: Path) -> None:

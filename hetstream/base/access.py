@@ -1,0 +1,216 @@
+"""Who else could change a file, or put another one in its place: owners, modes, ACLs, and every directory on the way.
+
+Called before anything is read that names a program, holds keys or makes up a program, and before such a thing is made.
+`files.py` reaches things in a directory that was found safe. Reads; changes nothing but what `Way` is asked to make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import grp
+import os
+import pwd
+import stat
+import struct
+from pathlib import Path
+
+from hetstream.base.users import group_name, user_name
+
+# With O_DIRECTORY an automounter mounts what is entered; O_PATH needs no right to read.
+_ENTER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_MOST_LINKS = 40  # as the kernel follows: https://man7.org/linux/man-pages/man7/path_resolution.7.html
+# Entries of an ACL: https://github.com/torvalds/linux/blob/v6.1/include/uapi/linux/posix_acl_xattr.h
+_ACL, _ACL_HEADER_BYTES, _ACL_ENTRY = "system.posix_acl_access", 4, struct.Struct("<HHI")
+_ACL_USER, _ACL_GROUP_OBJ, _ACL_GROUP, _ACL_WRITE = 0x02, 0x04, 0x08, 0x02
+
+
+class UntrustedFile(PermissionError):
+    """A link, a device, a stranger's file, or one that strangers can write to. It is not used."""
+
+
+def others_can_write(status: os.stat_result, where: int | str | os.PathLike[str]) -> bool:
+    """Whether anybody but the owner, root or this user can write to a file or into a directory.
+
+    A group of one user alone does not count: many sites give each user one, and let it write (umask 002). Where a file
+    has an ACL, the group's bits of its mode are the most that the ACL gives to anybody it names
+    (https://man7.org/linux/man-pages/man5/acl.5.html), so the ACL is read.
+
+    Args:
+        status: of the file.
+        where: a descriptor of it, or its path.
+    """
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
+    users, groups = _named_writers(where, status.st_gid)
+    alone = {status.st_uid, os.geteuid()}
+    return bool(users - alone - {0}) or any(not any(_is_private_group(gid, uid) for uid in alone) for gid in groups)
+
+
+def _named_writers(where: int | str | os.PathLike[str], gid: int) -> tuple[set[int], set[int]]:
+    """The users and groups, beside the owner, that may write to what a group may write to."""
+    try:
+        acl = os.getxattr(f"/proc/self/fd/{where}" if isinstance(where, int) else where, _ACL)
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+            raise
+        return set(), {gid}
+    entries = [
+        (tag, number)
+        for tag, permissions, number in _ACL_ENTRY.iter_unpack(acl[_ACL_HEADER_BYTES:])
+        if permissions & _ACL_WRITE
+    ]
+    groups = {number for tag, number in entries if tag == _ACL_GROUP}
+    groups |= {gid for tag, _ in entries if tag == _ACL_GROUP_OBJ}
+    return {number for tag, number in entries if tag == _ACL_USER}, groups
+
+
+def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -> str:
+    """Why somebody else could put something in the place of a path; "" if nobody but root and this user can.
+
+    Looks at each directory that a name on the way is looked up in, those of links included, as sshd (StrictModes),
+    munged and systemd do. It is root's or this user's; where others can write to it, it has the sticky bit, which
+    binds all but its owner (https://man7.org/linux/man-pages/man2/rename.2.html, EPERM). A link is root's or this
+    user's. Of a path that is not there, what is there is looked at.
+
+    Args:
+        path: of a file or directory, which itself is not looked at; if it is a link, where that leads.
+        of_colleagues: directories of another user, or of a group, count as safe as long as not everybody can write to
+            them. For data of which each directory and file is looked at when it is opened.
+
+    Returns:
+        The directory, who owns it and its mode, the rule, and what can be done.
+
+    Raises:
+        OSError: something on the way cannot be entered.
+    """
+    way = Way(of_colleagues=of_colleagues)
+    try:
+        way.go(path)
+    except UntrustedFile as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(way.descriptor)
+    return ""
+
+
+class Way:
+    """A walk from `/`, one name at a time, that looks at each directory before it looks a name up there.
+
+    Attributes:
+        descriptor: of the directory that was reached (O_PATH); whoever walks closes it.
+        path: of that.
+        missing: what was looked up last and is no directory, or not there; None if the walk came to its end.
+    """
+
+    def __init__(self, *, make: bool = False, of_colleagues: bool = False) -> None:
+        self.descriptor = os.open("/", _ENTER)
+        self.path = Path("/")
+        self.missing: Path | None = None
+        self._make = make
+        self._of_colleagues = of_colleagues
+
+    def go(self, path: str | os.PathLike[str]) -> None:
+        """Walk.
+
+        Raises:
+            UntrustedFile: a directory on the way is not safe.
+            OSError: it cannot be entered.
+        """
+        whole = Path.cwd() / path  # `..` stays in it: behind a link it leads elsewhere than the text says
+        names = [*reversed(whole.parts[1:])]
+        num_links = 0
+        while names and self.missing is None:
+            name = names.pop()
+            self.check(whole)
+            try:
+                self._enter(name)
+            except FileNotFoundError:
+                if not self._make:
+                    self.missing = self.path / name
+                    continue
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=self.descriptor)
+                self._enter(name)
+            except NotADirectoryError:
+                target = self._read_link(name)
+                if target is None:
+                    self.missing = self.path / name
+                    continue
+                num_links += 1
+                if num_links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(whole)) from None
+                parts = Path(target).parts
+                if target.startswith("/"):
+                    self._enter("/")
+                    parts = parts[1:]
+                names += reversed(parts)
+
+    def _enter(self, name: str) -> None:
+        inner = os.open(name, _ENTER, dir_fd=self.descriptor)
+        os.close(self.descriptor)
+        self.descriptor = inner
+        self.path = Path(name) if name == "/" else self.path.parent if name == ".." else self.path / name
+
+    def _read_link(self, name: str) -> str | None:
+        """Where a link leads to; None if it is none."""
+        descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISLNK(status.st_mode):
+                return None
+            if status.st_uid not in (0, os.geteuid()) and not self._of_colleagues:
+                raise _unsafe(
+                    f"{self.path / name} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on "
+                    f"the way is root's or user {os.geteuid()}'s. Use another place"
+                )
+            return os.readlink("", dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+
+    def check(self, whole: Path) -> None:
+        """Look at the directory that was reached.
+
+        Args:
+            whole: what is looked for, for the message.
+
+        Raises:
+            UntrustedFile: it is not safe.
+        """
+        status = os.fstat(self.descriptor)
+        is_own = status.st_uid in (0, os.geteuid())
+        facts = f"{self.path} (owner {user_name(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o})"
+        rule = f"a directory on the way is root's or user {user_name(os.geteuid())}'s"
+        if not is_own and not (self._of_colleagues and not status.st_mode & stat.S_IWOTH):
+            raise _unsafe(
+                f"somebody else could put another one in the place of {whole}: {facts} is another user's; {rule}, "
+                "whatever its mode: the sticky bit does not bind the owner. Use another place, or have it given to root"
+            )
+        if not is_own or status.st_mode & stat.S_ISVTX:
+            return
+        writes = bool(status.st_mode & stat.S_IWOTH)
+        if writes or (not self._of_colleagues and others_can_write(status, self.descriptor)):
+            who = "anybody" if writes else "others"
+            whom = "all" if writes else f"group {group_name(status.st_gid)}, or others that an ACL names,"
+            raise _unsafe(
+                f"{who} could put another directory in the place of {whole}: {whom} can write to {facts}, which has no "
+                f"sticky bit. Use another place, or: chmod {'+t' if writes else 'g-w'} {self.path}"
+            )
+
+
+def _unsafe(reason: str) -> UntrustedFile:
+    return UntrustedFile(errno.EPERM, reason)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_private_group(gid: int, uid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    if user.pw_gid != gid or group.gr_name != user.pw_name or not {*group.gr_mem} <= {user.pw_name}:
+        return False
+    return all(other.pw_gid != gid or other.pw_uid == uid for other in pwd.getpwall())  # members by their first group

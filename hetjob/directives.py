@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from hetstream.hetjob.errors import DirectiveError
+from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
 from hetstream.hetjob.sbatch_options import SbatchOption
 from hetstream.hetjob.spec import OPTIONS, JobSpec, parse_value
 
@@ -167,11 +167,13 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
     names = {directive.name for directive in directives}
     needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name not in _WITHOUT_WORKERS]
     # An unknown option may be this one misspelt.
-    if names <= OPTIONS.keys() and needs_data_workers and "data-workers" not in names:
+    is_missing = names <= OPTIONS.keys() and bool(needs_data_workers) and "data-workers" not in names
+    kind = DataWorkersMissing if is_missing and not problems else DirectiveError
+    if is_missing:
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")
     if problems:
-        raise DirectiveError(f"{name} {'; '.join(problems)}")
+        raise kind(f"{name} {'; '.join(problems)}")
     try:
         return JobSpec(**fields)
-    except DirectiveError as error:
-        raise DirectiveError(f"{name}: {error}") from error
+    except DirectiveError as exc:
+        raise DirectiveError(f"{name}: {exc}") from exc

@@ -53,7 +53,8 @@ def read_ended(directory: Path) -> EndedJob | None:
     """
     try:
         summary, status = load_summary(directory)
-        return ended_of(summary, directory.name.split("-")[1], user_name(status.st_uid), status.st_mtime)
+        ended_s = float(summary.get("ended_s") or status.st_mtime)  # a copy's file is younger
+        return ended_of(summary, directory.name.split("-")[1], user_name(status.st_uid), ended_s)
     except FileNotFoundError:
         return None
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):

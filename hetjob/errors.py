@@ -46,6 +46,10 @@ class DirectiveError(UsageError):
     """A `#HETSTREAM` directive or its command-line form is wrong."""
 
 
+class DataWorkersMissing(DirectiveError):
+    """All that is wrong with directives: they are about data workers, and none says how many."""
+
+
 class ConversionError(UsageError):
     """The script asks for something that a heterogeneous job cannot do."""
 

@@ -49,6 +49,16 @@ def read_summary(work_dir: Path) -> dict[str, Any]:
     return summary
 
 
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    """Leave a job's record in its directory, whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with Directory.open(directory) as opened:
+        opened.write_whole(SUMMARY_FILE, json.dumps(summary, indent=1).encode() + b"\n")
+
+
 def summary_line(summary: Mapping[str, Any]) -> str:
     """The summary on one line, for a log or a terminal."""
     loaders = summary.get("loaders", [])

@@ -1,4 +1,4 @@
-"""What a job has measured of itself, for the site daemon: (moments of the job) -> `Measured`. Pure.
+"""What a job has measured of itself: for the site daemon `Measured`, for its record `WaitsByDataWorkers`. Pure.
 
 Called by `hetstream.hetjob.master.elastic` once a second. How much work is left: `remaining_work.py`.
 """
@@ -83,6 +83,43 @@ class Measuring:
         self._points[size] = speed
         while len(self._points) > MAX_POINTS:
             del self._points[next(iter(self._points))]  # the oldest
+
+
+class WaitsByDataWorkers:
+    """For how long how many data workers worked, and how long the trainer waited for data meanwhile.
+
+    A companion that is in the queue, or starts, makes no batch: it does not count.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._noted_at: float | None = None
+
+    def note(self, snapshot: Snapshot, now: float) -> None:
+        """Take in a moment; the time since the last one counts if steps were taken in both.
+
+        Args:
+            snapshot: of this moment.
+            now: on any clock that does not go back.
+        """
+        before, self._noted_at = self._noted_at, None
+        if not snapshot.reading or snapshot.steps_per_s <= 0:
+            return
+        self._noted_at = now
+        if before is not None:
+            number = snapshot.fixed + len(snapshot.of(CompanionState.WORKING))
+            seconds, waited_s = self._seconds.get(number, (0.0, 0.0))
+            passed_s = now - before
+            self._seconds[number] = seconds + passed_s, waited_s + passed_s * min(1.0, snapshot.wait_share)
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """For the job's summary, by number."""
+        return [
+            {"data_workers": number, "seconds": round(seconds, 1), "wait_share": round(waited_s / seconds, 4)}
+            for number, (seconds, waited_s) in sorted(self._seconds.items())
+            if seconds > 0
+        ]
 
 
 def worker_memory_mb(options: Sequence[str], cpus: int) -> int | None:

@@ -22,7 +22,7 @@ import msgspec
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.controller_state import Stage
-from hetstream.hetjob.elastic.measuring import Measuring
+from hetstream.hetjob.elastic.measuring import Measuring, WaitsByDataWorkers
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetstream.hetjob.elastic.step_terms import StepTerms
 from hetstream.hetjob.master.companion_memory import CompanionMemory
@@ -120,6 +120,7 @@ class Elastic:
         self._time = companions.time
         self._moves = CompanionMoves()
         self._step_terms = StepTerms()
+        self._waits = WaitsByDataWorkers()
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
@@ -144,6 +145,8 @@ class Elastic:
         return {
             "stage": controller.stage.value,
             "data_workers": last.num_data_workers if last else None,
+            "waits_by_data_workers": self._waits.rows,
+            "most_data_workers": controller.limits.maximum,
             "steps_per_s": last.steps_per_s if last else None,
             "wait_share": last.wait_share if last else None,
             "data_worker_cpus": controller.cpus,
@@ -188,6 +191,7 @@ class Elastic:
         for handover in self._hand_over(now):
             client.steer(self._order(handover))
         snapshot = self._snapshot(load, rates, now)
+        self._waits.note(snapshot, now)
         if snapshot.reading and snapshot.steps_per_s > 0:
             self._last_read = snapshot
             num_working = len(snapshot.of(CompanionState.WORKING)) + self._fixed

@@ -10,8 +10,8 @@ step the master has the time to end the data workers, keep the summary and remov
 from __future__ import annotations
 
 import functools
-import json
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -49,7 +49,7 @@ from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
 from hetstream.hetjob.site.address import SITE_FILE
-from hetstream.hetjob.summary import SUMMARY_FILE, read_summary, summary_line
+from hetstream.hetjob.summary import read_summary, summary_line, write_summary
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.interpreter import remove_announcement
@@ -315,12 +315,12 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
     summary = read_summary(work_dir)
     summary |= stages.summary(config.trainer_cpus)
     if summary:
-        summary["job_name"] = job.job_name
+        summary |= {"job_name": job.job_name, "submit_dir": os.path.realpath(job.submit_dir)}
+        summary["ended_s"] = round(time.time(), 3)
         if work.start_s is not None and work.end_s is not None:
             summary["elapsed_s"] = round(time.time() - work.start_s, 3)
             summary["time_limit_s"] = round(work.end_s - work.start_s, 3)
-        with Directory.open(job.directory) as directory:
-            directory.write_whole(SUMMARY_FILE, json.dumps(summary, indent=1).encode() + b"\n")
+        write_summary(job.directory, summary)
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
     ended = ended_of(summary, job.job_id, "", time.time())
     if ended and ended.advice:

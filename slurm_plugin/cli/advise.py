@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     submitted = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
     pattern = setting(JOBS_DIR, os.environ)
     places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]
-    ended = ended_jobs(places, now_s - RECENT_S)
+    ended = ended_jobs(places, now_s - RECENT_S, now_s)
     history = remember(places, os.environ, now_s)
     emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot, history))
     return 0

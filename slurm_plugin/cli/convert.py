@@ -7,20 +7,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetstream.base.errors import UsageError
+from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.convert import script_options
+from hetstream.hetjob.convert import NoSuchNode, script_options
 from hetstream.hetjob.directives import Directive, from_command_line, is_own, read_directives
+from hetstream.hetjob.errors import DataWorkersMissing
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.ports import NodeSize, SlurmClient
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
 from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
+from hetstream.slurm_plugin.model.alike import within_nodes
 from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
@@ -70,8 +73,13 @@ def run(args: argparse.Namespace) -> int:
         body = script.read_bytes()
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror}") from error
-    proposed, why = _from_history(body, script.name, options) if auto else ([], [])
-    conversion = convert_script(body, script.name, options, os.environ, CommandSlurm(), own_program(), proposed)
+    client = CommandSlurm()
+    proposed, why = _from_history(body, script.name, options, client) if auto else ([], [])
+    try:
+        conversion = _convert(body, script.name, options, client, proposed if auto else None)
+    except HetstreamError:
+        _say(f"note: {note}" for note in why)  # they may be what explains the error
+        raise
     notes = (*why, *conversion.notes, *note_on_arguments(script.name, arguments))
     conversion = replace(conversion, notes=notes)
     if as_json:
@@ -79,22 +87,60 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(conversion.script)
-    for line in _explanation(conversion, script.name):
-        print(printable(line), file=sys.stderr)
+    _say(_explanation(conversion, script.name))
     return 0
 
 
-def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tuple[list[Directive], list[str]]:
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+
+
+def _convert(
+    body: bytes,
+    name: str,
+    options: Sequence[SbatchOption],
+    client: SlurmClient,
+    proposed: Sequence[Directive] | None,
+) -> Conversion:
+    """Convert a script; with what past jobs propose, which is no error of the script where it cannot be.
+
+    Args:
+        body, name: of the script.
+        options: of the command line.
+        client: asked for the cluster.
+        proposed: by past jobs; None where they were not asked.
+    """
+    try:
+        return convert_script(body, name, options, os.environ, client, own_program(), proposed or ())
+    except DataWorkersMissing as error:
+        if proposed is None:
+            raise
+        return Conversion(body, None, (f"{error}. Past jobs propose none: {name} stays as it is",))
+    except NoSuchNode as error:
+        sizes = [option for option in proposed or () if option.name in ("data-worker-cpus", "data-worker-mem")]
+        if not sizes:
+            raise
+        text = " and ".join(f"--{option.name}={option.value}" for option in sizes)
+        raise NoSuchNode(
+            f"{error}. Of that, {text} comes from past jobs (--auto): give it yourself if they are not like this one"
+        ) from error
+
+
+def _from_history(
+    body: bytes, name: str, options: Sequence[SbatchOption], client: SlurmClient
+) -> tuple[list[Directive], list[str]]:
     """Directives that past jobs propose for a script, and what to say about them."""
     text = body.decode(errors="surrogateescape")
     places = [Path.cwd() / IN_SUBMIT_DIR]
     pattern = setting(JOBS_DIR, os.environ)
-    history = remember([*places, *([for_user(pattern)] if pattern else [])], os.environ, time.time())
+    places += [for_user(pattern)] if pattern else []
+    history = remember(places, os.environ, time.time(), Path.cwd())
     explanation = [f"--auto: {note}" for note in history.notes]
     if history.problem or not history.jobs:
         return [], explanation
     asked = SbatchOptions((*script_options(text, name), *(option for option in options if not is_own(option.name))))
-    proposal = for_script(history, name, asked)
+    proposal = for_script(history, name, text, asked)
     if proposal is None:
         return [], [
             *explanation,
@@ -102,17 +148,33 @@ def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tu
         ]
     if not proposal.options:
         return [], [*explanation, f"--auto: no data workers are proposed: {proposal.reason}"]
-    found = as_directives(proposal, [*read_directives(text, name), *from_command_line(options)])
+    given = [*read_directives(text, name), *from_command_line(options)]
+    found = as_directives(within_nodes(proposal, _nodes(given, client)), given)
     options_text = (
         " ".join(f"--{option.name}={option.value}" for option in found) or "nothing that the script does not say itself"
     )
     return found, [*explanation, f"--auto: {options_text}", f"    because of {proposal.reason}"]
 
 
+def _nodes(given: Sequence[Directive], client: SlurmClient) -> list[NodeSize]:
+    """The nodes that data workers of a proposed size must fit; none where they are not known, or the size is given."""
+    if not {"data-worker-cpus", "data-worker-threads", "data-worker-mem"}.isdisjoint(option.name for option in given):
+        return []
+    try:
+        cluster = client.cluster()
+    except HetstreamError:
+        return []  # whoever converts asks again, and says so
+    chosen = [directive.value for directive in given if directive.name == "data-worker-partition"]
+    partitions = (chosen[-1] if chosen else cluster.default_partition) or ""
+    limits = [cluster.limits.get(partition) for partition in partitions.split(",")]
+    return [node for limit in limits if limit is not None for node in limit.nodes] if all(limits) else []
+
+
 def _explanation(conversion: Conversion, name: str) -> list[str]:
     lines = [f"note: {note}" for note in conversion.notes]
     if conversion.plan is None:
-        return [*lines, f"{name} has no #HETSTREAM line before its first command: unchanged"]
+        has_lines = bool(read_directives(conversion.script.decode(errors="surrogateescape"), name))
+        return lines if has_lines else [*lines, f"{name} has no #HETSTREAM line before its first command: unchanged"]
     changes = conversion.plan.changes
     return lines + [line for change in changes for line in (change.change, f"    because {change.why}")]
 

@@ -8,17 +8,20 @@ import logging
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetstream.hetjob.job_environment import export_lines, plain_variables
+from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables
 from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
 from hetstream.hetjob.master.stages import GpuStage
 from hetstream.hetjob.site.link import linked
+from hetstream.hetjob.summary import read_summary, write_summary
+from hetstream.hetjob.what_runs import what_runs
 from hetstream.mpi_dataworkers.config import OFFLOADS
 from hetstream.slurm_plugin.cli.commands import add_action
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -123,7 +126,22 @@ def _serve(args: argparse.Namespace) -> int:
     def usual_length() -> UsualLength | None:
         from hetstream.slurm_plugin.insight.proposals import usual_length_of
 
-        return usual_length_of(config.job_name or job.job_name, [job.directory.parent], os.environ)
+        name = config.job_name or job.job_name
+        return usual_length_of(name, job.submit_dir, [job.directory.parent], os.environ)
 
     with linked(os.environ, int(job.job_id)) as site:
-        return serve(config, CommandSlurm(), os.environ, site, usual_length)
+        code = serve(config, CommandSlurm(), os.environ, site, usual_length)
+    _note_what_runs(job)
+    return code
+
+
+def _note_what_runs(job: JobEnvironment) -> None:
+    """Add to the job's record what its script ran, by which past jobs are compared; last, as Slurm may be slow."""
+    summary = read_summary(job.directory)
+    if not summary:
+        return
+    try:
+        script = CommandSlurm().batch_script(job.job_id).decode(errors="surrogateescape")
+        write_summary(job.directory, {**summary, "what_runs": asdict(what_runs(script))})
+    except (HetstreamError, OSError) as error:
+        logging.getLogger(__name__).info("what the job's script runs is not known to its record: %s", error)

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from hetstream.base.users import user_name
 from hetstream.hetjob.ended_job import EndedJob, read_ended
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
 from hetstream.hetjob.summary import load_summary
-from hetstream.slurm_plugin.model.past_job import PastJob, past_job_of
+from hetstream.slurm_plugin.model.past_job import CLOCKS_DIFFER_S, PastJob, past_job_of
 
 
-def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:
-    """Of each script's name and place, the newest job that ended since then.
+def ended_jobs(places: Iterable[Path], since_s: float, until_s: float) -> list[EndedJob]:
+    """Of each script's name and place, the newest job that ended in this time.
 
     Args:
         places: that hold directories of jobs, such as `.hetstream` where they were submitted.
-        since_s: in seconds since the epoch.
+        since_s, until_s: in seconds since the epoch. A record with a later date says not when its job ended.
     """
     newest: dict[tuple[Path, str], EndedJob] = {}
     for directory in _directories(places):
@@ -28,7 +29,7 @@ def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:
             found = read_ended(directory)
         except OSError:
             continue
-        if found is None or found.ended_s < since_s:
+        if found is None or not since_s <= found.ended_s <= until_s + CLOCKS_DIFFER_S:
             continue
         before = newest.get((directory.parent, found.name))
         if before is None or before.ended_s < found.ended_s:
@@ -64,4 +65,7 @@ def _read(directory: Path) -> PastJob | None:
         return None  # it runs, is not ours, or no record
     if status.st_uid != os.geteuid():
         return None
-    return past_job_of(summary, directory.name.split("-")[1], user_name(status.st_uid), round(status.st_mtime, 3))
+    place = directory.parent  # resolved
+    submit_dir = str(place.parent) if place.name == IN_SUBMIT_DIR else ""
+    job, user = directory.name.split("-")[1], user_name(status.st_uid)
+    return past_job_of(summary, job, user, round(status.st_mtime, 3), submit_dir)

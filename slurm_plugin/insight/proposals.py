@@ -14,11 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from hetstream.base.users import user_name
 from hetstream.hetjob.directives import Directive
 from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.request import gpus_per_task, tasks_per_node
 from hetstream.hetjob.sbatch_options import SbatchOptions
+from hetstream.hetjob.what_runs import what_runs
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.past_jobs import past_jobs
 from hetstream.slurm_plugin.model.alike import Proposal, last_batch, propose
@@ -40,12 +43,14 @@ class Remembered:
     Attributes:
         jobs: the oldest first.
         user: what stands in it for this user; "" if that is not known.
+        directory: the same for the directory that the caller asked about.
         problem: why it could not be used; empty if it could.
         num_unreadable: records in it that are damaged, and left out.
     """
 
     jobs: tuple[PastJob, ...] = ()
     user: str = ""
+    directory: str = ""
     problem: str = ""
     num_unreadable: int = 0
 
@@ -58,21 +63,34 @@ class Remembered:
         return (found if self.num_unreadable else []) + ([] if self.jobs else [NO_HISTORY])
 
 
-def remember(places: Iterable[Path], environ: Mapping[str, str], now_s: float) -> Remembered:
-    """Add what the records in these places tell, and read all that is known."""
-    directory = history_directory(environ)
+def remember(
+    places: Iterable[Path], environ: Mapping[str, str], now_s: float, directory: Path | None = None
+) -> Remembered:
+    """Add what the records in these places tell, and read all that is known.
+
+    Args:
+        places: that hold directories of jobs.
+        environ: names the job history.
+        now_s: in seconds since the epoch.
+        directory: that a job is submitted from; None where that is not asked.
+    """
+    history_place = history_directory(environ)
     new = past_jobs(places)
     try:
-        if not new and not (directory / HISTORY_FILE).exists():
+        if not new and not (history_place / HISTORY_FILE).exists():
             return Remembered()
-        with JobHistory(directory, plain_names=keeps_plain_names(environ)) as history:
+        with JobHistory(history_place, plain_names=keeps_plain_names(environ)) as history:
             history.add(new, now_s)
-            jobs = tuple(history.jobs())
-            return Remembered(jobs, history.user(user_name(os.geteuid())), num_unreadable=history.num_unreadable)
+            return Remembered(
+                tuple(history.jobs(now_s)),
+                history.kept_name(user_name(os.geteuid())),
+                history.kept_name(os.path.realpath(directory)) if directory else "",
+                num_unreadable=history.num_unreadable,
+            )
     except HistoryError as error:
         return Remembered(problem=str(error))
     except OSError as error:
-        return Remembered(problem=f"job history in {directory} cannot be looked at: {error.strerror}")
+        return Remembered(problem=f"job history in {history_place} cannot be looked at: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -84,41 +102,49 @@ class NextSubmission:
 
 
 def next_submissions(history: Remembered, now_s: float) -> list[NextSubmission]:
-    """For each script of this user of which a job has ended of late, by name."""
-    newest: dict[str, Features] = {}
+    """For each script of this user of which a job has ended of late, by name; one for each directory that has it."""
+    newest: dict[tuple[str, str], Features] = {}
     for job in history.jobs:
         if history.user and job.features.user == history.user and job.ended_s >= now_s - LISTED_S:
-            newest[job.features.name] = job.features
-    found = ((name, propose(features, history.jobs)) for name, features in sorted(newest.items()))
+            newest[job.features.name, job.features.directory] = job.features
+    found = ((name, propose(features, history.jobs)) for (name, _), features in sorted(newest.items()))
     return [NextSubmission(name, proposal) for name, proposal in found if proposal is not None]
 
 
-def for_script(history: Remembered, name: str, options: SbatchOptions) -> Proposal | None:
+def for_script(history: Remembered, name: str, script: str, options: SbatchOptions) -> Proposal | None:
     """What a script may ask for that is about to be submitted; None where no past job is like it.
 
     Args:
         history: of past jobs.
         name: of the script.
+        script: its text.
         options: of sbatch, in force for it.
     """
     gpus = gpus_per_task(options) * _num_tasks(options)
-    job_name = options.value("job-name") or name
-    batch = last_batch(job_name, history.user, history.jobs)
-    return propose(Features(job_name, round(gpus), history.user, batch=batch), history.jobs)
+    runs = what_runs(script)
+    features = Features(
+        options.value("job-name") or name, round(gpus), history.user, directory=history.directory,
+        commands=runs.commands, files=runs.files,
+    )  # fmt: skip
+    batch = last_batch(features, history.jobs)
+    return propose(msgspec.structs.replace(features, batch=batch), history.jobs)
 
 
-def usual_length_of(job_name: str, places: Iterable[Path], environ: Mapping[str, str]) -> UsualLength | None:
+def usual_length_of(
+    job_name: str, directory: Path, places: Iterable[Path], environ: Mapping[str, str]
+) -> UsualLength | None:
     """How long jobs like this one run; None where no past job says so.
 
     Args:
         job_name: as Slurm has it.
+        directory: that it was submitted from.
         places: that hold directories of jobs.
         environ: names the job history.
     """
-    history = remember(places, environ, time.time())
+    history = remember(places, environ, time.time(), directory)
     if history.problem:
         log.warning("how long similar jobs ran is not known: %s", history.problem)
-    return usual_length(Features(job_name, user=history.user), history.jobs)
+    return usual_length(Features(job_name, user=history.user, directory=history.directory), history.jobs)
 
 
 def _num_tasks(options: SbatchOptions) -> int:

@@ -3,8 +3,11 @@
 `hetstream advise` and `hetstream convert --auto` add what the records of this user's jobs tell, and read it. A user has
 one of his own, or the site names a directory (`HETSTREAM_JOB_HISTORY`, with %u for the user, or one for all). The file
 has mode 0600; an administrator who wants others to read it gives them that right. Where it cannot be written, it is
-only read. Names of users are kept as HMAC-SHA256 under a key that lies beside it, unless the site says
-`HETSTREAM_JOB_HISTORY_USERS=plain`.
+only read. Names of users, and directories, in which they often are, are kept as HMAC-SHA256 under a key that lies
+beside it, unless the site says `HETSTREAM_JOB_HISTORY_USERS=plain`.
+
+A job counts once, wherever copies of its record lie: its number and what its record says are what tells it apart, not
+the time of a file. A record that is dated ahead of the clock is kept without a date.
 
 WAL mode with one process at a time (locking_mode=exclusive), so that no memory is shared between hosts: homes are on
 network file systems. A transaction takes milliseconds; others wait for it.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import sqlite3
@@ -28,7 +32,7 @@ from hetstream.base.files import Directory
 from hetstream.hetjob.jobs_dir import for_user, setting
 from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.database import HistoryFile, create_private, transaction
-from hetstream.slurm_plugin.model.past_job import PastJob
+from hetstream.slurm_plugin.model.past_job import CLOCKS_DIFFER_S, PastJob, within_bounds
 
 JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY_USERS"
 HISTORY_FILE, KEY_FILE = "job-history.sqlite", "job-history.key"
@@ -105,17 +109,18 @@ class JobHistory(HistoryFile):
         if not self._plain_names:
             self._key = self._key_of_place()
 
-    def user(self, name: str) -> str:
-        """What is kept for a user's name; "" where the key cannot be read, so that nobody is taken for another."""
-        if self._plain_names:
+    def kept_name(self, name: str) -> str:
+        """What is kept for a user's name or a directory; "" where the key cannot be read: then nobody is mistaken."""
+        if self._plain_names or not name:
             return name
-        return hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest()[:32] if self._key else ""
+        digest = hmac.new(self._key, os.fsencode(name), hashlib.sha256) if self._key else None
+        return digest.hexdigest()[:32] if digest else ""
 
     def add(self, jobs: Iterable[PastJob], now_s: float) -> int:
         """Keep jobs, and drop those that are too old or too many; returns how many were new.
 
         Args:
-            jobs: whose `features.user` is the user's name; it is replaced by what is kept for it.
+            jobs: whose features have the user's name and the directory; they are replaced by what is kept for them.
             now_s: in seconds since the epoch.
 
         Raises:
@@ -123,15 +128,11 @@ class JobHistory(HistoryFile):
         """
         if self.is_read_only:
             return 0
-        rows = []
-        for job in jobs:
-            features = msgspec.structs.replace(job.features, user=self.user(job.features.user))
-            kept = msgspec.structs.replace(job, features=features)
-            rows.append((job.job, job.ended_s, msgspec.json.encode(kept).decode()))
         with self._named():
             before = self._count()
             with transaction(self._database):
-                self._database.executemany("insert or ignore into jobs values (?, ?, ?)", rows)
+                for job in jobs:
+                    self._add(job, now_s)
                 added = self._count() - before
                 # By a clock that is a year ahead, all that is kept would be too old.
                 (newest_s,) = self._database.execute("select coalesce(max(ended_s), 0) from jobs").fetchone()
@@ -143,8 +144,32 @@ class JobHistory(HistoryFile):
                 )
         return added
 
-    def jobs(self) -> list[PastJob]:
+    def _add(self, job: PastJob, now_s: float) -> None:
+        """Keep one job, unless it is there; of a copy's date and the original's, the earlier counts."""
+        features = msgspec.structs.replace(
+            job.features, user=self.kept_name(job.features.user), directory=self.kept_name(job.features.directory)
+        )
+        is_ahead = job.ended_s > now_s + CLOCKS_DIFFER_S
+        kept = msgspec.structs.replace(job, features=features, ended_s=0.0 if is_ahead else job.ended_s)
+        ended_s = now_s if is_ahead else job.ended_s
+        found = self._database.execute(
+            "select rowid, ended_s, cast(record as blob) from jobs where job = ?", (job.job,)
+        ).fetchall()
+        for rowid, found_s, text in found:
+            other = _decoded(text)
+            if other is None or _told_by(other) != _told_by(kept):
+                continue
+            if is_ahead or found_s <= ended_s:
+                return
+            self._database.execute("delete from jobs where rowid = ?", (rowid,))
+        text = msgspec.json.encode(kept).decode()
+        self._database.execute("insert or ignore into jobs values (?, ?, ?)", (kept.job, ended_s, text))
+
+    def jobs(self, now_s: float = math.inf) -> list[PastJob]:
         """All that are kept, the oldest first. A record that is damaged costs itself, and not the others.
+
+        Args:
+            now_s: in seconds since the epoch. What an older release has kept with a later date has none.
 
         Raises:
             HistoryError: it cannot be read.
@@ -153,7 +178,13 @@ class JobHistory(HistoryFile):
             rows = self._database.execute("select cast(record as blob) from jobs order by ended_s, job").fetchall()
         found = [job for (text,) in rows if (job := _decoded(text)) is not None]
         self.num_unreadable = len(rows) - len(found)
-        return found
+        # Of a file of an older release, which kept every copy of a record.
+        first: dict[tuple[object, ...], PastJob] = {}
+        for job in found:
+            is_ahead = job.ended_s > now_s + CLOCKS_DIFFER_S
+            first.setdefault((job.job, *_told_by(job)), msgspec.structs.replace(job, ended_s=0.0) if is_ahead else job)
+        bounded = (within_bounds(job) for job in first.values())
+        return sorted((job for job in bounded if job is not None), key=lambda job: (job.ended_s, job.job))
 
     def _key_of_place(self) -> bytes | None:
         """The key for names, made where there is none: by one process, and whole or not at all.
@@ -175,6 +206,15 @@ class JobHistory(HistoryFile):
     def _count(self) -> int:
         (num,) = self._database.execute("select count(*) from jobs").fetchone()
         return int(num)
+
+
+def _told_by(job: PastJob) -> tuple[object, ...]:
+    """What a job's record says of its run, in every release: not where a copy lies, nor when it was written."""
+    features = job.features
+    return (
+        features.name, features.gpus, features.user, features.batch, job.trainer_cpus, job.steps_per_s, job.wait_share,
+        job.data_worker_mb, job.limit_share, job.gradient_s, job.update_s, job.embedding_s,
+    )  # fmt: skip
 
 
 def _decoded(text: bytes) -> PastJob | None:

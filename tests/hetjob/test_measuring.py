@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.elastic.measuring import Measuring, worker_memory_mb
+from hetstream.hetjob.elastic.measuring import Measuring, WaitsByDataWorkers, worker_memory_mb
 from hetstream.hetjob.elastic.remaining_work import Work, remaining
 from hetstream.hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
 from hetstream.hetjob.site.measured import MAX_POINTS, RemainingWork, SpeedPoint
@@ -26,6 +26,28 @@ def moment(*companions: Companion, wait_share: float = 0.2, steps_per_s: float =
 
 def companion(name: str, rate: float, cpus: int = 4, state: CompanionState = WORKING) -> Companion:
     return Companion(name, cpus, state, 0.0, rate)
+
+
+def test_only_data_workers_that_work_count() -> None:
+    waits = WaitsByDataWorkers()
+    queued = [companion(str(number), 0.0, state=CompanionState.PENDING) for number in range(3)]
+    starting = companion("3", 0.0, state=CompanionState.STARTING)
+    for second in range(11):
+        waits.note(moment(*queued, starting, wait_share=0.9), float(second))
+    for second in range(11, 31):
+        waits.note(moment(*queued[1:], companion("0", 3.0), wait_share=0.1, fixed=1), float(second))
+    assert waits.rows == [
+        {"data_workers": 0, "seconds": 10.0, "wait_share": 0.9},
+        {"data_workers": 2, "seconds": 20.0, "wait_share": 0.1},
+    ]
+
+
+def test_a_pause_of_the_loaders_counts_for_no_number() -> None:
+    waits = WaitsByDataWorkers()
+    for second, steps_per_s in ((0, 8.0), (1, 8.0), (2, 0.0), (500, 8.0), (502, 8.0)):
+        waits.note(moment(companion("0", 3.0), steps_per_s=steps_per_s), float(second))
+    assert waits.rows == [{"data_workers": 1, "seconds": 3.0, "wait_share": 0.2}]
+    assert WaitsByDataWorkers().rows == []
 
 
 def test_speeds_are_kept_by_size_and_number() -> None:

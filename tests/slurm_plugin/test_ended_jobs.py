@@ -55,9 +55,9 @@ def test_of_each_script_the_newest_job_counts(tmp_path: Path) -> None:
         os.utime(leave(place, job, name=name) / "summary.json", (1000 + number, 1000 + number))
     leave(here, "5", needed=None)
     places = [path / ".hetstream" for path in (here, there)]
-    found = ended_jobs([*places, places[0], tmp_path / "nowhere"], 900)
+    found = ended_jobs([*places, places[0], tmp_path / "nowhere"], 900, 2000)
     assert [one.job for one in found] == ["2", "3", "4"]
-    assert [one.job for one in ended_jobs(places, 1002)] == ["3", "4"]
+    assert [one.job for one in ended_jobs(places, 1002, 2000)] == ["3", "4"]
 
 
 def test_advise_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,33 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hetstream.hetjob.convert import script_options
 from hetstream.hetjob.directives import Directive
+from hetstream.hetjob.ports import NodeSize
 from hetstream.hetjob.sbatch_options import SbatchOptions
+from hetstream.hetjob.what_runs import what_runs
 from hetstream.slurm_plugin.insight.past_jobs import past_jobs
 from hetstream.slurm_plugin.insight.proposals import Remembered, as_directives, for_script, next_submissions, remember
-from hetstream.slurm_plugin.model.alike import accuracy, last_batch, likeness, most_alike, pace, propose, smoothed
+from hetstream.slurm_plugin.model.alike import (
+    LEAST_LIKENESS,
+    accuracy,
+    last_batch,
+    likeness,
+    most_alike,
+    pace,
+    propose,
+    smoothed,
+    within_nodes,
+)
 from hetstream.slurm_plugin.model.past_job import Features, PastJob
 
 
@@ -111,9 +125,10 @@ def test_a_script_is_taken_to_have_the_batch_that_it_had_last() -> None:
             [("train", "u", 32), ("train.sbatch", "u", 128), ("other", "u", 16), ("train", "v", 32)]
         )
     )
-    assert last_batch("train", "u", jobs) == 128
-    assert last_batch("train", "", jobs) == last_batch("new", "u", jobs) == 0
-    proposal = for_script(Remembered(jobs, "u"), "train.sbatch", SbatchOptions(script_options(SCRIPT, "train.sbatch")))
+    assert last_batch(Features("train", user="u"), jobs) == 128
+    assert last_batch(Features("train"), jobs) == last_batch(Features("new", user="u"), jobs) == 0
+    options = SbatchOptions(script_options(SCRIPT, "train.sbatch"))
+    proposal = for_script(Remembered(jobs, "u"), "train.sbatch", SCRIPT, options)
     assert proposal is not None
     assert "the most similar, job 1," in proposal.reason
 
@@ -127,6 +142,134 @@ def test_what_the_script_says_itself_is_not_proposed() -> None:
     assert [one.name for one in threaded] == ["data-workers", "trainer-cpus"]
 
 
+def starved(job: str, data_workers: int, wait_share: float, **more: Any) -> PastJob:
+    return past(job, data_workers=data_workers, wait_share=wait_share, **more)
+
+
+def proposed(*jobs: PastJob, gpus: int = 2) -> int:
+    proposal = propose(Features("train", gpus, "u"), jobs)
+    assert proposal is not None
+    return proposal.data_workers
+
+
+@pytest.mark.parametrize(("data_workers", "wait_share"), [(1, 0.95), (2, 0.9), (4, 0.8), (8, 0.8), (0, 0.9)])
+def test_jobs_that_waited_say_at_least_and_not_enough(data_workers: int, wait_share: float) -> None:
+    jobs = [starved(str(number), data_workers, wait_share) for number in range(5)]
+    assert proposed(*jobs) >= 2 * max(1, data_workers)
+    proposal = propose(Features("train", 2, "u"), jobs)
+    assert proposal is not None
+    assert "waited so much that what they had was not enough" in proposal.reason
+    allowed = [starved(str(number), data_workers, wait_share, most_data_workers=30) for number in range(5)]
+    assert proposed(*allowed) >= 30, "what the script allowed is never too much for a job that waited"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_job_that_waited_never_lowers_the_next_range(data: st.DataObject) -> None:
+    kinds = st.tuples(st.integers(0, 60), st.sampled_from([0.0, 0.02, 0.09, 0.3, 0.8, 0.99]), st.sampled_from([1, 4]))
+    jobs = [
+        past(str(number), data_workers=count, wait_share=share, data_worker_cpus=4)
+        for number, (count, share, _) in enumerate(data.draw(st.lists(kinds, min_size=3, max_size=9)))
+    ]
+    count = data.draw(st.integers(0, 60))
+    later = starved("99", count, 0.8)
+    if sum(not job.had_enough for job in jobs[-5:]) < 5:
+        assert proposed(*jobs, later) >= proposed(*jobs)
+
+
+GOOD = {"data_worker_mb": 4000}
+WRONG: list[dict[str, Any]] = [
+    {"data_workers": 200}, {"data_workers": 100_000}, {"data_workers": 0}, {"data_workers": 1, "wait_share": 0.97},
+    {"data_workers": 90_000, "wait_share": 0.97}, {"data_worker_cpus": 512}, {"data_worker_cpus": 100_000},
+    {"data_worker_cpus": 1}, {"data_worker_mb": 2_000_000}, {"data_worker_mb": 200_000}, {"data_worker_mb": 1},
+    {"trainer_cpus": 64}, {"trainer_cpus": 100_000}, {"trainer_cpus": 1}, {"trainer_cpus": None},
+    {"data_workers": 50, "most_data_workers": 100_000, "wait_share": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("place", range(5))
+def test_what_one_job_of_five_says_does_not_decide(wrong: dict[str, Any], place: int) -> None:
+    jobs = [past(str(number), **(GOOD | (wrong if number == place else {}))) for number in range(5)]
+    found = propose(Features("train", 2, "u"), jobs)
+    assert found is not None
+    assert found.options == {
+        "data-workers": "0-8", "data-worker-cpus": "4", "data-worker-mem": "5256M", "trainer-cpus": "3"
+    }  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=5))
+def test_memory_is_enough_for_the_usual_peak(peaks: list[int]) -> None:
+    jobs = [past(str(number), data_worker_mb=mb) for number, mb in enumerate(peaks)]
+    found = propose(Features("train", 2, "u"), jobs)
+    assert found is not None
+    assert found.data_worker_mb is not None
+    enough_for = sum(mb <= found.data_worker_mb for mb in peaks)
+    assert enough_for >= len(peaks) - (len(peaks) >= 3), "all jobs, or all but one that is far above the others"
+
+
+def test_two_jobs_that_disagree_get_the_larger_memory_and_the_newer_size() -> None:
+    jobs = [past("1", data_worker_mb=8000), past("2", data_worker_mb=2000, data_worker_cpus=2)]
+    found = propose(Features("train", 2, "u"), jobs)
+    assert found is not None
+    assert (found.data_worker_cpus, found.data_worker_mb) == (2, 4000 * 5 // 4 + 256)
+
+
+def test_a_proposal_fits_the_nodes_that_there_are() -> None:
+    nodes = [NodeSize(16, 64_000, False, 4), NodeSize(8, 4_000, False)]
+    small = propose(Features("train", 2, "u"), [past("1", data_worker_mb=4000)])
+    assert small is not None
+    assert within_nodes(small, nodes) == within_nodes(small, []) == small
+    wide = propose(Features("train", 2, "u"), [past("1", data_worker_cpus=64, data_worker_mb=32_000)])
+    assert wide is not None
+    fitted = within_nodes(wide, nodes)
+    assert (fitted.data_worker_cpus, fitted.data_workers) == (16, 4), "no more than have room"
+    assert fitted.data_worker_mb is not None
+    assert 8_000 < fitted.data_worker_mb <= 64_000
+    large = propose(Features("train", 2, "u"), [past("1", data_worker_mb=60_000)])
+    assert large is not None
+    assert within_nodes(large, nodes).data_worker_mb == 64_000, "headroom gives way, and the usual peak does not"
+    huge = propose(Features("train", 2, "u"), [past("1", data_worker_mb=200_000)])
+    assert huge is not None
+    assert within_nodes(huge, nodes).data_worker_mb == 200_256, "conversion says that it fits no node"
+
+
+A, B = Features("train.sbatch", 2, "u", directory="/a"), Features("train.sbatch", 2, "u", directory="/b")
+
+
+@pytest.mark.parametrize(
+    ("new", "other", "are_alike"),
+    [
+        (A, A, True),
+        (A, B, False),
+        (A, replace(B, directory=""), True),
+        (replace(A, commands="1"), replace(B, commands="1", name="other"), True),
+        (replace(A, commands="1", files="x"), replace(A, commands="2", files="x"), True),
+        (replace(A, commands="1", files="x"), replace(A, commands="2", files="y"), False),
+        (replace(A, commands="1", files="x"), replace(B, commands="2", files="x"), False),
+        *[
+            (replace(A, name=f"{name}.sbatch"), replace(A, name=f"{other}.sbatch"), False)
+            for name, other in [("exp1", "exp2"), ("run", "run2"), ("job_a", "job_b"), ("submit", "submit_big"),
+                                ("finetune_bert", "finetune_vit"), ("train", "train_v2")]
+        ],
+    ],
+)  # fmt: skip
+def test_jobs_are_alike_that_run_the_same(new: Features, other: Features, are_alike: bool) -> None:
+    assert (likeness(new, other) >= LEAST_LIKENESS) == are_alike
+    assert likeness(new, other) == likeness(other, new)
+
+
+def test_ones_own_older_jobs_decide_over_a_copys() -> None:
+    jobs = [past(str(number), data_workers=2) for number in range(5)]
+    jobs = [replace(job, features=replace(job.features, directory="/b", commands="1")) for job in jobs]
+    copies = [past(str(number), data_workers=60) for number in range(10, 15)]
+    copies = [replace(job, features=replace(job.features, directory="/a", commands="1")) for job in copies]
+    new = Features("train", 2, "u", directory="/b", commands="1")
+    assert {job.features.directory for job in most_alike(new, [*jobs, *copies])} == {"/b"}
+    assert {job.features.directory for job in most_alike(new, copies)} == {"/a"}, "a sweep's other directories do count"
+
+
 def test_the_next_submissions_are_those_of_this_user_of_late() -> None:
     day = 86400.0
     jobs = (
@@ -137,13 +280,18 @@ def test_the_next_submissions_are_those_of_this_user_of_late() -> None:
     assert next_submissions(Remembered(jobs, ""), 41 * day) == []
 
 
-def leave(place: Path, job: str, name: str = "train.sbatch", data_workers: int = 6) -> Path:
-    """Leave a job's record as the job master does."""
+def leave(
+    place: Path, job: str, name: str = "train.sbatch", script: str | None = None, **elastic: Any
+) -> Path:  # fmt: skip
+    """Leave a job's record as the job master does; without its script as older releases did."""
     directory = place / ".hetstream" / f"job-{job}"
     directory.mkdir(parents=True)
     loaders = [{"rank": 0, "title": "Folder train.py:3", "steps": 100, "samples": 6400}]
-    elastic = {"data_workers": data_workers, "data_worker_cpus": 4, "trainer_cpus_recommended": 3}
-    (directory / "summary.json").write_text(json.dumps({"job_name": name, "loaders": loaders, "elastic": elastic}))
+    elastic = {"data_workers": 6, "data_worker_cpus": 4, "trainer_cpus_recommended": 3} | elastic
+    summary: dict[str, Any] = {"job_name": name, "loaders": loaders, "elastic": elastic}
+    if script is not None:
+        summary |= {"submit_dir": str(place), "what_runs": asdict(what_runs(script))}
+    (directory / "summary.json").write_text(json.dumps(summary))
     return directory
 
 
@@ -170,8 +318,10 @@ def test_without_a_past_job_no_file_is_made_and_a_bad_one_costs_only_the_proposa
     assert "job history" in remember([tmp_path / ".hetstream"], environ, 0.0).problem
 
 
-def convert(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {"PATH": "/usr/bin:/bin", "HETSTREAM_JOB_HISTORY": str(place / "history")}
+def convert(
+    place: Path, *words: str, history: Path | None = None, path: str = "/usr/bin:/bin"
+) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": path, "HETSTREAM_JOB_HISTORY": str((history or place) / "history")}
     program = Path(sys.executable).with_name("hetstream")
     return subprocess.run([program, "convert", "--auto", *words], cwd=place, env=environ, capture_output=True,
                           text=True, check=False)  # fmt: skip
@@ -198,6 +348,74 @@ def test_convert_auto_adds_what_past_jobs_had(tmp_path: Path) -> None:
     assert "--companions=8" in found.stdout
     own = convert(tmp_path, "--data-worker-partition=cpu", "--data-workers=0-3", "train.sbatch")
     assert "--companions=3" in own.stdout
+
+
+def test_the_script_of_another_project_does_not_decide(tmp_path: Path) -> None:
+    ours, theirs, copy = tmp_path / "ours", tmp_path / "theirs", tmp_path / "copy"
+    tiny = SCRIPT.replace("train.py", "tiny_mnist.py")
+    for place, text in ((ours, SCRIPT), (theirs, tiny), (copy, SCRIPT)):
+        place.mkdir()
+        (place / "train.sbatch").write_text(text)
+    for number in range(5):
+        leave(ours, str(100 + number), script=SCRIPT, data_workers=60, data_worker_cpus=8, data_worker_mb=60_000)
+    found = convert(ours, "--data-worker-partition=cpu", "train.sbatch", history=tmp_path)
+    assert "--data-workers=0-75" in found.stderr
+    stranger = convert(theirs, "train.sbatch", history=tmp_path)
+    assert (stranger.returncode, stranger.stdout) == (0, tiny)
+    assert "none of 5 past job(s) is like train.sbatch" in stranger.stderr
+    leave(theirs, "99", data_workers=2)  # an older release says less, and where it lies is known
+    own = convert(theirs, "--data-worker-partition=cpu", "train.sbatch", history=tmp_path)
+    assert "--data-workers=0-3 " in own.stderr
+    assert (
+        "--data-workers=0-75" in convert(copy, "--data-worker-partition=cpu", "train.sbatch", history=tmp_path).stderr
+    )
+
+
+WITH_PARTITION = SCRIPT.replace("srun", "#HETSTREAM --data-worker-partition=cpu\nsrun")
+
+
+@pytest.mark.parametrize("past_job", ["none", "unlike", "nothing gained"])
+@pytest.mark.parametrize("where", ["script", "command line"])
+def test_without_a_proposal_auto_says_so_and_leaves_the_script_alone(tmp_path: Path, past_job: str, where: str) -> None:
+    body = WITH_PARTITION if where == "script" else SCRIPT
+    (tmp_path / "train.sbatch").write_text(body)
+    if past_job != "none":
+        leave(tmp_path, "1", "bert.sbatch" if past_job == "unlike" else "train.sbatch", data_workers=0)
+    options = [] if where == "script" else ["--data-worker-partition=cpu"]
+    found = convert(tmp_path, *options, "train.sbatch")
+    assert (found.returncode, found.stdout) == (0, body)
+    said = {"none": "nothing is proposed from history", "unlike": "none of 1 past job(s) is like train.sbatch",
+            "nothing gained": "no data workers are proposed"}[past_job]  # fmt: skip
+    assert said in found.stderr
+    assert "--data-workers=MIN[-MAX] is missing" in found.stderr
+    assert ("has no #HETSTREAM line" in found.stderr) == (where != "script")
+    wrong = convert(tmp_path, "--data-worker-partitoin=cpu", "train.sbatch")
+    assert wrong.returncode == 2
+    assert said in wrong.stderr, "notes are not lost"
+
+
+SINFO = "#!/bin/sh\necho 'cpu*|16|64000|4|(null)'\necho 'gpu|16|128000|2|gpu:2'\n"
+SCONTROL = "#!/bin/sh\necho 'SLURM_VERSION           = 22.05.8'\necho 'SelectTypeParameters    = CR_CORE_MEMORY'\n"
+
+
+def test_a_proposal_stays_within_the_cluster_and_history_is_named_where_it_cannot(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("sinfo", SINFO), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "train.sbatch").write_text(SCRIPT)
+    leave(tmp_path, "1", data_worker_cpus=64, data_workers=6)
+    found = convert(tmp_path, "train.sbatch", path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert found.returncode == 0
+    assert "--auto: --data-workers=0-4 --data-worker-cpus=16" in found.stderr
+    leave(tmp_path, "2", data_worker_mb=200_000)
+    found = convert(tmp_path, "train.sbatch", path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert found.returncode == 2
+    assert "fits no node of partition cpu" in found.stderr
+    assert "--data-worker-mem=200256M comes from past jobs (--auto)" in found.stderr
+    assert "note: --auto: " in found.stderr
+    own = convert(tmp_path, "--data-worker-mem=4G", "train.sbatch", path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert own.returncode == 0
 
 
 def test_convert_auto_says_when_data_workers_brought_nothing(tmp_path: Path) -> None:

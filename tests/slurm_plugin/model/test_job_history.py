@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sqlite3
 import stat
@@ -10,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, KEY_FILE, JobHistory, history_directory
-from hetstream.slurm_plugin.model.past_job import Features, PastJob, past_job_of
+from hetstream.slurm_plugin.model.past_job import Features, PastJob, past_job_of, within_bounds
 
 
 def past(job: str, ended_s: float = 1000.0, user: str = "alice", **more: Any) -> PastJob:
@@ -36,8 +39,8 @@ def test_names_are_hashed_with_a_key_of_the_place(tmp_path: Path) -> None:
     with JobHistory(tmp_path / "one") as one, JobHistory(tmp_path / "two") as two:
         one.add([past("1", user="alice"), past("2", user="bob"), past("3", user="alice")], 1000.0)
         alice, bob, again = (job.features.user for job in one.jobs())
-        assert alice == again == one.user("alice") != bob
-        assert two.user("alice") != alice
+        assert alice == again == one.kept_name("alice") != bob
+        assert two.kept_name("alice") != alice
     for name in (HISTORY_FILE, KEY_FILE):
         path = tmp_path / "one" / name
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -65,10 +68,10 @@ def test_a_key_that_a_crash_cut_off_is_made_again(tmp_path: Path, left: bytes) -
     (tmp_path / KEY_FILE).write_bytes(left)
     (tmp_path / KEY_FILE).chmod(0o600)
     with JobHistory(tmp_path) as history:
-        name = history.user("alice")
+        name = history.kept_name("alice")
         assert name
     with JobHistory(tmp_path) as again:
-        assert again.user("alice") == name
+        assert again.kept_name("alice") == name
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
 
 
@@ -82,7 +85,7 @@ def test_a_key_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
             JobHistory(tmp_path)
     assert not (tmp_path / KEY_FILE).exists()
     with JobHistory(tmp_path) as history:
-        assert history.user("alice")
+        assert history.kept_name("alice")
 
 
 def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
@@ -209,12 +212,115 @@ def test_what_is_no_record_is_no_past_job(summary: dict[str, Any]) -> None:
     assert past_job_of(summary, "1", "alice", 1000.0) is None
 
 
-def test_names_that_are_no_text_and_numbers_of_no_job_can_be_kept(tmp_path: Path) -> None:
-    elastic = {**SUMMARY["elastic"], "data_workers": 10**30, "data_worker_cpus": 10**30}
-    found = past_job_of({**SUMMARY, "job_name": "tr\udce4n", "elastic": elastic}, "1", "alice", 1000.0)
+def test_names_that_are_no_text_can_be_kept(tmp_path: Path) -> None:
+    found = past_job_of({**SUMMARY, "job_name": "tr\udce4n"}, "1", "alice", 1000.0, "/home/al\udce4x")
     assert found is not None
-    assert (found.features.name, found.data_workers, found.data_worker_cpus) == ("tr?n", 100_000, 100_000)
-    history = JobHistory(tmp_path)
-    assert history.add([found], 1000.0) == 1
-    assert [one.features.name for one in history.jobs()] == ["tr?n"]
-    history.close()
+    with JobHistory(tmp_path) as history:
+        assert history.add([found], 1000.0) == 1
+        assert [one.features.name for one in history.jobs()] == ["tr?n"]
+
+
+@pytest.mark.parametrize("value", [100_001, 10**9, 10**30, -5, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["data_workers", "data_worker_cpus", "trainer_cpus_recommended", "data_worker_mb", "most_data_workers",
+     "wait_share", "steps_per_s"],
+)  # fmt: skip
+def test_numbers_of_no_job_are_dropped_on_the_way_in_and_out(tmp_path: Path, name: str, value: float) -> None:
+    summary = {**SUMMARY, "elastic": {**SUMMARY["elastic"], name: value}}
+    found = past_job_of(summary, "1", "alice", 1000.0)
+    raw = past("1")
+    if found is not None:
+        bounds = {"data_worker_mb": 100_000_000}
+        for field, kept in msgspec.structs.asdict(found).items():
+            assert not isinstance(kept, int | float) or field == "ended_s" or 0 <= kept <= bounds.get(field, 100_000)
+    own_name = {"trainer_cpus_recommended": "trainer_cpus"}.get(name, name)
+    if math.isfinite(value):
+        raw = msgspec.structs.replace(raw, **{own_name: value if name in ("wait_share", "steps_per_s") else int(value)})
+        with JobHistory(tmp_path, plain_names=True) as history:
+            history.add([raw], 1000.0)  # as a release that bounded less
+            for job in history.jobs():
+                assert job == within_bounds(job) == within_bounds(raw)
+
+
+def test_memory_of_a_large_node_is_kept_and_more_is_not() -> None:
+    for mb, kept in ((4_000_000, 4_000_000), (10**12, None)):
+        found = past_job_of({**SUMMARY, "elastic": {**SUMMARY["elastic"], "data_worker_mb": mb}}, "1", "alice", 1.0)
+        assert found is not None
+        assert found.data_worker_mb == kept
+
+
+def test_a_copy_of_a_record_is_the_same_job_and_the_earlier_date_counts(tmp_path: Path) -> None:
+    def record(ended_s: float, directory: str, **more: Any) -> PastJob:
+        job = past("7", ended_s, limit_share=0.31, **more)
+        return msgspec.structs.replace(job, features=msgspec.structs.replace(job.features, directory=directory))
+
+    with JobHistory(tmp_path, plain_names=True) as history:
+        assert history.add([record(5000.0, "/copy")], 9000.0) == 1
+        assert history.add([record(1000.0, "/home"), record(7000.0, "/copy/of/copy")], 9000.0) == 0
+        (job,) = history.jobs()
+        assert (job.ended_s, job.features.directory) == (1000.0, "/home")
+        assert history.add([record(1000.0, "/home", wait_share=0.4)], 9000.0) == 0, "one row for a job and a time"
+        assert history.add([record(1000.5, "/home", wait_share=0.4)], 9000.0) == 1, "it ran again under this number"
+
+
+def test_copies_that_an_older_release_kept_count_once(tmp_path: Path) -> None:
+    with JobHistory(tmp_path) as history:
+        history.add([past("7", 1000.0)], 9000.0)
+    with sqlite3.connect(tmp_path / HISTORY_FILE) as database:
+        ((record,),) = database.execute("select record from jobs")
+        # Without the fields that are new since, and with the copy's time.
+        old = {name: value for name, value in json.loads(record).items() if name != "most_data_workers"}
+        for name in ("directory", "commands", "files"):
+            old["features"].pop(name)
+        database.execute("delete from jobs")
+        for ended_s in (1000.0, 4000.0):
+            database.execute("insert into jobs values ('7', ?, ?)", (ended_s, json.dumps({**old, "ended_s": ended_s})))
+    database.close()
+    with JobHistory(tmp_path) as history:
+        assert [(job.job, job.ended_s) for job in history.jobs()] == [("7", 1000.0)]
+        assert history.num_unreadable == 0
+
+
+def test_a_record_that_is_dated_ahead_has_no_date_and_never_gets_one(tmp_path: Path) -> None:
+    year_s = 365 * 86400.0
+    with JobHistory(tmp_path) as history:
+        history.add([past("1", 1000.0), past("9", 2000.0 + year_s), past("2", 2000.0 + 60)], 2000.0)
+        assert [job.job for job in history.jobs(2000.0)] == ["9", "1", "2"], "a minute is a difference of clocks"
+        history.add([past("9", 2000.0 + year_s)], 3000.0 + year_s)
+        assert [job.job for job in history.jobs(3000.0 + year_s)] == ["9", "1", "2"]
+    with sqlite3.connect(tmp_path / HISTORY_FILE) as database:
+        kept = past("8", 5000.0 + year_s, steps_per_s=3.0)
+        database.execute("insert into jobs values ('8', ?, ?)", (kept.ended_s, msgspec.json.encode(kept).decode()))
+    database.close()
+    with JobHistory(tmp_path) as history:
+        assert [job.job for job in history.jobs(3000.0)] == ["8", "9", "1", "2"], "as an older release kept it"
+
+
+def seen(*rows: tuple[float, float, float], **more: Any) -> tuple[int, float]:
+    """What a record with these numbers of data workers, seconds and waits tells."""
+    told = [{"data_workers": number, "seconds": s, "wait_share": share} for number, s, share in rows]
+    elastic = {**SUMMARY["elastic"], "waits_by_data_workers": told, **more}
+    found = past_job_of({**SUMMARY, "elastic": elastic}, "1", "alice", 1000.0)
+    assert found is not None
+    return found.data_workers, found.wait_share
+
+
+def test_what_was_there_counts_and_not_what_was_asked_for() -> None:
+    assert seen((0, 900.0, 0.95), data_workers=4, wait_share=0.95) == (0, 0.95)
+    assert seen((0, 900.0, 0.95), (6, 600.0, 0.02), (8, 300.0, 0.0)) == (6, 0.02), "an hour in the queue says nothing"
+    assert seen((0, 30.0, 0.9), (2, 600.0, 0.7), (4, 900.0, 0.4)) == (4, 0.4), "it waited least with the most"
+    assert seen((0, 900.0, 0.5), (3, 2.0, 0.0)) == (0, 0.5), "two seconds say nothing"
+    assert seen(data_workers=4, wait_share=0.01) == (4, 0.01)
+
+
+def test_an_old_record_of_a_job_whose_companions_never_started_has_none() -> None:
+    # As a job on Slurm 22.05 left it, whose companion stayed PENDING.
+    elastic = {"data_workers": 1, "wait_share": 0.9485594874435159, "steps_per_s": 7.5, "data_worker_cpus": 1,
+               "trainer_cpus_recommended": None, "companions": 0, "companion_cpu_s": 0.0}  # fmt: skip
+    found = past_job_of({**SUMMARY, "elastic": elastic, "data_workers_seen": 0}, "2", "alice", 1.0)
+    assert found is not None
+    assert (found.data_workers, found.had_enough) == (0, False)
+    fixed = past_job_of({**SUMMARY, "elastic": elastic, "data_workers_seen": 1}, "2", "alice", 1.0)
+    assert fixed is not None
+    assert fixed.data_workers == 1, "of component 1"

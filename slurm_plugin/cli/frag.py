@@ -94,6 +94,13 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
     kinds = found.gpu_types if len(found.gpu_types) > 1 else ()
     title = "GPUs by type" if kinds else ""
     types = Section("gpu_types", _TYPE_COLUMNS, [asdict(kind) for kind in kinds], title=title)
+    elsewhere = Section(
+        "elsewhere",
+        _ELSEWHERE_COLUMNS,
+        [{"node": row.node, "cpus": row.cpus, "gpus": row.gpus, "memory_mb": row.memory_mb} for row in found.elsewhere],
+        title="Held there all the same, and counted" if found.elsewhere else "",
+        hosts="node",
+    )
     left_out = Section(
         "left_out",
         _LEFT_OUT_COLUMNS,
@@ -101,7 +108,8 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         title="Left out: no job can start there" if found.left_out else "",
         hosts="node",
     )
-    return Report(meta_of("frag", snapshot), summary, _lines(found), (nodes, shapes, types, left_out), _notes(found))
+    sections = (nodes, shapes, types, left_out, elsewhere)
+    return Report(meta_of("frag", snapshot), summary, _lines(found), sections, _notes(found))
 
 
 def _lines(found: Fragmentation) -> list[str]:
@@ -110,6 +118,10 @@ def _lines(found: Fragmentation) -> list[str]:
         f"free: {total('cpus_free'):,} of {total('cpus'):,} CPUs, {total('gpus_free'):,} of {total('gpus'):,} GPUs, "
         f"{gib(total('memory_free_mb'))} of {gib(total('memory_mb'))} GiB on {len(found.nodes):,} node(s)"
     ]
+    if found.elsewhere:
+        cpus, gpus = (sum(getattr(row, what) for row in found.elsewhere) for what in ("cpus", "gpus"))
+        where = f"{len(found.elsewhere):,} node(s) on which no other job can start"
+        lines.append(f"of these {cpus:,} CPUs and {gpus:,} GPUs are held on {where}")
     if not found.gpu_nodes:
         if any(node.gpus for node in found.left_out):
             return [*lines, "no node in use has GPUs: there is no indicator. Check: sinfo -R"]
@@ -185,4 +197,10 @@ _LEFT_OUT_COLUMNS = (
     Column("node", "NODES", left=True),
     Column("state", "STATE", left=True),
     Column("reason", "REASON", left=True),
+)
+_ELSEWHERE_COLUMNS = (
+    Column("node", "NODES", left=True),
+    Column("cpus", "CPUS"),
+    Column("gpus", "GPUS"),
+    Column("memory_mb", "GIB", gib),
 )

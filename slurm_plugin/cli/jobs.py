@@ -12,6 +12,7 @@ from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
+from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -20,8 +21,9 @@ from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
 
 EPILOG = f"""\
-CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. WAITS
-FOR is worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
+CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. One
+that completes has given everything back, and one that is suspended its CPUs, as sinfo counts them, too. WAITS FOR is
+worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
 heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are jobs themselves, and COMPANION OF
 names the job that they work for. CLASS is there where jobs share GPUs.
 
@@ -116,17 +118,18 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     explainer = Explainer(snapshot)
     opportunistic = opportunistic_partitions(os.environ)
     rows = [_row(job, snapshot.taken_s, explainer, opportunistic) for job in sorted(jobs, key=_order)]
-    running = [row for job, row in zip(sorted(jobs, key=_order), rows, strict=True) if job.is_running]
-    pending = [job for job in jobs if job.is_pending]
+    held = [held_by(job) for job in jobs if job.holds_resources]
     summary = {
-        "num_running": len(running),
-        "num_pending": sum(job.num_records for job in pending),
-        "cpus_held": sum(row["cpus"] for row in running),
-        "gpus_held": sum(row["gpus"] for row in running),
+        "num_running": len(held),
+        "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
+        "num_pending": sum(job.num_records for job in jobs if job.is_pending),
+        "cpus_held": sum(part.cpus for part in held),
+        "gpus_held": sum(part.gpus for part in held),
     }
+    completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
     line = (
         f"{summary['num_running']:,} running with {summary['cpus_held']:,} CPUs and {summary['gpus_held']:,} GPUs, "
-        f"{summary['num_pending']:,} pending"
+        f"{completing}{summary['num_pending']:,} pending"
     )
     companions = any(row["companion_of"] for row in rows)
     classes = any(row["job_class"] for row in rows)
@@ -158,6 +161,8 @@ def _order(job: Job) -> tuple[bool, int, int]:
 
 def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
     since_s = job.submit_s if job.is_pending else job.start_s
+    held = held_by(job)
+    has = (job.num_cpus, job.count("gpu"), job.memory_mb) if job.is_pending else (held.cpus, held.gpus, held.memory_mb)
     return {
         "job": job.label,
         "job_id": job.job_id,
@@ -168,9 +173,9 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "state": job.state,
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),
-        "cpus": job.num_cpus,
-        "gpus": job.count("gpu"),
-        "memory_mb": job.memory_mb,
+        "cpus": has[0],
+        "gpus": has[1],
+        "memory_mb": has[2],
         "time_s": max(0, round(now_s - since_s)) if since_s else None,
         "time_limit_s": job.time_limit_s,
         "waits_for": explainer.waits_for(job),

@@ -13,6 +13,7 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
+from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
@@ -23,12 +24,12 @@ from hetstream.slurm_plugin.render.report import Column, Report, Section, durati
 
 EPILOG = f"""\
 Times are written as for sacct: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. HOURS are those that jobs
-held within the window. OF GPUS and OF CPUS compare them with the nodes that are in use now, as if these had been there
-all the time. EFFECTIVE is the share of the held hours that was used: CPU time, and GPU use where Slurm gathers it. For
-running jobs of hetstream it is the share in which trainers did not wait for data. MEASURED is the share of the held
-hours for which somebody measured that. With slurmdbd the figures come from sacct. Without slurmdbd, slurmctld knows
-running jobs and those that ended in the last MinJobAge seconds: for a longer window the figures are too small, and a
-note says so.
+held within the window. OF GPUS and OF CPUS compare them with what counts now, as if that had been there all the time:
+the nodes on which jobs can start, and on drained, reserved and other ones what jobs hold there. EFFECTIVE is the share
+of the held hours that was used: CPU time, and GPU use where Slurm gathers it. For running jobs of hetstream it is the
+share in which trainers did not wait for data. MEASURED is the share of the held hours for which somebody measured that.
+With slurmdbd the figures come from sacct. Without slurmdbd, slurmctld knows running jobs and those that ended in the
+last MinJobAge seconds: for a longer window the figures are too small, and a note says so.
 
 examples:
   hetstream util
@@ -131,9 +132,9 @@ def report_of(
         waited = whole["cost_waited"]
         of_that = "" if waited is None else f", of that {prices.shown(waited)} for GPUs whose trainers waited for data"
         lines.append(f"cost:      {prices.shown(whole['cost'])} for what jobs held{of_that}")
-    loads = [node.cpu_load for node in nodes if node.is_usable and node.cpu_load is not None]
+    loads = [node.cpu_load for node in nodes if node.cpu_load is not None and counted([node]).cpus]
     if loads:
-        cpus = sum(node.cpus for node in nodes if node.is_usable and node.cpu_load is not None)
+        cpus = counted(node for node in nodes if node.cpu_load is not None).cpus
         lines.append(f"load now:  {sum(loads):,.1f} threads want one of {cpus:,} CPUs, whoever started them")
     columns = (Column(by, by.upper(), left=True), *_COLUMNS, *(_COST_COLUMNS if prices else ()))
     section = Section("groups", columns, rows, empty="no job ran in this window, as far as this user can see")

@@ -224,7 +224,7 @@ def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tup
             cpus=job.num_cpus,
             gpus=job.count("gpu"),
             start_s=job.start_s,
-            end_s=None if job.is_running else job.end_s,
+            end_s=None if job.holds_resources else job.end_s,
             gpus_known=job.job_id not in gpus_unknown,
         )
         for job in jobs

@@ -27,14 +27,14 @@ def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Itera
         nodes: all nodes.
         partitions: where jobs get whole nodes, those that have ended had all GPUs of theirs.
     """
-    num_jobs = Counter(name for job in jobs if job.is_running for name in job.nodes)
+    num_jobs = Counter(name for job in jobs if job.holds_resources for name in job.nodes)
     used = {node.name: node.gres_used for node in nodes}
     whole = {partition.name for partition in partitions if partition.is_exclusive}
     had = {node.name: node.gres for node in nodes} if whole else {}
     found = []
     for job in jobs:
         if job.gres_held is None and job.nodes and all(name in used for name in job.nodes):
-            if job.is_running and all(num_jobs[name] == 1 for name in job.nodes):
+            if job.holds_resources and all(num_jobs[name] == 1 for name in job.nodes):
                 job = _with(job, [gres for name in job.nodes for gres in used[name]])
             elif not job.is_running and not whole.isdisjoint(job.partitions):
                 job = _with(job, [gres for name in job.nodes for gres in had[name]])

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-# Base states and flags in which a node runs nothing new. The words are Slurm's (node_state_string in its source).
-UNUSABLE = frozenset(
-    {"DOWN", "ERROR", "FAIL", "FAILING", "FUTURE", "UNKNOWN", "INVALID", "INVALID_REG", "DRAIN", "DRAINED", "DRAINING"}
-    # One that is powered down is none of them: Slurm starts it for a job. One on its way down must arrive first.
-    | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERING_DOWN", "POWER_DOWN"}
-    | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
+# Words of a node's state beside which slurmctld starts jobs on it. Any other one keeps them away, also one of a release
+# to come. The words are Slurm's (node_states and node_state_flags in src/common/slurm_protocol_defs.c, 22.05 to 26.05).
+STARTS_JOBS = frozenset(
+    {"IDLE", "MIXED", "ALLOCATED", "COMPLETING", "PLANNED", "RESERVED", "PERFCTRS", "EXTERNAL"}
+    | {"CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE"}
+    # One that is powered down Slurm starts for a job; one on its way down must arrive first.
+    | {"POWERED_DOWN", "POWER_UP", "POWERING_UP"}
+    # Until its last job has ended; with ASAP it is DRAIN, too (seen on 22.05 and 26.05).
+    | {"REBOOT_REQUESTED", "REBOOT_CANCELED", "RESUME", "UNDRAIN"}
 )
 # Flags of a node in a reservation with the flag MAINT.
 MAINTENANCE = frozenset({"MAINTENANCE", "MAINT"})
@@ -162,7 +165,17 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
+        """Whether it has nodes: its processes may be there, also while it completes."""
+        return self.holds_resources or self.state == "COMPLETING"
+
+    @property
+    def holds_resources(self) -> bool:
+        """Whether others cannot have what it was given.
+
+        slurmctld gives back what a job held as soon as it begins to complete, whether its nodes answer or not
+        (deallocate_nodes calls select_g_job_fini; seen on 22.05, 24.11 and 26.05).
+        """
+        return self.state in ("RUNNING", "CONFIGURING", "STOPPED", "SUSPENDED", "RESIZING", "SIGNALING")
 
     @property
     def waits_for_resources(self) -> bool:
@@ -244,12 +257,17 @@ class Node:
     def is_usable(self) -> bool:
         """Whether new jobs can start on it as soon as there is room."""
         # On a node in maintenance the jobs of that reservation start, as on others that are reserved.
-        return not self.states & (UNUSABLE - MAINTENANCE if self.reservation else UNUSABLE)
+        return self.states <= (STARTS_JOBS | MAINTENANCE if self.reservation else STARTS_JOBS)
+
+    @property
+    def starts_jobs(self) -> bool:
+        """Whether jobs of everybody can start on it as soon as there is room: it is usable, and nobody's alone."""
+        return self.is_usable and not self.is_reserved
 
     @property
     def state(self) -> str:
         """One word for tables: what keeps it from use, otherwise its base state."""
-        bad = sorted(self.states & UNUSABLE)
+        bad = sorted(self.states - STARTS_JOBS)
         base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
         kept = [RESERVED] if self.is_reserved and not bad else []
         return "+".join([*base[:1], *bad, *kept] if bad or kept else base[:1] or sorted(self.states)).lower()

@@ -25,6 +25,12 @@ from hetstream.slurm_plugin.client.parse_text import (
 from hetstream.slurm_plugin.client.values import megabytes, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
+# One word for a state that has several, as Slurm's tables choose it (job_state_string in slurm_protocol_defs.c).
+_STATE_FLAGS = (
+    "COMPLETING", "STAGE_OUT", "CONFIGURING", "EXPEDITING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
+    "SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
+)  # fmt: skip
+
 
 class _Number(msgspec.Struct):
     set: bool = True
@@ -190,7 +196,7 @@ def _job(row: _Job) -> Job:
     limit_min = _number(row.time_limit)
     time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
     nodes = int(asked.get("node") or _whole(row.node_count, 1))
-    state = states[0] if states else ""
+    state = next((flag for flag in _STATE_FLAGS if flag in states), states[0] if states else "")
     try:
         return Job(
             job_id=row.job_id,

@@ -95,7 +95,7 @@ def _idle(usage: Usage) -> Advice | None:
         return None
     return Advice(
         usage.job, usage.user, "ended", "measured", 0, 0, usage.gpus * (1 - usage.gpu_share) * 24,
-        f"its GPUs were busy {usage.gpu_share:.0%} of the time, its CPUs {min(1.0, busy):.0%}",
+        f"its GPUs were busy {usage.gpu_share:.0%} of the time, its CPUs {busy:.0%}",
         "#HETSTREAM --data-workers=MIN-MAX",
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
     shapes = pending_shapes(alike_jobs(snapshot.jobs))
     # Nodes whose GPUs want CPUs, and how many GPUs.
     with_room = NodeTable(
-        (node for node in snapshot.nodes if node.is_usable and not node.is_reserved and node.gpus_free()),
+        (node for node in snapshot.nodes if node.starts_jobs and node.gpus_free()),
         snapshot.partitions,
         snapshot.jobs,
     )
@@ -147,7 +147,7 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
     holders = [
         (job, shape, shape.cpus - kept, [stranded[name] for name in job.nodes if name in stranded])
         for job in snapshot.jobs
-        if job.is_running and not job.het and job.label not in waits
+        if job.holds_resources and not job.het and job.label not in waits
         and (str(job.job_id), job.uid, job.user) not in served
         and 0 < (kept := DEFAULT_TRAINER_CPUS_PER_GPU * (shape := shape_of(job)).gpus) < shape.cpus
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape, alike_jobs, pending_shapes
@@ -82,7 +83,8 @@ class Fragmentation:
     Attributes:
         nodes: usable ones, the worst first.
         left_out: nodes that no job can start on, or only jobs of a reservation.
-        gpu_types: of the usable nodes.
+        elsewhere: those of them on which jobs hold something: what they hold, and nothing free.
+        gpu_types: of all that counts.
         shapes: of the jobs that wait for resources, the most frequent first.
         assumed: nodes with GPUs for which no job with GPUs is pending; there a shape of 1 GPU and 1 CPU is assumed.
     """
@@ -92,14 +94,20 @@ class Fragmentation:
     shapes: tuple[Shape, ...]
     assumed: tuple[str, ...]
     gpu_types: tuple[GpuType, ...] = ()
+    elsewhere: tuple[NodeFragmentation, ...] = ()
+
+    @property
+    def counted_nodes(self) -> tuple[NodeFragmentation, ...]:
+        """All rows of which totals are made."""
+        return self.nodes + self.elsewhere
 
     @property
     def gpu_nodes(self) -> tuple[NodeFragmentation, ...]:
         return tuple(node for node in self.nodes if node.indicator is not None)
 
     def total(self, what: str) -> int:
-        """The sum of one count over all usable nodes."""
-        return sum(getattr(node, what) for node in self.nodes)
+        """The sum of one count over all that counts; see `client/counted.py`."""
+        return sum(getattr(node, what) for node in self.counted_nodes)
 
     @property
     def mean_indicator(self) -> float | None:
@@ -137,7 +145,7 @@ def measure(
         alike: the pending jobs in groups, where those are known.
     """
     found, known = list(nodes), list(jobs)
-    usable = [node for node in found if node.is_usable and not node.is_reserved]
+    usable = [node for node in found if node.starts_jobs]
     shapes = pending_shapes(alike_jobs(known) if alike is None else alike)
     table = NodeTable(usable, partitions, known)
     measured, assumed = measure_table(table, shapes)
@@ -149,8 +157,19 @@ def measure(
             stranding.node,
         )
     )
-    left_out = tuple(node for node in found if not node.is_usable or node.is_reserved)
-    return Fragmentation(tuple(measured), left_out, shapes, tuple(assumed), _gpu_types(usable))
+    left_out = tuple(node for node in found if not node.starts_jobs)
+    elsewhere = tuple(row for node in left_out if (row := _held_on(node)) is not None)
+    return Fragmentation(tuple(measured), left_out, shapes, tuple(assumed), _gpu_types(found), elsewhere)
+
+
+def _held_on(node: Node) -> NodeFragmentation | None:
+    """What jobs hold on a node on which none can start; None if they hold nothing."""
+    held = counted([node])
+    if not (held.cpus or held.gpus or held.mig or held.memory_mb):
+        return None
+    return NodeFragmentation(
+        node.name, node.partitions, held.cpus, 0, held.gpus, 0, held.memory_mb, 0, None, None, 0, 0, "", held.mig
+    )
 
 
 def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeFragmentation], list[str]]:
@@ -304,10 +323,14 @@ def _gpu_types(nodes: Sequence[Node]) -> tuple[GpuType, ...]:
     found: dict[str, tuple[int, int]] = {}
     for node in nodes:
         for kind in node.gpu_types:
-            num, num_free = found.get(kind, (0, 0))
             # Without a type `devices` is all of a node.
-            free = node.devices_free(kind) if kind or len(node.gpu_types) == 1 else 0
-            found[kind] = num + (node.devices(kind) if kind or len(node.gpu_types) == 1 else 0), num_free + free
+            is_known = bool(kind) or len(node.gpu_types) == 1
+            num, free = (node.devices(kind), node.devices_free(kind)) if is_known else (0, 0)
+            if not node.starts_jobs:
+                num, free = num - free, 0
+            if node.starts_jobs or num:
+                before = found.get(kind, (0, 0))
+                found[kind] = before[0] + num, before[1] + free
     return tuple(GpuType(kind, gpu_share(kind) < 1, *counts) for kind, counts in sorted(found.items()))
 
 

@@ -138,7 +138,7 @@ class NodeTable:
         """CPUs that the jobs of each limited partition hold on each node; of several nodes each as many."""
         taken = {name: np.zeros_like(self.cpus) for name in self._limits}
         for job in jobs if taken else ():
-            if not job.is_running or not job.nodes or job.partitions[0] not in taken:
+            if not job.holds_resources or not job.nodes or job.partitions[0] not in taken:
                 continue
             for name in job.nodes:
                 if name in self._places:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
 from hetstream.slurm_plugin.insight.shapes import alike_jobs
@@ -60,14 +61,14 @@ class WaitingJob:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is kept of one moment. Totals are of the nodes on which jobs can start.
+    """What is kept of one moment. Totals are of what counts; see `client/counted.py`.
 
     Attributes:
         taken_s: seconds since the epoch.
-        cpu_load: threads that want a CPU; None where no node tells.
+        cpu_load: threads that want a CPU, which may be more than there are; None where no node tells.
         indicator: the mean of GoldMiner's indicator without its sign; None without GPUs.
         classes: how many nodes with GPUs are in each class of the indicator; see `class_of`.
-        num_running: running jobs.
+        num_running: jobs that hold something; one that completes does not.
         gpus_measured: GPUs of the jobs whose trainers tell how long they wait for data.
         gpus_starved: of those, as many as their wait shares make up.
         waiting: cause -> the jobs that wait for it.
@@ -160,9 +161,10 @@ def _sample(
     classes = [0] * NUM_CLASSES
     for node in found.gpu_nodes:
         classes[class_of(node.indicator or 0.0)] += 1
-    running = [job for job in snapshot.jobs if job.is_running]
-    measured = {job.label: job.count("gpu") for job in running if job.label in wait_shares}
-    loads = [node.cpu_load for node in snapshot.nodes if node.is_usable and node.cpu_load is not None]
+    running = [job for job in snapshot.jobs if job.holds_resources]
+    measured = {job.label: held_by(job).gpus for job in running if job.label in wait_shares}
+    there = {row.node for row in found.counted_nodes}
+    loads = [node.cpu_load for node in snapshot.nodes if node.name in there and node.cpu_load is not None]
     return Sample(
         taken_s=snapshot.taken_s,
         cpus=total("cpus"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetstream.slurm_plugin.client.accounting import Usage
+from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Node
 
 HOUR_S = 3600.0
@@ -109,9 +110,9 @@ def together(usages: Iterable[Usage], window: Window) -> Utilisation:
 
 
 def capacity(nodes: Sequence[Node], partition: str | None = None) -> tuple[int, int]:
-    """CPUs and GPUs of the nodes that are in use now, of one partition or of all."""
-    chosen = [node for node in nodes if node.is_usable and (partition is None or partition in node.partitions)]
-    return sum(node.cpus for node in chosen), sum(node.gpus for node in chosen)
+    """CPUs and GPUs that count now, of the nodes of one partition or of all."""
+    there = counted(node for node in nodes if partition is None or partition in node.partitions)
+    return there.cpus, there.gpus
 
 
 def share(part: float, whole: float) -> float | None:

@@ -315,7 +315,7 @@ def _why_not_inside(job: Job, snapshot: Snapshot) -> str:
 
 def _free_gpus(snapshot: Snapshot, quotas: Quotas, placeholders: Iterable[Job], upgraded: set[int]) -> int:
     """GPUs that no guaranteed job has: those that are kept for a job which is not guaranteed yet are free for it."""
-    nodes = [node for node in snapshot.nodes if _is_of(node, quotas) and node.is_usable and not node.is_reserved]
+    nodes = [node for node in snapshot.nodes if _is_of(node, quotas) and node.starts_jobs]
     kept = [job for job in placeholders if job.is_running and (held_for(job.comment) or (0,))[0] not in upgraded]
     return sum(node.gpus_free() for node in nodes) + sum(job.count(_GPU) for job in kept)
 

@@ -176,9 +176,11 @@ def count_axis(high: float) -> Axis:
     return Axis(0.0, top, [(step * place, f"{step * place:,.0f}") for place in range(round(top / step) + 1)])
 
 
-def share_axis() -> Axis:
-    """An axis of shares, 0 to 100 %."""
-    return Axis(0.0, 1.0, [(place / 4, f"{25 * place} %") for place in range(5)])
+def share_axis(high: float = 1.0) -> Axis:
+    """An axis of shares, from 0 to 100 %, or to what the highest needs."""
+    step = max(0.25, _round_step(high / 4) if high > 1 else 0.0)
+    num = max(4, math.ceil(high / step))
+    return Axis(0.0, step * num, [(step * place, f"{100 * step * place:,.0f} %") for place in range(num + 1)])
 
 
 def ticked(low: float, high: float, num_ticks: int, text: Callable[[float], str]) -> Axis:

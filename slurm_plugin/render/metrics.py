@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from hetstream.base.installed import install_command
-from hetstream.slurm_plugin.client.model import Node, Partition
+from hetstream.slurm_plugin.client.counted import Counted, counted
+from hetstream.slurm_plugin.client.model import Partition
 from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.monitor import Reading
@@ -25,6 +26,8 @@ except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
 MB_BYTES = 1024 * 1024
+# One rule for all: `client/counted.py`.
+_WHICH = "of the nodes on which jobs can start, and what jobs hold on others."
 
 _READING: list[Column[Reading]] = [
     ("hetstream_up", "Whether slurmctld answered the last time (1) or not (0).", lambda r: float(bool(r.observation))),
@@ -38,13 +41,13 @@ _CLUSTER: list[Column[Observation]] = [
         "Nodes on which no job can start.",
         lambda o: len(o.fragmentation.left_out),
     ),
-    ("hetstream_cluster_cpus", "CPUs of the nodes on which jobs can start.", lambda o: o.sample.cpus),
+    ("hetstream_cluster_cpus", f"CPUs {_WHICH}", lambda o: o.sample.cpus),
     ("hetstream_cluster_cpus_allocated", "Of those, held by jobs.", lambda o: o.sample.cpus_allocated),
-    ("hetstream_cluster_gpus", "GPUs of the nodes on which jobs can start.", lambda o: o.sample.gpus),
+    ("hetstream_cluster_gpus", f"GPUs {_WHICH}", lambda o: o.sample.gpus),
     ("hetstream_cluster_gpus_allocated", "Of those, held by jobs.", lambda o: o.sample.gpus_allocated),
     (
         "hetstream_cluster_memory_bytes",
-        "Memory of the nodes on which jobs can start.",
+        f"Memory {_WHICH}",
         lambda o: o.sample.memory_mb * MB_BYTES,
     ),
     (
@@ -86,29 +89,21 @@ _WAITING: list[Column[Waiting]] = [
     ("hetstream_pending_wait_longest_seconds", "The longest of them.", lambda w: w.longest_s),
 ]
 _NODE: list[Column[NodeFragmentation]] = [
-    ("hetstream_node_cpus", "CPUs of the node.", lambda n: n.cpus),
+    ("hetstream_node_cpus", f"CPUs {_WHICH}", lambda n: n.cpus),
     ("hetstream_node_cpus_free", "Of those, held by no job.", lambda n: n.cpus_free),
-    ("hetstream_node_gpus", "GPUs of the node.", lambda n: n.gpus),
+    ("hetstream_node_gpus", f"GPUs {_WHICH}", lambda n: n.gpus),
     ("hetstream_node_gpus_free", "Of those, held by no job.", lambda n: n.gpus_free),
-    ("hetstream_node_memory_bytes", "Memory of the node.", lambda n: n.memory_mb * MB_BYTES),
+    ("hetstream_node_memory_bytes", f"Memory {_WHICH}", lambda n: n.memory_mb * MB_BYTES),
     ("hetstream_node_memory_free_bytes", "Of that, held by no job.", lambda n: n.memory_free_mb * MB_BYTES),
     ("hetstream_node_fragmentation_ratio", "freeCPU/CPU - freeGPU/GPU, -1 to 1.", lambda n: n.indicator),
     ("hetstream_node_stranded_gpus", "Free GPUs that no pending job can use.", lambda n: n.stranded_gpus),
     ("hetstream_node_stranded_cpus", "Free CPUs that no pending job can use.", lambda n: n.stranded_cpus),
 ]
-_PARTITION: list[Column[list[Node]]] = [
-    ("hetstream_partition_cpus", "CPUs of the nodes on which jobs can start.", lambda ns: sum(n.cpus for n in ns)),
-    (
-        "hetstream_partition_cpus_allocated",
-        "Of those, held by jobs of any partition.",
-        lambda ns: sum(n.cpus - n.cpus_free for n in ns),
-    ),
-    ("hetstream_partition_gpus", "GPUs of the nodes on which jobs can start.", lambda ns: sum(n.gpus for n in ns)),
-    (
-        "hetstream_partition_gpus_allocated",
-        "Of those, held by jobs of any partition.",
-        lambda ns: sum(n.gpus - n.gpus_free() for n in ns),
-    ),
+_PARTITION: list[Column[Counted]] = [
+    ("hetstream_partition_cpus", f"CPUs {_WHICH}", lambda there: there.cpus),
+    ("hetstream_partition_cpus_allocated", "Of those, held by jobs of any partition.", lambda there: there.cpus_held),
+    ("hetstream_partition_gpus", f"GPUs {_WHICH}", lambda there: there.gpus),
+    ("hetstream_partition_gpus_allocated", "Of those, held by jobs of any partition.", lambda there: there.gpus_held),
 ]
 
 
@@ -131,8 +126,8 @@ class ClusterCollector(PrintableCollector):
             return
         yield from families(_CLUSTER, [], [([], seen)])
         yield from families(_WAITING, ["cause"], [([cause], waiting) for cause, waiting in seen.sample.waiting.items()])
-        yield from families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
-        partitions = [([partition.name], _nodes_of(partition, seen)) for partition in seen.snapshot.partitions]
+        yield from families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.counted_nodes])
+        partitions = [([partition.name], _counted_in(partition, seen)) for partition in seen.snapshot.partitions]
         yield from families(_PARTITION, ["partition"], partitions)
 
 
@@ -166,5 +161,5 @@ class MetricsServer:
         self._server.close()
 
 
-def _nodes_of(partition: Partition, seen: Observation) -> list[Node]:
-    return [node for node in seen.snapshot.nodes if node.is_usable and partition.name in node.partitions]
+def _counted_in(partition: Partition, seen: Observation) -> Counted:
+    return counted(node for node in seen.snapshot.nodes if partition.name in node.partitions)

@@ -195,15 +195,14 @@ def _utilisation(samples: Sequence[Sample]) -> str:
     lines: list[tuple[str, int, Callable[[Sample], float | None]]] = [
         ("GPUs held", 0, lambda sample: _share(sample.gpus_allocated, sample.gpus)),
         ("CPUs held", 1, lambda sample: _share(sample.cpus_allocated, sample.cpus)),
-        (
-            "CPU load",
-            3,
-            lambda sample: None if sample.cpu_load is None else _share(min(sample.cpu_load, sample.cpus), sample.cpus),
-        ),
+        ("CPU load", 3, lambda sample: None if sample.cpu_load is None else _share(sample.cpu_load, sample.cpus)),
         ("stranded", 2, lambda sample: _share(sample.stranded_gpus, sample.gpus)),
     ]
-    note = "<p>Shares of what is in use; <em>stranded</em>: of the GPUs, those that no pending job can use.</p>"
-    return note + _over_time(samples, lines, lambda _: share_axis(), "utilisation over time")
+    note = (
+        "<p>Shares of what is in use; <em>stranded</em>: of the GPUs, those that no pending job can use. A CPU load "
+        "above 100 % is more threads than CPUs.</p>"
+    )
+    return note + _over_time(samples, lines, share_axis, "utilisation over time")
 
 
 def _queue_history(samples: Sequence[Sample]) -> str:

@@ -16,7 +16,7 @@ SMALL = ("--mem=1000", "--time=60")
 
 
 def test_reserved_nodes_are_room_for_their_own_jobs_alone(site: Any) -> None:
-    """By hand: gpu1 is left out, so there are 80 CPUs and 4 GPUs. gpu0 has 4 CPUs and 3 GPUs in use.
+    """By hand: of gpu1 what jobs hold counts, 14 CPUs and 3 GPUs, beside 80 CPUs and 4 GPUs of which 4 and 3 are held.
 
     The job outside needs 2 GPUs: 1 is free, and is stranded with the 12 CPUs beside it. Of the job inside, which needs
     4 CPUs where 2 of gpu1 are free, 2 CPUs would move, to one data worker outside.
@@ -33,7 +33,7 @@ def test_reserved_nodes_are_room_for_their_own_jobs_alone(site: Any) -> None:
 
     frag = site.told("frag")
     summary = frag["summary"]
-    assert [summary[name] for name in ("cpus", "cpus_free", "gpus", "gpus_free")] == [80, 76, 4, 1]
+    assert [summary[name] for name in ("cpus", "cpus_free", "gpus", "gpus_free")] == [80 + 14, 76, 4 + 3, 1]
     assert (summary["stranded_gpus"], summary["stranded_cpus"]) == (1, 12)
     assert [(one["node"], one["state"]) for one in frag["left_out"]] == [("gpu1", "mixed+reserved")]
     assert [(one["gpus"], one["cpus"]) for one in frag["shapes"]] == [(2, 4)]

@@ -76,12 +76,12 @@ def test_both_formats_are_read_by_their_parsers_and_say_the_same() -> None:
         server.close()
     assert plain["hetstream_up"] == [({}, 1.0)]
     assert plain["hetstream_last_read_timestamp_seconds"] == [({}, clusters.NOW_S)]
-    assert plain["hetstream_cluster_gpus"] == [({}, 88.0)]
-    assert plain["hetstream_cluster_memory_bytes"] == [({}, (22 * 64000 + 4 * 128000) * 1024.0**2)]
+    assert plain["hetstream_cluster_gpus"] == [({}, 88.0 + 7)]  # and what is held on two drained nodes
+    assert plain["hetstream_cluster_memory_bytes"] == [({}, (22 * 64000 + 4 * 128000 + 56000) * 1024.0**2)]
     assert ({"cause": "GPUs or CPUs"}, 9.0) in plain["hetstream_pending_jobs"]
     assert ({"node": "gpu1"}, -0.75) in plain["hetstream_node_fragmentation_ratio"]
     assert len(plain["hetstream_node_fragmentation_ratio"]) == 22, "nodes without GPUs have no indicator"
-    assert plain["hetstream_partition_gpus"] == [({"partition": "gpu"}, 88.0), ({"partition": "cpu"}, 0.0)]
+    assert plain["hetstream_partition_gpus"] == [({"partition": "gpu"}, 88.0 + 7), ({"partition": "cpu"}, 0.0)]
     for name, rows in plain.items():
         assert name.rpartition("_")[2] in (*UNITS, *COUNTED), name
         for labels, value in rows:

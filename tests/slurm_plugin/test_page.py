@@ -113,7 +113,7 @@ def test_what_jobs_wait_for_is_counted_by_cause() -> None:
     }  # fmt: skip
     either = sample.waiting["GPUs or CPUs"]
     assert (either.gpus, either.cpus, either.longest_s, either.mean_s) == (18, 108, 4800.0, 2400.0)
-    assert (sample.gpus, sum(sample.classes), sample.gpus_measured, sample.gpus_starved) == (88, 22, 2, 0.5)
+    assert (sample.gpus, sum(sample.classes), sample.gpus_measured, sample.gpus_starved) == (88 + 7, 22, 2, 0.5)
 
 
 def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> None:
@@ -130,6 +130,21 @@ def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> Non
     for svg in re.findall(r"<svg.*?</svg>", text):
         ET.fromstring(svg)
     assert len(text) < 200_000
+
+
+def test_a_cpu_load_above_all_cpus_is_drawn_as_high_as_it_is() -> None:
+    """191 %: the axis goes to 200 %, and the curve almost to its top; below 100 % the axis ends there."""
+    seen = clusters.observation()
+    usual, busy = clusters.history(seen.sample), []
+    for sample in usual:
+        busy.append(replace(sample, cpu_load=1.91 * sample.cpus))
+    assert "200 %" not in page(seen, usual)
+    text = page(seen, busy)
+    assert "200 %" in text
+    axis = share_axis(1.91)
+    assert axis.place(1.91) == pytest.approx(0.955)
+    assert [label for _, label in axis.ticks] == ["0 %", "50 %", "100 %", "150 %", "200 %"]
+    assert [label for _, label in share_axis(0.4).ticks] == ["0 %", "25 %", "50 %", "75 %", "100 %"]
 
 
 def test_clusters_with_little_to_show() -> None:
@@ -216,7 +231,7 @@ def test_the_server_shows_two_documents_and_takes_nothing() -> None:
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
         assert 'http-equiv="refresh" content="60"' in text
         figures = json.loads(ask(server, "/data.json", host="localhost:80")[2])
-        assert (figures["summary"]["gpus"], len(figures["waiting"])) == (88, 7)
+        assert (figures["summary"]["gpus"], len(figures["waiting"])) == (88 + 7, 7)
         assert ask(server, "/", "HEAD")[2] == ""
         assert ask(server, "/../etc/passwd")[0] == HTTPStatus.NOT_FOUND
         assert ask(server, "/", "POST")[0] == HTTPStatus.NOT_IMPLEMENTED

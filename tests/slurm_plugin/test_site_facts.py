@@ -87,16 +87,23 @@ def test_what_nodes_have(release: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "cpus", "cpus_free", "gpus_free", "stranded"),
-    # 14 + 14 + 3 * 16 CPUs, without the reserved node. Free of them: cpu0, cpu1, gpu0.
-    [("22.05", 76, 13 + 13 + 6, 2, 2), ("24.11", 76, 13 + 14 + 6, 2, 2), ("26.05", 76, 13 + 14 + 0, 0, 0)],
-)
-def test_what_is_free_and_stranded(release: str, cpus: int, cpus_free: int, gpus_free: int, stranded: int) -> None:
+    ("release", "cpus_reserved", "cpus_free", "gpus_reserved", "gpus_free", "stranded"),
+    # Free: of cpu0, cpu1, gpu0.
+    [
+        ("22.05", 12, 13 + 13 + 6, 4, 2, 2), ("24.11", 2, 13 + 14 + 6, 1, 2, 2), ("26.05", 8, 13 + 14 + 0, 3, 0, 0),
+    ],
+)  # fmt: skip
+def test_what_is_free_and_stranded(
+    release: str, cpus_reserved: int, cpus_free: int, gpus_reserved: int, gpus_free: int, stranded: int
+) -> None:
     """Job 9 needs 4 GPUs and 12 CPUs of a node in pergpu, so the 2 GPUs of gpu0 are of no use to it."""
     seen = recorded(release)
     found = measure(seen.nodes, seen.jobs, seen.partitions)
     totals = [found.total(name) for name in ("cpus", "cpus_free", "gpus", "gpus_free", "stranded_gpus")]
-    assert totals == [cpus, cpus_free, 12, gpus_free, stranded]
+    # 14 + 14 + 3 * 16 CPUs, and of the reserved node what jobs hold.
+    assert totals == [76 + cpus_reserved, cpus_free, 12 + gpus_reserved, gpus_free, stranded]
+    (reserved,) = (node for node in seen.nodes if node.name == "gpu1")
+    assert (reserved.cpus_allocated, reserved.gpus - reserved.gpus_free()) == (cpus_reserved, gpus_reserved)
     assert [node.name for node in found.left_out] == ["gpu1"]
     assert {shape.cpus for shape in found.shapes if shape.gpus == 4} == {12}
 

@@ -1,0 +1,72 @@
+"""What counts: (nodes) -> what there is and what of it is held, (jobs) -> what they hold. Pure.
+
+Every figure of a cluster is made of it: `frag`, `util`, `jobs`, the exporter, the page, the histories and `advise`. Of
+a node on which jobs of everybody can start all counts that it has. Of any other one (drained, reserved, in maintenance,
+not answering, ...) what jobs still hold there counts, and nothing else: nobody can have more of it. So whatever the
+states of the nodes, no more is held than counts, and what is held is what the jobs hold together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from hetstream.slurm_plugin.client.model import Job, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Sums over nodes.
+
+    Attributes:
+        cpus, gpus, mig, memory_mb: those that jobs hold or can be given.
+        cpus_held, gpus_held, mig_held, memory_held_mb: those that jobs hold; a GPU of which one has a shard is held.
+    """
+
+    cpus: int = 0
+    gpus: int = 0
+    mig: int = 0
+    memory_mb: int = 0
+    cpus_held: int = 0
+    gpus_held: int = 0
+    mig_held: int = 0
+    memory_held_mb: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What jobs hold, on all their nodes together."""
+
+    cpus: int = 0
+    gpus: int = 0
+    memory_mb: int = 0
+
+
+def counted(nodes: Iterable[Node]) -> Counted:
+    """What counts of some nodes."""
+    total = dict.fromkeys((field.name for field in fields(Counted)), 0)
+    for node in nodes:
+        for name, all_of_it, free in (
+            ("cpus", node.cpus, node.cpus_free),
+            ("gpus", node.gpus, node.gpus_free()),
+            ("mig", node.mig, node.mig_free()),
+            ("memory_mb", node.memory_mb, node.memory_free_mb),
+        ):
+            held = max(0, all_of_it - free)
+            total[_HELD[name]] += held
+            total[name] += all_of_it if node.starts_jobs else held
+    return Counted(**total)
+
+
+_HELD = {"cpus": "cpus_held", "gpus": "gpus_held", "mig": "mig_held", "memory_mb": "memory_held_mb"}
+
+
+def held_by(job: Job) -> Held:
+    """What a job keeps others from having: nothing before it starts, and nothing as soon as it completes.
+
+    One that is suspended keeps its GPUs and its memory, and gives its CPUs away (job_res_rm_job with
+    JOB_RES_ACTION_SUSPEND; seen on 22.05, 24.11 and 26.05).
+    """
+    if not job.holds_resources:
+        return Held()
+    return Held(0 if job.state == "SUSPENDED" else job.num_cpus, job.count("gpu"), job.memory_mb)

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.gres import parse_gres
@@ -19,7 +18,7 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot, gpu_share, total
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, new_separators
 from hetstream.slurm_plugin.client.read import plain_environ
 from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
-from hetstream.slurm_plugin.client.values import moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import local_time, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 SACCT_FIELDS = (
@@ -41,6 +40,7 @@ class Usage:
     Attributes:
         gpus: whole ones; a part by MIG counts as that part.
         end_s: None while it runs.
+        elapsed_s: how long it ran, without the time in which it was suspended; None where nobody says so.
         cpu_used_s: CPU time of its processes; None where nobody gathered it.
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
         gpus_known: False where it may have held more, and nothing says how many.
@@ -60,6 +60,14 @@ class Usage:
     gpu_share: float | None = None
     wait_share: float | None = None
     gpus_known: bool = True
+    elapsed_s: float | None = None
+
+    @property
+    def ran_s(self) -> float | None:
+        """How long it ran; None while it runs."""
+        if self.end_s is None:
+            return None
+        return self.end_s - self.start_s if self.elapsed_s is None else self.elapsed_s
 
 
 def has_accounting(snapshot: Snapshot) -> bool:
@@ -85,13 +93,13 @@ def from_sacct(
         delimiter = new_separators()[0]
         argv = [
             "sacct", "--allusers", "--noheader", "--parsable2", f"--delimiter={delimiter}",
-            f"--format={','.join(SACCT_FIELDS)}", f"--starttime={_iso(begin_s)}", f"--endtime={_iso(until_s)}",
-            "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
+            f"--format={','.join(SACCT_FIELDS)}", f"--starttime={local_time(begin_s)}",
+            f"--endtime={local_time(until_s)}", "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
         ]  # fmt: skip
         left_s = deadline_s - clock()
         hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"
         if left_s <= 0:
-            what = f"the days before {_iso(begin_s)} took {_ALL_S:g} s"
+            what = f"the days before {local_time(begin_s)} took {_ALL_S:g} s"
             raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", what, hint)
         done = run_slurm(argv, env=plain, hint=hint, timeout_s=min(_ONE_S, left_s))
         # Who ran over midnight is in the answers for both days.
@@ -161,6 +169,7 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
         gpus=gpus,
         start_s=start_s,
         end_s=moment(row["End"]),
+        elapsed_s=float(row["ElapsedRaw"]) if row["ElapsedRaw"] else None,
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
         gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else _gpu_share(row, steps, gpus),
@@ -230,7 +239,3 @@ def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tup
         for job in jobs
         if job.start_s is not None and not job.is_pending
     )
-
-
-def _iso(moment_s: float) -> str:
-    return datetime.fromtimestamp(moment_s).strftime("%Y-%m-%dT%H:%M:%S")

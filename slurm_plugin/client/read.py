@@ -161,11 +161,12 @@ class CommandReader:
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without a user's own defaults, which would change what is printed: SQUEUE_FORMAT, SINFO_SORT."""
+    """The environment without a user's own defaults, which would change what is printed: SQUEUE_FORMAT, SINFO_SORT.
+
+    Times are asked for in seconds since the epoch: local time has an hour twice each autumn.
+    """
     own = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
-    return {name: value for name, value in environ.items() if not name.startswith(own)} | {
-        "SLURM_TIME_FORMAT": "standard"
-    }
+    return {name: value for name, value in environ.items() if not name.startswith(own)} | {"SLURM_TIME_FORMAT": "%s"}
 
 
 def release_of(version: str) -> tuple[int, int]:

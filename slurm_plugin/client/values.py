@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import MAXYEAR, datetime
 from functools import lru_cache
 
 from hetstream.hetjob.sbatch_options import time_limit_s
 
 NONE_WORDS = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "UNLIMITED", "INFINITE", "NOT_SET"})
+_EPOCH = re.compile(r"\d{9,10}")
 # More digits are no memory, and more than a float can hold.
 _MEMORY = re.compile(r"(\d{1,15}(?:\.\d+)?)([KMGTP]?)B?[nc]?")
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
@@ -34,16 +35,37 @@ def seconds(value: str) -> float | None:
     return found
 
 
-@lru_cache(maxsize=16384)
 def moment(value: str) -> float | None:
-    """Seconds since the epoch of `2026-11-20T16:00:15`, which Slurm writes in local time; None for no time.
+    """Seconds since the epoch of `1795190415` (SLURM_TIME_FORMAT=%s) or `2026-11-20T16:00:15`; None for no time.
+
+    The second form is local time, in which an hour is there twice each autumn: its first one is meant then.
 
     Raises:
         ValueError: another form; SLURM_TIME_FORMAT can make Slurm write one.
     """
+    return next(iter(moments(value)), None)
+
+
+@lru_cache(maxsize=16384)
+def moments(value: str) -> tuple[float, ...]:
+    """The moments that a time may mean: two within the hour that a clock change repeats or leaves out, otherwise one.
+
+    Raises:
+        ValueError: another form.
+    """
     if value in NONE_WORDS:
-        return None
-    return datetime.fromisoformat(value).timestamp()
+        return ()
+    if _EPOCH.fullmatch(value):
+        return (float(value),)
+    local = datetime.fromisoformat(value)
+    folds = (0, 1) if local.year < MAXYEAR else (0,)
+    return tuple(dict.fromkeys(local.replace(fold=fold).timestamp() for fold in folds))
+
+
+def local_time(moment_s: float) -> str:
+    """A moment as Slurm's commands take it, in local time; in seconds where local time would mean two moments."""
+    text = datetime.fromtimestamp(moment_s).strftime("%Y-%m-%dT%H:%M:%S")
+    return text if len(moments(text)) == 1 else f"uts{moment_s:.0f}"
 
 
 @lru_cache(maxsize=4096)

@@ -87,9 +87,9 @@ def _starving(job: Job, wait: float) -> Advice:
 
 def _idle(usage: Usage) -> Advice | None:
     """A job of accounting whose GPUs waited while its CPUs worked."""
-    if not usage.gpus or usage.gpu_share is None or usage.cpu_used_s is None or usage.end_s is None:
+    ran_s = usage.ran_s
+    if not usage.gpus or usage.gpu_share is None or usage.cpu_used_s is None or ran_s is None:
         return None
-    ran_s = usage.end_s - usage.start_s
     busy = usage.cpu_used_s / (usage.cpus * ran_s) if usage.cpus and ran_s > 0 else 0.0
     if usage.gpu_share >= IDLE_GPUS or busy < BUSY_CPUS:
         return None

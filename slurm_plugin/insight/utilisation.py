@@ -29,9 +29,12 @@ class Window:
         return self.end_s - self.start_s
 
     def overlap_s(self, usage: Usage) -> float:
-        """How long the job ran within the window."""
+        """How long the job ran within the window; of one that was suspended all its time is taken to be alike."""
         end_s = self.end_s if usage.end_s is None else min(usage.end_s, self.end_s)
-        return max(0.0, end_s - max(usage.start_s, self.start_s))
+        overlap_s = max(0.0, end_s - max(usage.start_s, self.start_s))
+        if usage.end_s is None or usage.ran_s is None or usage.end_s <= usage.start_s:
+            return overlap_s
+        return overlap_s * usage.ran_s / (usage.end_s - usage.start_s)
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Utilisation:
         self.gpu_hours += gpu_hours
         if usage.cpu_used_s is not None:
             # Use is known for the whole job: its part of the window is taken to be like the rest.
-            ran_s = (window.end_s if usage.end_s is None else usage.end_s) - usage.start_s
+            ran_s = window.end_s - usage.start_s if usage.ran_s is None else usage.ran_s
             share = usage.cpu_used_s / (usage.cpus * ran_s) if usage.cpus and ran_s > 0 else 0.0
             self.cpu_hours_measured += cpu_hours
             self.cpu_hours_used += cpu_hours * min(1.0, share)

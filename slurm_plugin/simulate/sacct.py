@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 import numpy as np
 
 from hetstream.base.text import shortened
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
-from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import megabytes, moments, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
 from hetstream.slurm_plugin.simulate.lines import MOST, MOST_SHOWN, Lines, quoted, read
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
@@ -25,6 +26,8 @@ EXPORT = (
 _COMPONENT = re.compile(r"(\d+)\+\d+")
 # A clock may be set by so much between two entries without being said to jump.
 _CLOCK_S = 2.0
+# A clock change moves local time by an hour at the most, and by quarters of one.
+_LARGEST_CHANGE_S, _CHANGE_STEP_S = 3600.0, 900.0
 _MB_PER_GIB = 1024
 
 
@@ -48,12 +51,13 @@ class _Job:
     usage: Usage
     submit_s: float
     start_s: float
-    end_s: float
+    end_s: float  # as ElapsedRaw has it
     num_nodes: int
     limit_s: float
     memory_gib: float
     extra_cpus: float = 0.0
     is_het: bool = False
+    differs: str = ""  # how, where End - Start is another time than ElapsedRaw
 
 
 # Stands for a component that cannot be replayed.
@@ -103,6 +107,12 @@ def read_sacct(
     if lines.records and "JobID" not in names:
         notes.append("without the column JobID, components of heterogeneous jobs count as jobs of their own")
     notes += [f"{len(lines.bad):,} line(s) are wrong and left out"] if lines.bad else []
+    differ = [part.differs for parts in whole.values() for part in parts if part.differs]
+    if differ:
+        notes.append(
+            f"{len(differ):,} job(s) ran for another time than from Start to End (first {differ[0]}), after a clock "
+            "change or because they were suspended: ElapsedRaw counts"
+        )
     return _workload(jobs, assumptions), (*notes, *_said(jobs, assumptions))
 
 
@@ -114,16 +124,15 @@ def _job(
     if not job:
         lines.complain(line, "there is no job id")
         return None
-    times: list[float | None] = []
-    for name in ("Submit", "Start", "End"):
-        times.append(_moment(lines, line, record, name))
+    times = [_moments(lines, line, record, name) for name in ("Submit", "Start", "End")]
     num_nodes, cpus = lines.number(line, record, "NNodes"), lines.number(line, record, "AllocCPUS", 0.0)
     if cpus % 1:
         lines.complain(line, f"AllocCPUS is {quoted(record['AllocCPUS'])}: must be a whole number")
-    lines.number(line, record, "ElapsedRaw", 0.0)
-    submit_s, start_s, end_s = times
+    said_s = lines.number(line, record, "ElapsedRaw", 0.0)
+    elapsed_s = said_s if record.get("ElapsedRaw", "").strip() else None
+    submit_s, start_s, end_s = _meant(times, elapsed_s)
     if cpus:
-        _check_clocks(lines, line, submit_s, start_s, end_s)
+        _check_clocks(lines, line, (submit_s, start_s, end_s), elapsed_s)
     if len(lines.problems) > before:
         return None
     if submit_s is None:
@@ -153,32 +162,59 @@ def _job(
         lines.complain(line, f"AllocTRES says {usage.gpus:g} GPUs: must be at most {MOST:g}")
     if len(lines.problems) > before:
         return None
-    if end_s - start_s < 1:
+    between_s, ran_s = end_s - start_s, end_s - start_s if elapsed_s is None else elapsed_s
+    if ran_s < 1:
         out["ran for less than a second"] += 1
         return None
-    limit_s = limit_min * 60 or np.inf
-    return _Job(usage, submit_s, max(start_s, submit_s), end_s, max(1, int(num_nodes)), limit_s, memory_gib)
+    differs = ""
+    if abs(ran_s - between_s) > _CLOCK_S:
+        differs = f"line {line}: {between_s:,.0f} s from Start to End, ElapsedRaw {ran_s:,.0f} s"
+    limit_s, start_s = limit_min * 60 or np.inf, max(start_s, submit_s)
+    nodes = max(1, int(num_nodes))
+    return _Job(usage, submit_s, start_s, start_s + ran_s, nodes, limit_s, memory_gib, differs=differs)
 
 
-def _check_clocks(lines: Lines, line: int, submit_s: float | None, start_s: float | None, end_s: float | None) -> None:
-    """Complain of a job whose times are in another order than they can be."""
+def _meant(times: Sequence[tuple[float, ...]], elapsed_s: float | None) -> tuple[float | None, ...]:
+    """Which moments Submit, Start and End mean, where local time says one hour twice.
+
+    Those that are in order, and of these the ones that ElapsedRaw fits best.
+    """
+
+    def wrong(chosen: tuple[float | None, ...]) -> tuple[bool, float]:
+        known = [at_s for at_s in chosen if at_s is not None]
+        is_out_of_order = any(after < before - _CLOCK_S for before, after in pairwise(known))
+        _, start_s, end_s = chosen
+        if start_s is None or end_s is None or elapsed_s is None:
+            return is_out_of_order, 0.0
+        return is_out_of_order, abs(end_s - start_s - elapsed_s)
+
+    return min(product(*(meanings or (None,) for meanings in times)), key=wrong)
+
+
+def _check_clocks(lines: Lines, line: int, times: tuple[float | None, ...], elapsed_s: float | None) -> None:
+    """Complain of a job whose times are in another order than they can be, even if the clock was changed as it ran."""
+    submit_s, start_s, end_s = times
     if submit_s is not None and start_s is not None and start_s < submit_s - _CLOCK_S:
         lines.complain(line, f"it started {submit_s - start_s:.0f} s before it was submitted: a clock jumped")
     if start_s is not None and end_s is not None and end_s < start_s - _CLOCK_S:
-        lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
+        change_s = (elapsed_s or 0.0) - (end_s - start_s)
+        steps = change_s / _CHANGE_STEP_S
+        is_change = change_s <= _LARGEST_CHANGE_S + _CLOCK_S and abs(steps - round(steps)) <= _CLOCK_S / _CHANGE_STEP_S
+        if not elapsed_s or not is_change:
+            lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
 
 
-def _moment(lines: Lines, line: int, record: Mapping[str, str], name: str) -> float | None:
-    """A time; None where there is none, or with a complaint where it is no time of a job."""
+def _moments(lines: Lines, line: int, record: Mapping[str, str], name: str) -> tuple[float, ...]:
+    """What a time may mean; nothing where there is none, or with a complaint where it is no time of a job."""
     try:
-        at_s = moment(record[name])
+        found = moments(record[name])
     except ValueError:
         lines.complain(line, f"{name} is {quoted(record[name])}: must be like 2026-11-20T16:00:15")
-        return None
-    if at_s is not None and not 0 <= at_s <= MOST:
+        return ()
+    if any(not 0 <= at_s <= MOST for at_s in found):
         lines.complain(line, f"{name} is {quoted(record[name])}: must be between 1970 and 2286. A clock was wrong")
-        return None
-    return at_s
+        return ()
+    return found
 
 
 def _gang(job: str, components: list[_Job]) -> _Job:

@@ -1,7 +1,19 @@
-"""GRES strings of every kind: requests, what a node has, what is in use. Pure; called by the parsers.
+"""GRES as Slurm writes them, from 22.05 to 26.05: the one grammar, for all that reads such text. Pure.
 
-Seen forms: `gpu:h200:4`, `gres:gpu:4` (22.05), `gres/gpu:4` (24.11, 26.05), `gpu:a100:4(S:0-1)`, `gpu:h200:2(IDX:0-1)`,
-`gpu:4(IDX:0,2-3)`, `opx:x1(CNT:1)`, `shard:h200:1(IDX:0)`, `shard:h200:3(3/4,-/4)`, `gpu`, `cpu=1,gres/gpu=2`.
+    list   items, with commas between them; a comma within parentheses belongs to its item
+    item   [gres: | gres/] NAME [:TYPE] [:no_consume] [:COUNT] [(NOTE)]      what a node has, what is in use, requests
+           gres/NAME [:TYPE] = COUNT                                         among trackable resources (TRES)
+    TYPE   a word; `(null)` is no type
+    COUNT  digits and K, M, G, T or P (of 1024); without one it is 1
+    NOTE   S:SOCKETS        the sockets near a device
+           IDX:DEVICES      which are in use: `0,2-3`; N/A or nothing for none
+           CNT:COUNT        in the place of the count
+           USED/OF,...      of the parts of each device; `-` of one that is in use as a whole
+           (null)           nothing
+
+Sources, of tags 22-05-8-1, 24-11-5-1 and 26-05-3-1: `_build_node_gres_str` and `_node_gres_used` in src/common/gres.c
+(later src/interfaces/gres.c), `gres_ctld_job_build_details` in src/slurmctld/gres_ctld.c (later
+src/stepmgr/gres_stepmgr.c), `suffix_mult` and `slurm_get_next_tres` in src/common/slurm_protocol_defs.c.
 """
 
 from __future__ import annotations
@@ -12,10 +24,22 @@ from functools import lru_cache
 from hetstream.slurm_plugin.client.model import Gres
 
 _EMPTY = frozenset({"", "(null)", "N/A", "none"})
-_ITEM = re.compile(r"((?:[^,(]|\([^)]*\))+)")
+_BETWEEN = re.compile(r",(?![^(]*\))")
+_ITEM = re.compile(
+    r"(?P<kind>gres[:/])?(?P<name>[^\s,:=()/]+)(?P<named>(?::(?:\(null\)|[^\s,:=()/]+))*)"
+    r"(?:=(?P<equals>[^\s,:=()]*))?(?:\((?P<note>\(null\)|[^()]*)\))?"
+)
+# `cpu=4`, `mem=50M`, `license/fluent:2`, `cpu:8` of --tres-per-task: what Slurm counts and is no GRES (tres_types_t).
+_OTHER_TRES = re.compile(
+    r"(?!gres[:/]|gpu=)(?:[\w.-]+/.*|[^(]*=.*|(?:cpu|mem|node|billing|energy|pages|vmem)(?::\w+)?)"
+)
 # More digits are no count, and more than a float can hold.
-_COUNT = re.compile(r"(\d{1,15})([kKmMgG]?)")
-_FACTOR = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+_COUNT = re.compile(r"(\d{1,15})(?:([kmgtp])(b|ib)?)?", re.IGNORECASE)
+# Slurm's buffers for the list of devices have 64 bytes for a node and 128 for a job, and the text is cut to that.
+_CUT_AT = (63, 127)
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_PART = re.compile(r"(\d+|-)/\d+")
+_NOT_COUNTED = "no_consume"
 
 
 @lru_cache(maxsize=8192)
@@ -27,50 +51,59 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
     """
     if text in _EMPTY:
         return ()
-    found = (_parse_item(item.strip()) for item in _ITEM.findall(text))
+    found = (_parse_item(item.strip()) for item in _BETWEEN.split(text) if item.strip())
     return tuple(gres for gres in found if gres is not None)
 
 
 def _parse_item(item: str) -> Gres | None:
-    body, _, behind = item.partition("(")
-    resource = re.sub(r"^gres[:/]", "", body)
-    if "=" in resource:
-        name, _, number = resource.partition("=")
-        if name == body.partition("=")[0]:
-            return None  # cpu=1, mem=50M, billing=2: no GRES
-        name, _, gres_type = name.partition(":")
-        return Gres(name, gres_type, _number(number, item))
-    parts = resource.split(":")
-    if len(parts) > 3 or not parts[0]:
-        raise ValueError(f"GRES {item!r}: must be NAME[:TYPE][:COUNT]")
-    counted = re.fullmatch(r"CNT:(\d+)\)", behind)
-    if counted:
-        return Gres(parts[0], parts[1] if len(parts) > 1 else "", int(counted[1]))
-    if len(parts) == 3:
-        return Gres(parts[0], parts[1], _number(parts[2], item), _indices(behind))
-    if len(parts) == 2 and not _COUNT.fullmatch(parts[1]):
-        return Gres(parts[0], parts[1], 1, _indices(behind))
-    return Gres(parts[0], "", _number(parts[1], item) if len(parts) == 2 else 1, _indices(behind))
+    if _OTHER_TRES.fullmatch(item):
+        return None
+    match = _ITEM.fullmatch(item)
+    if not match:
+        raise ValueError(f"GRES {item!r}: must be NAME[:TYPE][:COUNT], as in scontrol show node")
+    named = [word for word in match["named"].split(":")[1:] if word != _NOT_COUNTED]
+    note = match["note"] or ""
+    if match["equals"] is not None:
+        count = _number(match["equals"], item)
+    elif note.startswith("CNT:"):
+        count = _number(note.removeprefix("CNT:"), item)
+    elif named and (len(named) > 1 or _COUNT.fullmatch(named[-1])):
+        count = _number(named.pop(), item)
+    else:
+        count = 1
+    if len(named) > 1:
+        raise ValueError(f"GRES {item!r}: must be NAME[:TYPE][:COUNT], and has {len(named)} types")
+    gres_type = "" if named in ([], ["(null)"]) else named[0]
+    return Gres(match["name"], gres_type, count, _devices(note, count, item))
 
 
 def _number(text: str, item: str) -> int:
     match = _COUNT.fullmatch(text)
     if not match:
         raise ValueError(f"GRES {item!r}: {text!r} is no count")
-    return int(match[1]) * _FACTOR[match[2].lower()]
+    unit = (match[2] or "").lower()
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    return int(match[1]) * (base ** (1 + "kmgtp".index(unit)) if unit else 1)
 
 
-def _indices(behind: str) -> tuple[int, ...]:
-    """Devices in use, from `IDX:0,2-3)` or the shards of each device, `3/4,0/4,-/4)`; `-` is a GPU taken whole."""
-    inside = behind.rstrip(")")
-    if inside.startswith("IDX:") and inside != "IDX:N/A":
-        found: list[int] = []
-        for part in inside[4:].split(","):
-            first, _, last = part.partition("-")
-            if first.isdigit():
-                found += range(int(first), int(last or first) + 1)
-        return tuple(found)
-    if "/" in inside:
-        used = (share.partition("/")[0] for share in inside.split(","))
-        return tuple(place for place, count in enumerate(used) if count.isdigit() and int(count) > 0)
-    return ()
+def _devices(note: str, count: int, item: str) -> tuple[int, ...]:
+    """The devices in use, as far as a note says which."""
+    kind, _, listed = note.partition(":")
+    if kind in ("S", "CNT") or note in ("", "(null)", "IDX:", "IDX:N/A"):
+        return ()
+    if kind == "IDX":
+        found = [_RANGE.fullmatch(part) for part in listed.split(",")]
+        if len(listed) in _CUT_AT and (not all(found) or _length(found) != count):
+            return ()  # where it is cut, the last number may be another one
+        if all(found):
+            return tuple(
+                number for part in found if part for number in range(int(part[1]), int(part[2] or part[1]) + 1)
+            )
+    parts = [_PART.fullmatch(part) for part in note.split(",")]
+    if not all(parts):
+        raise ValueError(f"GRES {item!r}: ({note}) is neither S:, IDX:, CNT: nor USED/OF of each device")
+    return tuple(place for place, part in enumerate(parts) if part and part[1].isdigit() and int(part[1]) > 0)
+
+
+def _length(ranges: list[re.Match[str] | None]) -> int:
+    return sum(int(part[2] or part[1]) - int(part[1]) + 1 for part in ranges if part)

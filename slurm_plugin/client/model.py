@@ -31,6 +31,8 @@ RESERVED = "RESERVED"
 RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
 # slurmctld's own sentence, which it writes in the place of Resources.
 _NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
+# GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
+SHARING = frozenset({"shard", "mps"})
 # Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the seven slices of a GPU.
 _MIG = re.compile(r"(?:^|[_.-])(\d)g\.\d+gb")
 _MIG_SLICES = 7
@@ -229,6 +231,7 @@ class Node:
         memory_mb: what jobs can be given: `RealMemory` without `MemSpecLimit`.
         memory_allocated_mb: of that.
         gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
+        gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
         reason: why it is out of use.
         version: of its slurmd.
         address: under which other nodes reach it.
@@ -252,6 +255,7 @@ class Node:
     address: str = ""
     cpu_load: float | None = None
     reservation: str = ""
+    gpus_allocated: int | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -288,51 +292,85 @@ class Node:
     @property
     def gpus(self) -> int:
         """Whole GPUs, in use or to be had."""
-        return sum(max(0, self.devices(kind)) for kind in self.gpu_types if gpu_share(kind) == 1)
+        return sum(self._devices_of(kind) for kind in self.gpu_types if gpu_share(kind) == 1)
 
     @property
     def mig(self) -> int:
         """Parts of GPUs, by MIG."""
-        return sum(max(0, self.devices(kind)) for kind in self.gpu_types if gpu_share(kind) < 1)
+        return sum(self._devices_of(kind) for kind in self._mig_types())
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
-        """Each type of what Slurm counts as `gpu`."""
+        """Each type of what Slurm counts as `gpu`; empty for those without one."""
         return tuple(dict.fromkeys(gres.type for gres in self.gres if gres.name == "gpu"))
 
     def devices(self, gpu_type: str = "") -> int:
         """Whole GPUs and parts of them of one type that a job may ask for; of all types if it is empty."""
-        drained = total(self.gres_drained, "gpu", gpu_type)
-        return max(0, total(self.gres, "gpu", gpu_type) - drained)
+        return sum(self._devices_of(kind) for kind in self._kinds(gpu_type))
 
     def devices_free(self, gpu_type: str = "") -> int:
         """Of these as many as a job could have now, on its own: neither held nor shared out in shards."""
-        if gpu_type and gpu_share(gpu_type) < 1:
-            return max(0, self.devices(gpu_type) - total(self.gres_used, "gpu", gpu_type))
-        shared = sum(max(len(gres.indices), gres.count > 0) for gres in self.gres_used if gres.name == "shard")
-        free = self.devices() - total(self.gres_used, "gpu") - shared
-        if gpu_type:
-            free = min(free, self.devices(gpu_type) - total(self.gres_used, "gpu", gpu_type))
-        return max(0, free)
+        # What is held, and nothing says of which type, may be of any.
+        return max(0, sum(self._free_of(kind) for kind in self._kinds(gpu_type)) - self._held_of_unknown_type())
 
     def gpus_free(self, gpu_type: str = "") -> int:
         """Whole GPUs that a job could have now."""
         if gpu_type or not self.mig:
             return self.devices_free(gpu_type)
-        return max(0, self.devices_free() - sum(self.devices_free(kind) for kind in self._mig_types()))
+        whole = sum(self._free_of(kind) for kind in self.gpu_types if gpu_share(kind) == 1)
+        return max(0, whole - self._held_of_unknown_type())
 
     def mig_free(self) -> int:
         """Parts of GPUs that a job could have now."""
         return sum(self.devices_free(kind) for kind in self._mig_types())
 
+    def gpu_capacity(self) -> float:
+        """How many GPUs it has, in use or to be had, where an instance of MIG counts as its share of one."""
+        return sum(gpu_share(kind) * self._devices_of(kind) for kind in self.gpu_types)
+
     def gpu_share_free(self) -> float | None:
         """Which share of its GPUs is free, MIG instances by their slices; None without GPUs."""
-        mig = [(gpu_share(kind), self.devices(kind), self.devices_free(kind)) for kind in self._mig_types()]
-        whole = self.gpus + sum(share * count for share, count, _ in mig)
-        return (self.gpus_free() + sum(share * free for share, _, free in mig)) / whole if whole else None
+        free = self.gpus_free() + sum(gpu_share(kind) * self.devices_free(kind) for kind in self._mig_types())
+        whole = self.gpu_capacity()
+        return free / whole if whole else None
+
+    def gpus_in_use(self) -> int:
+        """Whole GPUs and parts of them that jobs hold, by GresUsed."""
+        return total(self.gres_used, "gpu")
 
     def _mig_types(self) -> list[str]:
         return [kind for kind in self.gpu_types if gpu_share(kind) < 1]
+
+    def _kinds(self, gpu_type: str) -> tuple[str, ...]:
+        return (gpu_type,) if gpu_type else self.gpu_types
+
+    def _devices_of(self, kind: str) -> int:
+        """Of exactly this type, or of those without one."""
+        return max(0, _of_type(self.gres, kind) - _of_type(self.gres_drained, kind))
+
+    def _free_of(self, kind: str) -> int:
+        shared = sum(1 for shared in self._shared() if shared == kind)
+        return max(0, self._devices_of(kind) - _of_type(self.gres_used, kind) - shared)
+
+    def _held_of_unknown_type(self) -> int:
+        """GPUs that jobs hold by either of Slurm's counts, and shared ones, of which nothing says the type."""
+        kinds = self.gpu_types
+        known = sum(_of_type(self.gres_used, kind) for kind in kinds)
+        shared = sum(1 for kind in self._shared() if kind not in kinds)
+        return max(self.gpus_in_use(), self.gpus_allocated or 0) - known + shared
+
+    def _shared(self) -> list[str | None]:
+        """The type of each GPU that is shared out in shards or by MPS; None where that is not known.
+
+        Slurm gives shards the type of their GPU, if it has one (gres_c_s.c in its source).
+        """
+        kinds = self.gpu_types
+        found: list[str | None] = []
+        for gres in self.gres_used:
+            if gres.name in SHARING and gres.count:
+                known = gres.type if gres.type in kinds else kinds[0] if len(kinds) == 1 else None
+                found += [known] * max(len(gres.indices), 1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +450,11 @@ def is_resource_reason(reason: str) -> bool:
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
     """How many of one kind, of one type or of all."""
     return sum(resource.count for resource in gres if resource.name == name and gres_type in ("", resource.type))
+
+
+def _of_type(gres: Iterable[Gres], kind: str) -> int:
+    """How many GPUs are of exactly this type."""
+    return sum(resource.count for resource in gres if resource.name == "gpu" and resource.type == kind)
 
 
 @lru_cache(maxsize=1024)

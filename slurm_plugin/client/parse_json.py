@@ -17,6 +17,7 @@ from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeSha
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
+    gpus_allocated,
     has_no_end,
     in_use,
     node_states,
@@ -137,6 +138,8 @@ class _Node(msgspec.Struct):
     gres: str | None = ""
     gres_used: str | None = ""
     gres_drained: str | None = ""
+    tres: str | None = ""
+    tres_used: str | None = ""
     active_features: _Words = None
     reason: str | None = ""
     address: str | None = ""
@@ -286,6 +289,7 @@ def _node(row: _Node) -> Node:
             version=row.version or row.slurmd_version or "",
             cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
             reservation=row.reservation or "",
+            gpus_allocated=gpus_allocated(row.tres or "", row.tres_used or ""),
         )
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), f"node {row.name}") from exc

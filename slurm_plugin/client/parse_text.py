@@ -206,7 +206,15 @@ def _node(row: Mapping[str, str]) -> Node:
         address=row.get("NodeAddr", ""),
         cpu_load=float(load) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
         reservation=row.get("ReservationName", ""),
+        gpus_allocated=gpus_allocated(row.get("CfgTRES", ""), row.get("AllocTRES", "")),
     )
+
+
+def gpus_allocated(configured: str, allocated: str) -> int | None:
+    """GPUs among the allocated TRES of a node; None where the cluster does not account for gres/gpu of it."""
+    if not any(gres.name == "gpu" and not gres.type for gres in parse_gres(configured)):
+        return None  # with types alone in AccountingStorageTRES, others may be left out
+    return sum(gres.count for gres in parse_gres(allocated) if gres.name == "gpu" and not gres.type)
 
 
 def in_use(text: str) -> tuple[Gres, ...]:

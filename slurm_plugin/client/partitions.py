@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.model import total
 from hetstream.slurm_plugin.client.values import seconds
 
 # Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
@@ -28,7 +30,7 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         name, *fields = line.strip().split("|")
         name = name.rstrip("*")
         if len(fields) == 4 and all(field.isdigit() for field in fields[:3]):
-            has_gpus = re.search(r"(^|,)gpu(:|$)", fields[3]) is not None
+            has_gpus = total(parse_gres(fields[3]), "gpu") > 0
             nodes.setdefault(name, []).append(NodeSize(int(fields[0]), int(fields[1]), has_gpus, int(fields[2])))
         else:
             unknown.add(name)

@@ -125,7 +125,13 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
         # Held until the daemons listen: nobody else finds their ports free, or this place half used.
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
-            site_setup.check(request.sites, programs, network=request.network, cgroups=request.cgroups)
+            site_setup.check(
+                request.sites,
+                programs,
+                network=request.network,
+                cgroups=request.cgroups,
+                packing=request.packing,
+            )
             _check_can_boot(request, programs.version)
             _warn(request, progress)
             spec = plan_cluster(request, programs.root)

@@ -37,7 +37,9 @@ def gres_conf(spec: ClusterSpec) -> str:
     """The text of gres.conf: one line a kind of GPU node, and one a GPU where they are shared."""
     lines: list[str] = []
     for group in spec.groups:
-        if group.gpus:
+        if group.gpus and sites.GPU_KINDS in spec.sites:
+            lines += sites.gres_lines(spec, group)
+        elif group.gpus:
             nodes = hostlist(group.name, group.count)
             files = hostlist(str(spec.gpu_device(0).with_name("gpu")), group.gpus)
             lines += [f"NodeName={nodes} Name=gpu File={files}", *packing.gres_lines(spec, group, nodes)]
@@ -132,9 +134,8 @@ def _slurm_conf_lines(spec: ClusterSpec, version: tuple[int, ...]) -> Iterator[s
     # The nodes claim more CPUs and memory than the machine has.
     yield "SlurmdParameters=config_overrides"
     if any(group.gpus for group in spec.groups):
-        yield f"GresTypes=gpu{f',{packing.GRES}' if spec.packing else ''}"
-    for group in spec.groups:
-        yield _node_line(group, spec.network, packing.node_gres(spec, group))
+        yield f"GresTypes={','.join(['gpu', *sites.gres_types(spec), *([packing.GRES] if spec.packing else [])])}"
+    yield from _node_lines(spec)
     for index, group in enumerate(spec.groups):
         default = " Default=YES" if index == 0 else ""
         nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
@@ -145,14 +146,26 @@ def _slurm_conf_lines(spec: ClusterSpec, version: tuple[int, ...]) -> Iterator[s
     yield from spec.settings
 
 
-def _node_line(group: NodeGroup, network: ClusterNetwork | None, more_gres: str) -> str:
+def _node_lines(spec: ClusterSpec) -> Iterator[str]:
+    for group in spec.groups:
+        if group.gpus and sites.GPU_KINDS in spec.sites:
+            for number in range(group.count):
+                yield _node_line(group, spec.network, sites.node_gres(group, number), (number, 1))
+        else:
+            gres = f"Gres=gpu:{group.gpus}{packing.node_gres(spec, group)}" if group.gpus else ""
+            yield _node_line(group, spec.network, gres, (0, group.count))
+
+
+def _node_line(group: NodeGroup, network: ClusterNetwork | None, gres: str, which: tuple[int, int]) -> str:
+    """The line of some nodes of a group: of the first of them and how many."""
+    first, count = which
     address = "NodeAddr=127.0.0.1 NodeHostname=localhost"
     if network is not None:
-        prefix, _, first = network.host(group.nodes[0]).address.rpartition(".")
-        address = f"NodeAddr={hostlist(f'{prefix}.', group.count, int(first))}"
-    gres = f" Gres=gpu:{group.gpus}{more_gres}" if group.gpus else ""
-    ports = hostlist("", group.count, group.first_port)
-    return (
-        f"NodeName={hostlist(group.name, group.count)} {address} Port={ports} "
-        f"CPUs={group.cpus} RealMemory={NODE_MEMORY_MB}{gres}"
+        prefix, _, host = network.host(group.nodes[first]).address.rpartition(".")
+        address = f"NodeAddr={hostlist(f'{prefix}.', count, int(host))}"
+    ports = hostlist("", count, group.first_port + first)
+    line = (
+        f"NodeName={hostlist(group.name, count, first)} {address} Port={ports} "
+        f"CPUs={group.cpus} RealMemory={NODE_MEMORY_MB}"
     )
+    return f"{line} {gres}" if gres else line

@@ -46,7 +46,14 @@ MUNGE_SOCKET = "munge.socket.2"
 CLIENTS = (*COMMANDS, "sacct", "sacctmgr", "sattach", "sdiag", "sprio", "sreport", "sshare", "sstat", "scrontab")
 
 
-def check(kinds: Sequence[str], programs: SlurmPrograms, *, network: bool = False, cgroups: bool = False) -> None:
+def check(
+    kinds: Sequence[str],
+    programs: SlurmPrograms,
+    *,
+    network: bool = False,
+    cgroups: bool = False,
+    packing: bool = False,
+) -> None:
     """Refuse a kind of site that cannot be had.
 
     Args:
@@ -54,11 +61,14 @@ def check(kinds: Sequence[str], programs: SlurmPrograms, *, network: bool = Fals
         programs: Slurm's.
         network: hosts have networks of their own.
         cgroups: Slurm uses them.
+        packing: jobs share GPUs.
 
     Raises:
         SlurmMissing: programs of accounting are not there.
-        BootFailed: this Slurm has no such authentication, or two things of which each has mounts of its own.
+        BootFailed: this Slurm has no such authentication, or two things that do not go together.
     """
+    if sites.GPU_KINDS in kinds and packing:
+        raise BootFailed("--site gpu-kinds does not go with --packing, whose jobs share whole GPUs without a type")
     if sites.AUTH_SLURM in kinds and version_tuple(programs.version) < FIRST_WITH_AUTH_SLURM:
         raise BootFailed(f"Slurm {programs.version} has no auth/slurm: give --slurm 24.11 or 26.05")
     alone = [sites.CONFIGLESS in kinds, sites.AUTH_SLURM in kinds]

@@ -6,6 +6,7 @@ and scontrol(1). What each kind holds is told in docs/devcluster.md, and the tes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
@@ -13,6 +14,7 @@ from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
 ACCOUNTING, POWER_SAVING = "accounting", "power-saving"
 RESERVATIONS, HIDDEN, EXCLUSIVE, LIMITS = "reservations", "hidden", "exclusive", "limits"
 CONFIGLESS, AUTH_SLURM = "configless", "auth-slurm"
+GPU_KINDS = "gpu-kinds"
 SITES: Mapping[str, str] = {
     ACCOUNTING: "slurmdbd on a MariaDB of its own; associations and QOS with limits, enforced",
     RESERVATIONS: "one GPU node reserved from now on, one CPU node for maintenance in an hour",
@@ -22,7 +24,14 @@ SITES: Mapping[str, str] = {
     LIMITS: "small arrays, small jobs, and a short longest time",
     CONFIGLESS: "nodes and commands have no slurm.conf, and get it from slurmctld",
     AUTH_SLURM: "auth/slurm in the place of MUNGE (24.11 and newer)",
+    GPU_KINDS: "GPUs near cores: without a type, of two types, shared in shards, divided by MIG, node by node",
 }
+
+# Types of the GPUs of node 0, 1, 2 and 3, half of a node's GPUs of each, and how many shards each GPU has; node 4 is as
+# node 0 again. Types are as AutoDetect=nvml gives them, with profiles of MIG.
+_KINDS: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("", ""), 0), (("a100", "v100"), 0), (("a100", "v100"), 4), (("h100_3g.40gb", "h100_1g.10gb"), 0),
+)  # fmt: skip
 
 # Of accounts and QOS, all for root and nobody.
 USERS = ("root", "nobody")
@@ -81,6 +90,49 @@ def settings(spec: ClusterSpec) -> Iterator[str]:
     if LIMITS in spec.sites:
         yield "MaxArraySize=11"
         yield "EnforcePartLimits=NO"
+
+
+def node_gres(group: NodeGroup, number: int) -> str:
+    """What a node with GPUs has, as slurm.conf has it, and the sockets to which its GPUs are near."""
+    _, shards = _KINDS[number % len(_KINDS)]
+    counts = Counter[str]()
+    for kind, devices, _ in _gpus(group, number):
+        counts[kind] += len(devices)
+    gres = [f"gpu:{f'{kind}:' if kind else ''}{count}" for kind, count in counts.items()]
+    sockets = 1 if group.cpus % 2 else 2
+    near = f"Sockets={sockets} CoresPerSocket={group.cpus // sockets} ThreadsPerCore=1"
+    return f"{near} Gres={','.join([*gres, *([f'shard:{shards * group.gpus}'] if shards else [])])}"
+
+
+def gres_lines(spec: ClusterSpec, group: NodeGroup) -> Iterator[str]:
+    """Lines of gres.conf of the nodes with GPUs."""
+    for number, node in enumerate(group.nodes):
+        for kind, devices, cores in _gpus(group, number):
+            for device in devices:
+                of_type = f" Type={kind}" if kind else ""
+                yield f"NodeName={node} Name=gpu{of_type} File={spec.gpu_device(device)} Cores={cores}"
+        if shards := _KINDS[number % len(_KINDS)][1]:
+            yield f"NodeName={node} Name=shard Count={shards * group.gpus}"
+
+
+def gres_types(spec: ClusterSpec) -> tuple[str, ...]:
+    """What beside `gpu` stands in GresTypes."""
+    return ("shard",) if GPU_KINDS in spec.sites else ()
+
+
+def _gpus(group: NodeGroup, number: int) -> Iterator[tuple[str, range, str]]:
+    """Of each type of a node's GPUs: their numbers, and the cores that they are near to."""
+    kinds, _ = _KINDS[number % len(_KINDS)]
+    first = 0
+    for place, kind in enumerate(kinds):
+        last = group.gpus * (place + 1) // len(kinds)
+        half = group.cpus // 2
+        cores = (
+            f"0-{group.cpus - 1}" if group.cpus % 2 or len(kinds) == 1 else f"{half * place}-{half * (place + 1) - 1}"
+        )
+        if last > first:
+            yield kind, range(first, last), cores
+        first = last
 
 
 def group_nodes(spec: ClusterSpec, group: NodeGroup) -> tuple[str, ...]:

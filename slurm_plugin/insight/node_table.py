@@ -159,10 +159,10 @@ class NodeTable:
 
     def _by_gres(self, of: Callable[[Node], int]) -> Counts:
         """A figure that a node's GRES alone decide: few are different, and equal ones are often one object."""
-        known: dict[tuple[int, int, int], int] = {}
+        known: dict[tuple[int, int, int, int | None], int] = {}
         values = []
         for node in self.nodes:
-            key = id(node.gres), id(node.gres_used), id(node.gres_drained)
+            key = id(node.gres), id(node.gres_used), id(node.gres_drained), node.gpus_allocated
             value = known.get(key)
             if value is None:
                 value = known[key] = of(node)

@@ -20,6 +20,8 @@ DEFAULT_BF_INTERVAL_S = 30
 GOOD_BF_INTERVAL_S = 5
 # What the modules in slurm_plugin/lua are written for, and tested with.
 LUA_VERSIONS = ("5.1", "5.2", "5.3", "5.4")
+# So many nodes of one kind of trouble are named.
+_MOST_NODES = 8
 LUA_PLUGINS = {"job_submit": "JobSubmitPlugins", "cli_filter": "CliFilterPlugins"}
 
 
@@ -83,6 +85,23 @@ def _gres(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Level.NOTE, "Gres", "no gpu", "no node has GPUs: there is nothing to stream to", "Gres=gpu:N on NodeName"
         )
+
+
+def _gpus_in_use(facts: Facts) -> Iterator[Finding]:
+    """Slurm counts the GPUs in use twice, and of two numbers one is wrong."""
+    differ = [
+        (node, node.gpus_in_use(), node.gpus_allocated)
+        for node in facts.snapshot.nodes
+        if node.gpus_allocated is not None and node.gpus_allocated != node.gpus_in_use()
+    ]
+    for node, used, allocated in differ[:_MOST_NODES]:
+        others = f"; so do {len(differ) - 1} other node(s)" if len(differ) > 1 else ""
+        yield Finding(
+            Level.WARNING, "GPUs in use", f"{node.name}: {used} by GresUsed, {allocated} by AllocTRES",
+            f"Slurm's two counts of one node differ{others}. hetstream takes the larger one, so that no GPU is shown "
+            "as free that a job holds",
+            f"scontrol -d show node {node.name}; squeue -w {node.name}. If no job explains it, restart slurmctld",
+        )  # fmt: skip
 
 
 def _gres_conf(facts: Facts) -> Iterator[Finding]:
@@ -289,7 +308,7 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
-    _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
+    _versions, _scheduler, _select, _gres, _gpus_in_use, _gres_conf, _devices, _preemption, _prolog, _privacy,
+    _accounting, _lua, _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS) + 1  # the host's GPUs

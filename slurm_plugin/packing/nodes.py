@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
-from hetstream.slurm_plugin.client.model import Node, Snapshot
+from hetstream.slurm_plugin.client.model import SHARING, Node, Snapshot
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, slots_of
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.state import GpuNode, GpuUse, Place, SharedGpu
@@ -100,8 +100,12 @@ class SeenNodes:
 
 def _in_use(node: Node) -> set[int] | None:
     """Numbers of the GPUs that Slurm has given to jobs of their own; None where it does not say which."""
-    found = [gres for gres in node.gres_used if gres.name in ("gpu", "shard", "mps") and gres.count > 0]
-    if any(not gres.indices for gres in found):
+    found = [gres for gres in node.gres_used if (gres.name == "gpu" or gres.name in SHARING) and gres.count > 0]
+    # Since 24.11 the parts of shared GPUs are listed type by type: with several types a place is no number of a device.
+    types = {gres.name: len({other.type for other in node.gres if other.name == gres.name}) for gres in found}
+    if any(not gres.indices or (gres.name in SHARING and types[gres.name] > 1) for gres in found):
+        return None
+    if (node.gpus_allocated or 0) > node.gpus_in_use():
         return None
     return {index for gres in found for index in gres.indices}
 

@@ -140,12 +140,15 @@ def kinds(request: pytest.FixtureRequest) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(running_cluster: Callable[..., Any], release: str, kinds: Sequence[str]) -> Iterator[Any]:
-    """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each."""
+def cluster(
+    request: pytest.FixtureRequest, running_cluster: Callable[..., Any], release: str, kinds: Sequence[str]
+) -> Iterator[Any]:
+    """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each; or its SHAPE."""
     programs = choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=ACCOUNTING in kinds)
     name = f"pytest-{os.getpid()}-site"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(), sites=tuple(kinds))
-    with running_cluster(request, programs) as found:
+    shape = getattr(request.module, "SHAPE", ClusterShape())
+    wanted = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, sites=tuple(kinds))
+    with running_cluster(wanted, programs) as found:
         yield found
 
 

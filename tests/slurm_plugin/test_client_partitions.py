@@ -10,7 +10,7 @@ SINFO = [
     "cpu|128|256000|20|(null)",
     "cpu|32|64000|4|(null)",
     "mixed|32+|64000+|3|(null)",
-    "small|16|64000|2|gpuless:1",
+    "small|16|64000|2|gpuless:1,gpu:0",
 ]
 SHOWN = """\
 PartitionName=gpu AllowGroups=ALL MaxTime=2-00:00:00 MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000

@@ -14,7 +14,7 @@ from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.devcluster import sites
 from hetstream.slurm_plugin.devcluster.private_run import command_text
 from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
-from hetstream.slurm_plugin.devcluster.render import slurm_conf
+from hetstream.slurm_plugin.devcluster.render import gres_conf, slurm_conf
 from hetstream.slurm_plugin.devcluster.site_setup import check
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
 from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
@@ -85,6 +85,25 @@ def test_programs_of_power_saving_end_and_start_a_nodes_slurmd() -> None:
     )
 
 
+def test_gpus_of_each_kind_stand_near_their_cores() -> None:
+    spec = replace(PLAIN, shape=ClusterShape(4, 4, 1, 16), sites=("gpu-kinds",))
+    lines = slurm_conf(spec).splitlines()
+    assert "GresTypes=gpu,shard" in lines
+    nodes = {line.split()[0]: line.partition(" Gres=")[2] for line in lines if line.startswith("NodeName=gpu")}
+    assert list(nodes.items()) == [
+        ("NodeName=gpu0", "gpu:4"),
+        ("NodeName=gpu1", "gpu:a100:2,gpu:v100:2"),
+        ("NodeName=gpu2", "gpu:a100:2,gpu:v100:2,shard:16"),
+        ("NodeName=gpu3", "gpu:h100_3g.40gb:2,gpu:h100_1g.10gb:2"),
+    ]
+    devices = gres_conf(spec).splitlines()
+    assert devices[0] == f"NodeName=gpu0 Name=gpu File={HERE}/dev/gpu0 Cores=0-7"
+    assert devices[7] == f"NodeName=gpu1 Name=gpu Type=v100 File={HERE}/dev/gpu3 Cores=8-15"
+    assert "NodeName=gpu2 Name=shard Count=16" in devices
+    single = replace(spec, shape=ClusterShape(2, 1, 1, 1))
+    assert gres_conf(single).splitlines()[1] == f"NodeName=gpu1 Name=gpu Type=v100 File={HERE}/dev/gpu0 Cores=0-0"
+
+
 def test_a_dry_run_shows_files_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = Path(f"/tmp/hets-{os.getpid()}")
     up = ["devcluster", "up", "--state-dir", str(nowhere), "--site", "reservations,accounting", "--dry-run"]
@@ -123,6 +142,8 @@ def test_what_cannot_be_had_together_or_is_too_old_is_said(tmp_path: Path) -> No
     with pytest.raises(BootFailed, match=r"Slurm 22\.05\.8 has no auth/slurm: give --slurm 24\.11"):
         check(("auth-slurm",), programs)
     check(("configless",), programs)
+    with pytest.raises(BootFailed, match="does not go with --packing"):
+        check(("gpu-kinds",), programs, packing=True)
     newer = replace(programs, version="24.11.5")
     for kinds, options in ((("configless",), {"network": True}), (("configless",), {"cgroups": True}),
                            (("configless", "power-saving"), {}), (("configless", "auth-slurm"), {})):  # fmt: skip

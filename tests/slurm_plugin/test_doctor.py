@@ -59,6 +59,20 @@ def test_a_good_cluster_has_no_findings() -> None:
     assert examine(facts()) == ()
 
 
+def test_two_counts_of_gpus_that_differ_are_named_with_their_node() -> None:
+    nodes = tuple(replace(node, gpus_allocated=node.gpus_in_use()) for node in facts().snapshot.nodes)
+    assert examine(facts(nodes=nodes)) == ()
+    (place,) = (place for place, node in enumerate(nodes) if node.name == "g1")
+    used = nodes[place].gpus_in_use()
+    wrong = replace(nodes[place], gpus_allocated=used + 1)
+    found = only(facts(nodes=(*nodes[:place], wrong, *nodes[place + 1 :])))
+    assert (found.level, found.check) == (Level.WARNING, "GPUs in use")
+    assert found.seen == f"g1: {used} by GresUsed, {used + 1} by AllocTRES"
+    assert "scontrol -d show node g1" in found.fix
+    many = tuple(replace(node, gpus_allocated=node.gpus_in_use() + 1) for node in nodes if node.gpus)
+    assert all(f"so do {len(many) - 1} other" in finding.text for finding in examine(facts(nodes=many)))
+
+
 def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
     conf, hook = tmp_path / "slurm.conf", tmp_path / "cli_filter.lua"
     conf.write_text("CliFilterPlugins=lua\n")

@@ -22,7 +22,7 @@ PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
-.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint compiled venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint compiled venv slurm programs all-programs packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -38,6 +38,13 @@ $(VENV)/.ready: pyproject.toml
 # Real Slurm for the demo and the tests; without root or apt both go on without it and say so.
 slurm: venv
 	@$(BIN)/hetstream devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
+
+# Interpreters, shells and the like; what cannot be had is said here, and its tests are skipped.
+programs: venv
+	@$(BIN)/python -m tests.programs
+
+all-programs: venv
+	@$(BIN)/python -m tests.programs --all
 
 demo: venv slurm
 	$(BIN)/python sbatch_templates/digits/demo.py --json build/demo.json
@@ -59,11 +66,11 @@ TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 3 --dist loadfi
 compiled: venv
 	$(BIN)/python -m compileall -q hetstream hetjob mpi_dataworkers checkpoint slurm_plugin benchmarks tests
 
-test: venv slurm lint compiled
+test: venv slurm programs lint compiled
 	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"
 
 # The tests of a site with accounting need slurmdbd and MariaDB, too.
-test-all: venv slurm lint compiled test-oldest-torch
+test-all: venv slurm all-programs lint compiled test-oldest-torch
 	@$(BIN)/hetstream devcluster install --site accounting || echo "slurmdbd is not installed: its tests fail" >&2
 	$(BIN)/pytest
 

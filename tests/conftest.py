@@ -28,6 +28,8 @@ from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, cho
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
 
+pytest_plugins = ("tests.skips",)
+
 # Slurm's releases that a test marked `every_release` runs on: the host's, and beside the slow tests the newer ones.
 RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in ("24.11", "26.05")))
 

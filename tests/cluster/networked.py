@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from hetstream.slurm_plugin.devcluster.network import VirtualHost
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.programs import require
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ class Cluster:
 @contextmanager
 def networked_cluster(release: str, shape: ClusterShape, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
     """Boot one; the test is skipped where namespaces are not to be had."""
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program ip: apt-get install iproute2")
+    require("ip")
     if subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True).returncode != 0:
         pytest.skip("network namespaces are not allowed here")
     name = f"pytest-{os.getpid()}-net"

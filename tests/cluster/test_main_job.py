@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.programs import host_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from tests.programs import require
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -71,8 +71,8 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
 def test_the_same_on_64_nodes(
     network: bool, running_cluster: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
-    if network and shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program ip: apt-get install iproute2")
+    if network:
+        require("ip")
     name = f"pytest-{os.getpid()}-64"
     shape = ClusterShape(gpu_nodes=16, cpu_nodes=48)
     request = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, network=network)

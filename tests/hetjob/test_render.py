@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hetstream.hetjob.plan import Component, HetPlan
 from hetstream.hetjob.ports import Cluster
 from hetstream.hetjob.render import render
 from hetstream.hetjob.spec import JobSpec
+from tests.programs import require
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/opt/het stream's/bin/hetstream",)
@@ -65,8 +65,7 @@ def test_a_backslash_in_an_option_is_one_for_slurm() -> None:
 @pytest.mark.parametrize("master", ["works", "fails", "is missing"])
 def test_the_block_in_real_shells(tmp_path: Path, shell: str, flags: str, master: str) -> None:
     """With a master that works the program sees its variables; without one it runs all the same, with one note."""
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+    require(shell)
     program = tmp_path / "het stream" / "hetstream"
     if master != "is missing":
         program.parent.mkdir()

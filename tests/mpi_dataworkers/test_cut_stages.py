@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import needs
 
 PROGRAM = Path(__file__).with_name("programs") / "cut_stages.py"
 # A batch that does not arrive is missed after 5 s, its data workers are asked no more, and a second later the step is
@@ -19,10 +20,8 @@ LONGEST_WAIT_S = 20.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("tc", "bridge", "unshare", "nsenter"))),
-    reason="hosts with networks of their own need root, and tc and bridge of iproute2",
-)
+@needs("tc")
+@pytest.mark.skipif(os.geteuid() != 0, reason="hosts with networks of their own need root")
 @pytest.mark.parametrize("how", ["first", "firsts", "holder"])
 def test_a_cut_between_the_stages_loses_no_batch_and_hangs_nobody(how: str, tmp_path: Path) -> None:
     done = subprocess.run(

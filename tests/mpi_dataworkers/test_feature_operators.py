@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Null
 from hetstream.mpi_dataworkers.features.graph import Feature, FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.tiles import Span, spans
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from tests.programs import needs
 
 NAN, INF = float("nan"), float("inf")
 LARGE = 2**63 - 1
@@ -349,7 +349,7 @@ def test_without_torchrec_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@needs("g++")
 def test_compiled_code_computes_the_same(tmp_path: Path) -> None:
     """In a process of its own: torch's compiler leaves threads behind."""
     program = Path(__file__).parent / "programs" / "compiled_features.py"

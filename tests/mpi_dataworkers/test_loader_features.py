@@ -33,6 +33,7 @@ from hetstream.mpi_dataworkers.gpu_features.shortage import (
 )
 from hetstream.mpi_dataworkers.loader.feature_parts import FeatureParts, TrainersDevice
 from hetstream.mpi_dataworkers.partitioner.partition import partition
+from tests.programs import needs
 
 GRAPH = FeatureGraph.of(
     {
@@ -459,7 +460,7 @@ def test_a_graph_for_the_next_pass_is_accepted_where_the_data_changes(loaders: A
     assert [*map(as_bytes, loader)] == whole
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@needs("g++")
 def test_data_workers_with_and_without_a_compiler_make_the_same_bytes_and_that_is_said(
     service: Any, loaders: Any, whole: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

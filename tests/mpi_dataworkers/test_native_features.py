@@ -25,8 +25,9 @@ from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch, Null
 from hetstream.mpi_dataworkers.features.chains import groups_of
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense, jagged
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
+from tests.programs import needs
 
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = needs("g++")
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "seed": 5, "shuffle": True}
 LENGTHS = (0, 1, 2, 3, 9, 17)
 TABLE = tuple(range(100, 1100))

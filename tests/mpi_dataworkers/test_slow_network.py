@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import needs
+
 PROGRAM = Path(__file__).with_name("programs") / "slow_network.py"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("tc") is None, reason="a slow network of its own needs root, and tc of iproute2"
-)
+@needs("tc")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a slow network of its own needs root")
 def test_batches_that_wait_for_a_slow_network_are_not_taken_for_lost(tmp_path: Path) -> None:
     """The loader's window would be on its way for longer than a sent lease may take to arrive."""
     done = subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from hetstream.slurm_plugin.devcluster.render import slurm_conf
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape, ClusterSpec
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
 from hetstream.slurm_plugin.errors import BootFailed, NetworkFailed
+from tests.programs import require
 
 HETSTREAM = [sys.executable, "-c", "import sys; from hetstream.slurm_plugin.cli import main; sys.exit(main())"]
 
@@ -50,8 +50,7 @@ def namespaces_of(cluster_name: str) -> list[str]:
 def may_make_namespaces() -> None:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program ip: apt-get install iproute2")
+    require("ip")
     if subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True).returncode != 0:
         pytest.skip("network namespaces are not allowed here")
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from hetstream.hetjob.site.address import read_settings
 from hetstream.slurm_plugin.cli import VERBS, main
 from hetstream.slurm_plugin.cli.install import closed_notes
 from hetstream.slurm_plugin.install.installation import RECORD, read_record
+from tests.programs import needs
 
 SITE = (
     b"-- the site's own, \xff not UTF-8\nfunction slurm_job_submit() return slurm.SUCCESS end\r\nreturn slurm.SUCCESS"
@@ -249,16 +249,19 @@ def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[s
     assert "is not a record of hetstream install" in capsys.readouterr().err
 
 
+@needs("groff")
+def test_groff_has_nothing_to_say_of_the_pages(machine: Machine) -> None:
+    machine.install()
+    pages = sorted((machine.prefix / "share/man/man1").iterdir())
+    done = subprocess.run(["groff", "-man", "-ww", "-Tutf8", *pages], capture_output=True, check=True)
+    assert (len(pages), done.stderr) == (len(VERBS) + 1, b"")
+
+
 def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     machine.install()
     pages = machine.prefix / "share/man/man1"
     assert {path.name for path in pages.iterdir()} == {"hetstream.1", *(f"hetstream-{verb}.1" for verb in VERBS)}
     assert r"\-\-data\-workers=MIN[\-MAX]" in (pages / "hetstream-sbatch.1").read_text()
-    if shutil.which("groff"):
-        done = subprocess.run(
-            ["groff", "-man", "-ww", "-Tutf8", *sorted(pages.iterdir())], capture_output=True, check=True
-        )
-        assert done.stderr == b""
     completion = machine.prefix / "share/bash-completion/completions/hetstream"
 
     def complete(*words: str) -> set[str]:
@@ -275,7 +278,7 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     assert complete("devcluster", "--lua") == {"--lua-plugins"}
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
+@needs("systemd-analyze")
 @pytest.mark.parametrize(
     ("name", "file"),
     [

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from hetstream.slurm_plugin.install.installation import LUA_DIR, hook_text
+from tests.programs import needs
 
-INTERPRETERS = [name for name in ("lua5.1", "lua5.2", "lua5.3", "lua5.4", "luajit") if shutil.which(name)]
-pytestmark = pytest.mark.skipif(not INTERPRETERS, reason="no Lua interpreter: apt-get install lua5.1 lua5.4")
+INTERPRETERS = [pytest.param(name, marks=needs(name)) for name in ("lua5.1", "lua5.3", "lua5.4")]
 
 SLURM = """
 slurm = { SUCCESS = 0, ERROR = -1 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.slurm_plugin import program
+from tests.programs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGING = ROOT / "slurm_plugin" / "packaging"
@@ -211,7 +211,7 @@ def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("rpmbuild") is None, reason="no rpmbuild: apt-get install rpm")
+@needs("rpmbuild")
 def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: Path) -> None:
     top = tmp_path / "rpm"
     # --nodeps: on Debian no RPM has installed Python.
@@ -242,7 +242,7 @@ def test_the_rpm_is_built_and_holds_what_a_site_installs(dist: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LMOD.exists(), reason="no module command: apt-get install lmod")
+@needs(str(LMOD))
 def test_easybuild_builds_the_easyconfig(dist: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     venv.create(tools, with_pip=False, symlinks=True)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.programs import require
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--hide-scrollbars", "--enable-logging=stderr",
 )  # fmt: skip
-INSTALL = ("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends")
-PACKAGES = ("chromium", "fonts-dejavu-core")
-
-
-def chromium() -> str:
-    """The program; installed from Debian's packages where this user may, otherwise the test is skipped."""
-    if shutil.which("chromium") is None:
-        if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            pytest.skip("there is no chromium, and only root on Debian can install it")
-        for argv in (["apt-get", "update", "-q"], [*INSTALL, *PACKAGES]):
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
-            if done.returncode:
-                pytest.skip(f"chromium cannot be installed: {done.stderr.strip()[-200:]}")
-    return "chromium"
 
 
 class Browser:
@@ -39,7 +23,7 @@ class Browser:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._program = chromium()
+        require("chromium")
         self._directory = directory
         self._num_runs = 0
 
@@ -58,5 +42,5 @@ class Browser:
         self._num_runs += 1
         profile = self._directory / f"profile-{self._num_runs}"
         profile.mkdir()
-        argv = [self._program, *FLAGS, f"--user-data-dir={profile}", *words]
+        argv = ["chromium", *FLAGS, f"--user-data-dir={profile}", *words]
         return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory
+from hetstream.base.private import temporary_place
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, places, setting
 from hetstream.hetjob.summary import SUMMARY_FILE
 from hetstream.mpi_dataworkers.wire.address import parse_service
 
@@ -58,7 +58,8 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | No
         job: a directory, or a job id: of the job, of a component, a companion or an array task.
         here: the current directory.
         ask_slurm: where the job that a number names is; raises if Slurm does not know it.
-        jobs_dir: place of the directories of jobs, with `%u` for the user; None: only where they were submitted.
+        jobs_dir: place of the directories of jobs, with `%u` for the user; None: only where they were submitted, and
+            in the home directory.
 
     Raises:
         UsageError: what is named is no job.
@@ -69,8 +70,7 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | No
         if not Path(job).is_dir():
             raise UsageError(f"{job!r} is neither a directory nor a job id")
         return Path(job)
-    mine = [here / IN_SUBMIT_DIR, *([for_user(jobs_dir)] if jobs_dir else [])]
-    own = None if "_" in job else job_directory(mine, number[1])
+    own = None if "_" in job else job_directory(places([here], jobs_dir), number[1])
     if own is not None:
         return own
     try:
@@ -81,7 +81,7 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | No
             f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
         ) from error
     named = [for_user(directory, place.user) for directory in (place.jobs_dir, jobs_dir) if directory]
-    directory = job_directory([*named, place.directory / IN_SUBMIT_DIR], place.job_id)
+    directory = job_directory([*named, place.directory / IN_SUBMIT_DIR, *places([], None)], place.job_id)
     if directory is None:
         raise ServiceNotFound(_why_no_directory(job, place, named))
     return directory
@@ -118,7 +118,7 @@ def find_address_file(
         return parse_service(named)
     jobs_dir = setting(JOBS_DIR, environ)
     if job is None:
-        return _only_one([here / IN_SUBMIT_DIR, *([for_user(jobs_dir)] if jobs_dir else [])])
+        return _only_one(places([here], jobs_dir))
     return find_directory(job, here, ask_slurm, jobs_dir) / _ADDRESS
 
 
@@ -162,7 +162,7 @@ def _is_own(path: Path) -> bool:
 def _only_one(places: Iterable[Path]) -> Path:
     candidates = [
         *(path for place in places for path in place.glob("job-*/address")),
-        *Path(tempfile.gettempdir()).glob("hetstream-*/address"),
+        *temporary_place().glob("hetstream-*/address"),
     ]
     found = sorted(path for path in candidates if _is_own(path))
     if len(found) == 1:

@@ -5,7 +5,10 @@ Two settings, each an option, else a variable of the environment, else a line in
     HETSTREAM_JOBS_DIR      directories of jobs, on a file system that the job's hosts share (default: `.hetstream`)
     HETSTREAM_JOURNAL_DIR   journal of the dispatcher, also on a disk of the first node (default: the job's directory)
 
-`%u` in them stands for the user. Reads the site's file, asks nobody.
+`%u` in them stands for the user. Reads the site's file and directories, asks nobody.
+
+What lies in a job's directory names programs and holds keys. Where somebody else could swap it (a group's directory, a
+colleague's), the default is `.hetstream` in the user's home directory instead; a place that was named is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hetstream.base.access import unsafe_above
 from hetstream.base.errors import ConfigError
 from hetstream.base.users import user_name
 from hetstream.hetjob.site.address import SITE_FILE, in_site_file
@@ -47,6 +51,64 @@ def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) 
 def for_user(pattern: str, user: str = "") -> Path:
     """The directory of a user; by default of whom this process runs as."""
     return Path(pattern.replace("%u", user or user_name(os.geteuid())))
+
+
+def in_home() -> Path | None:
+    """Where the directories of jobs are that are not safe where they were submitted; None without a home directory."""
+    try:
+        return Path.home() / IN_SUBMIT_DIR
+    except RuntimeError:
+        return None
+
+
+def places(submit_dirs: Iterable[Path], jobs_dir: str | None) -> list[Path]:
+    """Where directories of this user's jobs may be.
+
+    Args:
+        submit_dirs: that jobs may have been submitted from.
+        jobs_dir: the setting, with `%u` for the user; None without it.
+    """
+    home = in_home()
+    found = [*(path / IN_SUBMIT_DIR for path in submit_dirs), *([home] if home else [])]
+    return [*dict.fromkeys([*found, *([for_user(jobs_dir)] if jobs_dir else [])])]
+
+
+def choose(jobs_dir: str | None, submit_dir: Path) -> tuple[Path | None, str]:
+    """The place of the directory of a job, where nobody else can put another one in its place.
+
+    Args:
+        jobs_dir: the one that was named, with `%u` for the user; None for the default.
+        submit_dir: where the job is submitted.
+
+    Returns:
+        The place, None for `.hetstream` where the job is submitted; and one line for the user if that is not safe.
+
+    Raises:
+        ConfigError: the one that was named is not safe, or none is.
+    """
+    if jobs_dir:
+        place = for_user(jobs_dir)
+        if reason := _why_not(place):
+            raise ConfigError(f"the place of jobs' directories {place} is not used: {reason}")
+        return place, ""
+    reason = _why_not(submit_dir / IN_SUBMIT_DIR)
+    if not reason:
+        return None, ""
+    home = in_home()
+    why_not_home = _why_not(home) if home else "there is no home directory"
+    if home is None or why_not_home:
+        raise ConfigError(
+            f"no safe place for the job's directory. Where it is submitted: {reason}. In the home directory: "
+            f"{why_not_home}. Name another one with --jobs-dir"
+        )
+    return home, f"the job's directory is below {home}, and not where it is submitted: {reason}"
+
+
+def _why_not(place: Path) -> str:
+    try:
+        return unsafe_above(place / "job")
+    except OSError as error:
+        return f"{error.filename or place}: {error.strerror or error}"
 
 
 def jobs_dir_in(script: str) -> str:

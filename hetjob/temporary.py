@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.private import temporary_place
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _LOCK_FILE = ".in-use"
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Path]:
     """A directory of this user alone, removed at the end; first goes what killed commands have left."""
-    place = Path(tempfile.gettempdir())
+    place = temporary_place()
     remove_leftovers(place)
     unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
     with Directory.open(unlocked) as directory:

@@ -113,7 +113,7 @@ def announce(address_file: Path) -> None:
 def announced(address_file: Path) -> PythonEnvironment | None:
     """Where the program runs that last announced it; None if none did, or nobody can tell."""
     try:
-        with Directory.open(address_file.parent) as directory:
+        with Directory.open_safe(address_file.parent) as directory:
             directory.check_own()
             fields = json.loads(directory.read(_FILE, _MAX_BYTES))
         return PythonEnvironment(**{**fields, "variables": dict(fields["variables"])})

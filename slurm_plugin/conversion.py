@@ -25,7 +25,7 @@ from hetstream.hetjob.directives import (
     read_spec,
 )
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, is_directory_pattern, setting
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, choose, is_directory_pattern, setting
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
@@ -92,10 +92,14 @@ def convert_script(
         raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
     options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
     jobs_dir = spec.jobs_dir or setting(JOBS_DIR, environ)
-    if jobs_dir is None and SbatchOptions((*script_options(text, name), *options)).has("chdir"):
+    has_directory = bool(spec.data_workers_max) or spec.checkpoint is not None
+    place, why = choose(jobs_dir, Path.cwd()) if has_directory else (None, "")
+    notes = (*notes, *([why] if why else []))
+    if place is None and SbatchOptions((*script_options(text, name), *options)).has("chdir"):
         # Slurm will know where the job works, but not where it was submitted: its script says that.
-        here = str(Path.cwd() / IN_SUBMIT_DIR)
-        jobs_dir = here if is_directory_pattern(here) and "%" not in here else None
+        place = Path.cwd() / IN_SUBMIT_DIR
+    if jobs_dir is None and place is not None:
+        jobs_dir = str(place) if is_directory_pattern(str(place)) and "%" not in str(place) else None
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
     cluster, silence = _ask(client, options)
     cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,6 +110,15 @@ def wait_until() -> WaitUntil:
             asked_at = time.monotonic()
 
     return wait
+
+
+@pytest.fixture
+def common_place() -> Iterator[Path]:
+    """A directory that every user can reach and write to, with the sticky bit, as /tmp is."""
+    path = Path(tempfile.mkdtemp(prefix="hetstream-users-"))
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hetstream.base import training_progress
 from hetstream.base.errors import OptionsError
+from hetstream.base.private import temporary_place
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
 _SHARED = ("model", "optimizer", "scheduler", "trainer")
@@ -56,7 +57,7 @@ class FlashCheckpointCallback(TrainerCallback):
         loaded = self._checkpointer.load()
         if loaded is None:
             return None
-        folder = Path(tempfile.mkdtemp(prefix="hetstream-resume-"))
+        folder = Path(tempfile.mkdtemp(prefix="hetstream-resume-", dir=temporary_place()))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         state = loaded.state
         (folder / "trainer_state.json").write_text(json.dumps(state["trainer"]))

@@ -8,7 +8,6 @@ never the job.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,7 +58,8 @@ class ControllerStateFile:
         self.tally = TimeTally()
         self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
         try:
-            page = typed_json.decode(path.read_bytes(), _FileContent)
+            with self._directory() as directory:
+                page = typed_json.decode(directory.read(path.name, _MAX_BYTES), _FileContent)
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
@@ -77,17 +77,25 @@ class ControllerStateFile:
         page = msgspec.json.encode(_FileContent(memory, changes, self.tally, tuple(warnings), tuple(step_terms)))
         if page == self._written:
             return
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(page)
-            partial.replace(self._path)
+            with self._directory() as directory:
+                directory.write_whole(self._path.name, page)
         except OSError as error:
             if str(error) != self._problem:
                 log.warning("%s cannot be written: a job master that is killed forgets this: %s", self._path, error)
             self._problem = str(error)
             return
         self._written = page
+
+    def _directory(self) -> Directory:
+        """The job's, where nobody else can have put another one: companions are started by what is read there."""
+        directory = Directory.open_safe(self._path.parent)
+        try:
+            directory.check_own()
+        except BaseException:
+            directory.close()
+            raise
+        return directory
 
 
 class Told(NamedTuple):

@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0
+_MOST_SPEC_BYTES = 16 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -111,13 +112,16 @@ class MasterConfig:
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
-        """What `start` has written for this job.
+        """What `start` has written for this job, for its steps on their hosts; it names the programs that they run.
 
         Raises:
-            MasterError: the file is missing, or holds something else.
+            MasterError: the file is missing, or holds something else; or somebody else may have written it, or could
+                have put it, or a directory on the way, in its place.
         """
         try:
-            return typed_json.decode(path.read_bytes(), cls)
+            with Directory.open_safe(path.parent) as directory:
+                directory.check_own()
+                return typed_json.decode(directory.read(path.name, _MOST_SPEC_BYTES), cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise MasterError(
                 f"{path}: {error}. `hetstream master start` writes this file, in the job that it belongs to"

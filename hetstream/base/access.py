@@ -165,11 +165,20 @@ class Way:
             if status.st_uid not in (0, os.geteuid()) and not self._of_colleagues:
                 raise _unsafe(
                     f"{self.path / name} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on "
-                    f"the way is root's or user {os.geteuid()}'s. Use another place"
+                    f"the way is {_of_whom()}. Use another place"
                 )
             return os.readlink("", dir_fd=descriptor)
         finally:
             os.close(descriptor)
+
+    def _is_of_system(self, uid: int) -> bool:
+        """Whether it is `/` or one of its directories, in a container in which root has no number.
+
+        There root's directories look like those of any other user who has no number there. What is at the top, root or
+        the maker of the container has put there; further down it may be anybody's.
+        """
+        is_at_top = self.path == self.path.parent or self.path.parent == Path("/")
+        return is_at_top and uid == _uid_without_number()
 
     def check(self, whole: Path) -> None:
         """Look at the directory that was reached.
@@ -181,9 +190,9 @@ class Way:
             UntrustedFile: it is not safe.
         """
         status = os.fstat(self.descriptor)
-        is_own = status.st_uid in (0, os.geteuid())
+        is_own = status.st_uid in (0, os.geteuid()) or self._is_of_system(status.st_uid)
         facts = f"{self.path} (owner {user_name(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o})"
-        rule = f"a directory on the way is root's or user {user_name(os.geteuid())}'s"
+        rule = f"a directory on the way is {_of_whom()}"
         if not is_own and not (self._of_colleagues and not status.st_mode & stat.S_IWOTH):
             raise _unsafe(
                 f"somebody else could put another one in the place of {whole}: {facts} is another user's; {rule}, "
@@ -199,6 +208,25 @@ class Way:
                 f"{who} could put another directory in the place of {whole}: {whom} can write to {facts}, which has no "
                 f"sticky bit. Use another place, or: chmod {'+t' if writes else 'g-w'} {self.path}"
             )
+
+
+@functools.lru_cache(maxsize=1)
+def _uid_without_number() -> int | None:
+    """Whom all seem to be who have no number in this user namespace, where root is among them; None where it has one.
+
+    See https://man7.org/linux/man-pages/man7/user_namespaces.7.html, "Unmapped user and group IDs".
+    """
+    try:
+        mapped = Path("/proc/self/uid_map").read_text().splitlines()
+        if any(line.split()[0] == "0" for line in mapped):
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _of_whom() -> str:
+    return f"root's or user {user_name(os.geteuid())}'s" if os.geteuid() else "root's"
 
 
 def _unsafe(reason: str) -> UntrustedFile:

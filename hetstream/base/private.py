@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 
-from hetstream.base.access import UntrustedFile, others_can_write
+from hetstream.base.access import UntrustedFile, others_can_write, unsafe_above
 from hetstream.base.files import Directory
+
+_log = logging.getLogger(__name__)
+_IN_HOME = ".hetstream"
 
 
 def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0) -> Directory:
@@ -53,6 +59,42 @@ def make_private(path: str | os.PathLike[str], *, own_parents: int = 0) -> None:
     """
     with own_directory(path, own_parents=own_parents) as directory:
         os.fchmod(directory.descriptor, 0o700)
+
+
+def temporary_place() -> Path:
+    """Where this user's temporary directories are made: nobody else can put another one in the place of one there.
+
+    That is TMPDIR, or where Python makes them without it; if that is not safe, `/tmp`, `/var/tmp`, or the home
+    directory's. Of programs and scripts there the user runs what he wrote.
+
+    Raises:
+        UntrustedFile: none of them is safe.
+    """
+    wanted = Path(tempfile.gettempdir())
+    why = _why_not(wanted)
+    if not why:
+        return wanted
+    found = next((place for place in (Path("/tmp"), Path("/var/tmp")) if place.is_dir() and not _why_not(place)), None)
+    if found is None:
+        try:
+            found = Path.home() / _IN_HOME / "tmp"
+            own_directory(found, own_parents=1).close()
+        except (OSError, RuntimeError) as error:
+            raise _untrusted(f"no safe place for temporary files: {why}. In the home directory: {error}") from error
+    _say_once(wanted, found, why)
+    return found
+
+
+@functools.cache
+def _say_once(wanted: Path, found: Path, why: str) -> None:
+    _log.warning("temporary files are in %s, and not in %s: %s", found, wanted, why)
+
+
+def _why_not(place: Path) -> str:
+    try:
+        return unsafe_above(place / "temporary")
+    except OSError as error:
+        return f"{error.filename or place}: {error.strerror or error}"
 
 
 def _own(outer: Directory, name: str, mode: int) -> Directory:

@@ -1,6 +1,7 @@
 """`native.cpp` as a library: compiled where it is used, by the host's C++ compiler, once in a process.
 
-Nothing stays on the disk: the file is unlinked as soon as it is loaded, so that no other program can have a hand in it.
+It is made where nobody else can have a hand in it, and nothing stays on the disk: the file is unlinked as soon as it is
+loaded.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from hetstream.base.private import temporary_place
 
 _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -52,7 +56,9 @@ def library() -> Any | None:
         return None
     try:
         # Of a file that is mapped NFS keeps another name until the process ends.
-        with tempfile.TemporaryDirectory(prefix="hetstream-features-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="hetstream-features-", dir=temporary_place(), ignore_cleanup_errors=True
+        ) as folder:
             return _compiled(path, Path(folder) / "features.so")
     except OSError as error:
         _log.warning("features: %s cannot compile %s; the graph runs with torch: %s", path, _SOURCE, error)
@@ -69,7 +75,11 @@ def _compiled(path: str, made: Path) -> Any:
     for flags in ((*_FAST, *_WIDE), _FAST, ("-O3",)):  # from what is known of most compilers to what all know
         command = [path, *flags, *_EXACT, "-std=c++11", "-shared", "-fPIC", "-o", str(made), str(_SOURCE)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILER_S)
+            # What one part of the compiler writes for the next is made into the program, too.
+            environ = {**os.environ, "TMPDIR": str(made.parent)}
+            done = subprocess.run(
+                command, env=environ, capture_output=True, text=True, check=False, timeout=_COMPILER_S
+            )
             if done.returncode == 0:
                 return _loaded(made)
             said = done.stderr.strip()[-1000:]

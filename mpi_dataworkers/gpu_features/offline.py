@@ -15,6 +15,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from hetstream.base.private import temporary_place
 from hetstream.mpi_dataworkers.gpu_features import probes
 from hetstream.mpi_dataworkers.gpu_features.checks import check_tile, check_whole
 from hetstream.mpi_dataworkers.gpu_features.kernel import features_kernel, options_of
@@ -108,7 +109,7 @@ def _compiled(
 def _stack_bytes(program: bytes) -> int:
     """What the assembler says of a kernel: what registers have no room for is on a stack of each thread."""
     tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with tempfile.NamedTemporaryFile(suffix=".cubin", dir=temporary_place()) as file:
         file.write(program)
         file.flush()
         listed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import JOBS_DIR, places, setting
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import has_accounting
@@ -61,10 +61,9 @@ def run(args: argparse.Namespace) -> int:
     now_s = snapshot.taken_s
     usages = CommandSlurm().usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
     submitted = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
-    pattern = setting(JOBS_DIR, os.environ)
-    places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]
-    ended = ended_jobs(places, now_s - RECENT_S, now_s)
-    history = remember(places, os.environ, now_s)
+    found = places(submitted, setting(JOBS_DIR, os.environ))
+    ended = ended_jobs(found, now_s - RECENT_S, now_s)
+    history = remember(found, os.environ, now_s)
     emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot, history))
     return 0
 

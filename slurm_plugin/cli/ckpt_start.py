@@ -11,7 +11,7 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import DIRECTORY
 from hetstream.hetjob.job_environment import export_lines, export_variables
-from hetstream.hetjob.jobs_dir import JOBS_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import JOBS_DIR, choose, setting
 from hetstream.hetjob.writers import start
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.program import own_program
@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     # Printed first: the program needs it even if no checkpoint writer starts.
     sys.stdout.write(export_lines(directory | export_variables(os.environ, directory)))
     try:
-        pattern = args.jobs_dir or setting(JOBS_DIR, os.environ)
-        jobs_dir = for_user(pattern) if pattern else None
+        named = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        jobs_dir, why = choose(named, Path(os.environ.get("SLURM_SUBMIT_DIR", "")))
+        if why:
+            print(f"hetstream: {why}", file=sys.stderr)
         variables = start(own_program(), CommandSlurm(), os.environ, jobs_dir=jobs_dir)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream ckpt start failed", exc_info=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.memory.store_files import StoreFiles, WriterStatus
@@ -18,6 +19,7 @@ from hetstream.checkpoint.memory.view import FoundStore, find_stores
 from hetstream.checkpoint.persist.writer import Options, Writer, serve_job
 from hetstream.hetjob.job_end import JobEnd
 from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.jobs_dir import choose
 from hetstream.hetjob.writers import log_file, ready_file
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--once", action="store_true", help="write what dead trainers left, and end")
     parser.add_argument("--dry-run", action="store_true", help="with --once: say what would be written")
-    parser.add_argument("--jobs-dir", type=Path, metavar="DIR", help="directories of jobs (default: .hetstream)")
+    parser.add_argument("--jobs-dir", metavar="DIR", help="directories of jobs (default: .hetstream)")
     parser.set_defaults(run=run)
 
 
@@ -62,13 +64,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "a job's checkpoint writer is a step of that job. What dead trainers left: hetstream ckpt writer --once"
         )
-    job = JobEnvironment.read(os.environ, args.jobs_dir)
+    # Of a writer that the script starts by itself, each node finds the same place: the file system is shared.
+    jobs_dir, _ = choose(args.jobs_dir, Path(os.environ.get("SLURM_SUBMIT_DIR", "")))
+    job = JobEnvironment.read(os.environ, jobs_dir)
     make_private(job.directory, own_parents=1)
     make_private(job.writers, own_parents=2)
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
-    with log_file(job).open("a") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
+    with Directory.open_safe(job.writers) as directory:
+        log_descriptor = directory.open_file(log_file(job).name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(log_descriptor, descriptor)
+    os.close(log_descriptor)
     log.info("job=%s node=%s pid=%d checkpoint writer starts", job.job_id, job.node, os.getpid())
     ready = ready_file(job)
     slurm = CommandSlurm()

@@ -13,7 +13,7 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.job_cleaning import JobLeft, jobs_left, remove
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, setting
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, places, setting
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.render.table import duration_words, size_words
 
@@ -25,7 +25,7 @@ says, and squeue does not list the job. Directories of other users stay, and lin
 answer, nothing is removed.
 
 examples:
-  hetstream clean                             what would be removed here, and in HETSTREAM_JOBS_DIR
+  hetstream clean                             what would be removed here, in ~ and in HETSTREAM_JOBS_DIR
   hetstream clean --older-than 30d ~/runs/*
   hetstream clean --remove
 
@@ -57,21 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Say what is old, and remove it if that was asked for."""
     limit_s = _seconds(args.older_than)
-    directories = args.directories or [Path.cwd()]
-    if missing := [path for path in directories if not path.is_dir()]:
+    if missing := [path for path in args.directories if not path.is_dir()]:
         raise UsageError(f"{missing[0]} is no directory")
-    places = [path / IN_SUBMIT_DIR for path in directories]
     # All of it holds jobs of this user; a directory of another name may hold a `job-7` that is none of ours.
     pattern = args.jobs_dir or (None if args.directories else setting(JOBS_DIR, os.environ))
-    if pattern:
-        if not is_directory_pattern(pattern):
-            raise UsageError(f"--jobs-dir {pattern!r}: must be {RULE}")
-        places.append(for_user(pattern))
+    if pattern and not is_directory_pattern(pattern):
+        raise UsageError(f"--jobs-dir {pattern!r}: must be {RULE}")
+    named = [path / IN_SUBMIT_DIR for path in args.directories]
+    found = [*named, *([for_user(pattern)] if pattern else [])] if named else places([Path.cwd()], pattern)
     living = CommandSlurm().living_jobs()
     now = time.time()
     rows: list[dict[str, object]] = []
     failed = False
-    for left in (job for place in places for job in jobs_left(place, living)):
+    for left in (job for place in found for job in jobs_left(place, living)):
         reason = left.why_kept or ("" if now - left.newest_s >= limit_s else f"younger than {args.older_than}")
         done = "kept" if reason else "removed" if args.remove else "would be removed"
         if args.remove and not reason:

@@ -16,7 +16,7 @@ from hetstream.base.text import printable
 from hetstream.hetjob.convert import NoSuchNode, script_options
 from hetstream.hetjob.directives import Directive, from_command_line, is_own, read_directives
 from hetstream.hetjob.errors import DataWorkersMissing
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import JOBS_DIR, places, setting
 from hetstream.hetjob.ports import NodeSize, SlurmClient
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
@@ -132,10 +132,8 @@ def _from_history(
 ) -> tuple[list[Directive], list[str]]:
     """Directives that past jobs propose for a script, and what to say about them."""
     text = body.decode(errors="surrogateescape")
-    places = [Path.cwd() / IN_SUBMIT_DIR]
-    pattern = setting(JOBS_DIR, os.environ)
-    places += [for_user(pattern)] if pattern else []
-    history = remember(places, os.environ, time.time(), Path.cwd())
+    where = places([Path.cwd()], setting(JOBS_DIR, os.environ))
+    history = remember(where, os.environ, time.time(), Path.cwd())
     explanation = [f"--auto: {note}" for note in history.notes]
     if history.problem or not history.jobs:
         return [], explanation

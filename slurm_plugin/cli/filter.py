@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.private import temporary_place
 from hetstream.base.text import printable
 from hetstream.hetjob.directives import read_directives
 from hetstream.hetjob.errors import ConversionError
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"hetstream: {printable(note)}", file=sys.stderr)  # the plugin shows such lines
     if conversion.plan is None:
         return EXIT_NOTHING_TO_CONVERT
-    directory = Path(tempfile.mkdtemp(prefix="hetstream-"))
+    directory = Path(tempfile.mkdtemp(prefix="hetstream-", dir=temporary_place()))
     path = directory / name
     try:
         path.write_bytes(conversion.script)

@@ -12,10 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.files import Directory
 from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
 from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables
-from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, choose, for_user, setting
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
 from hetstream.hetjob.master.stages import GpuStage
@@ -79,7 +80,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         cooldown_s=args.cooldown,
         data_worker_python=args.data_worker_python,
         data_worker_program=program_of(shlex.split(args.data_worker_python)) if args.data_worker_python else (),
-        jobs_dir=for_user(args.jobs_dir) if args.jobs_dir else None,
+        jobs_dir=args.jobs_dir,
         journal_dir=for_user(args.journal_dir) if args.journal_dir else None,
         total_steps=args.total_steps,
         total_epochs=args.total_epochs,
@@ -97,7 +98,10 @@ def _start(args: argparse.Namespace) -> int:
     sys.stdout.write(export_lines(plain_variables(os.environ)))
     try:
         # Only here: the other steps are told.
-        args.jobs_dir = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        named = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        args.jobs_dir, why = choose(named, Path(os.environ.get("SLURM_SUBMIT_DIR", "")))
+        if why:
+            print(f"hetstream: {why}", file=sys.stderr)
         args.journal_dir = args.journal_dir or setting(JOURNAL_DIR, os.environ)
         hook_environment = functools.partial(environment, offload=args.offload)
         variables = start(_config(args), CommandSlurm(), os.environ, hook_environment)
@@ -112,7 +116,10 @@ def _start(args: argparse.Namespace) -> int:
 def _keep(args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
     config = MasterConfig.read(args.spec)
-    log = os.open(config.job(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    place = config.job(os.environ).master_log
+    with Directory.open_safe(place.parent) as directory:
+        directory.check_own()
+        log = directory.open_file(place.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.private import temporary_place
 from hetstream.checkpoint.disk.handover_request import living_request
 from hetstream.checkpoint.disk.ownership import history, read_owner
 from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
@@ -196,7 +197,7 @@ def _submit(
 ) -> str:
     """As `hetstream sbatch` does, with the script under its own name."""
     environ = {key: value for key, value in os.environ.items() if not (conversion.plan and key in ENVIRONMENT)}
-    with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
+    with tempfile.TemporaryDirectory(prefix="hetstream-", dir=temporary_place()) as directory:
         path = Path(directory, name)
         path.write_bytes(conversion.script)
         return submit_script(_words(conversion, options), path, arguments, environ, cwd)

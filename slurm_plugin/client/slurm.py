@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hetstream.base.private import temporary_place
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
@@ -167,7 +168,7 @@ class CommandSlurm:
 
     def batch_script(self, job_id: str) -> bytes:
         """The script of a job, as it was submitted. Slurm shows it to the job's user."""
-        with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
+        with tempfile.TemporaryDirectory(prefix="hetstream-", dir=temporary_place()) as directory:
             path = Path(directory, "script")
             argv = ["scontrol", "write", "batch_script", job_id, str(path)]
             done = run_slurm(argv, env=self._environ, hint=f"Check: scontrol show job {job_id}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.find_service import job_directory
-from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, in_home, setting
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.users import is_own
 
@@ -66,7 +66,8 @@ def _places(job: Job) -> list[Path]:
         pattern = setting(JOBS_DIR, os.environ)
     except HetstreamError:
         pattern = None  # a wrong one is told where somebody asks for a job
-    return [*([for_user(pattern, job.user)] if pattern else []), Path(job.work_dir) / IN_SUBMIT_DIR]
+    named, home = [for_user(pattern, job.user)] if pattern else [], in_home()
+    return [*named, Path(job.work_dir) / IN_SUBMIT_DIR, *([home] if home else [])]
 
 
 class SharesAside:

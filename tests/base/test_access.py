@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -197,3 +198,29 @@ def test_a_directory_is_opened_only_where_it_is_safe_and_made_only_there(common_
     run_as(VICTIM, open_it)
     assert list((common_place / "theirs").iterdir()) == []
     assert (common_place / "mine" / "deep").stat().st_uid == VICTIM
+
+
+def enter_container() -> None:
+    """Be in a user namespace in which nobody has a number but this process's user."""
+    libc, uid = ctypes.CDLL(None, use_errno=True), os.geteuid()
+    set_dumpable, new_user_namespace = 4, 0x10000000
+    libc.prctl(set_dumpable, 1, 0, 0, 0)  # else /proc/self is root's after a change of user
+    assert libc.unshare(new_user_namespace) == 0, os.strerror(ctypes.get_errno())
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+
+
+@needs_root
+@pytest.mark.skipif(
+    Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0", reason="this kernel has no user namespaces"
+)
+def test_in_a_container_without_roots_number_only_the_top_counts_as_roots(common_place: Path) -> None:
+    mine, theirs = give(common_place / "mine", VICTIM, 0o755), give(common_place / "theirs", STRANGER, 0o1777)
+
+    def look() -> None:
+        enter_container()
+        assert Path("/tmp").stat().st_uid == theirs.stat().st_uid != os.geteuid()
+        assert unsafe_above("/tmp/x") == ""
+        for place in (theirs / "x", mine / "x"):
+            assert f"{common_place} (owner" in unsafe_above(place), "root's, or anybody's: nobody can tell"
+
+    run_as(VICTIM, look)

@@ -28,7 +28,6 @@ from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.slurm_plugin.cli import main
-from tests.base.conftest import common_place  # noqa: F401, a fixture
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import write_checkpoint
 
@@ -202,7 +201,7 @@ def test_a_pickle_of_another_user_is_never_run(tmp_path: Path, monkeypatch: pyte
 
 
 @needs_root
-def test_who_looks_at_a_strangers_directory_loses_nothing(common_place: Path) -> None:  # noqa: F811
+def test_who_looks_at_a_strangers_directory_loses_nothing(common_place: Path) -> None:
     """The stranger plants links to a file that only the victim can write to; the victim runs every command."""
     directory, profile, out = common_place / "ckpt", common_place / "profile", common_place / "out"
 
@@ -244,7 +243,7 @@ def test_who_looks_at_a_strangers_directory_loses_nothing(common_place: Path) ->
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
-def test_no_training_begins_where_others_can_write(common_place: Path, mode: int) -> None:  # noqa: F811
+def test_no_training_begins_where_others_can_write(common_place: Path, mode: int) -> None:
     directory = common_place / "ckpt"
 
     def begin() -> None:

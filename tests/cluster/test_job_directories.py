@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,3 +73,38 @@ def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster:
     job_id = submit(devcluster, devcluster.out_dir / "here", f"--chdir={there}")
     (directory,) = devcluster.out_dir.glob(f"*here/.hetstream/job-{job_id}")
     assert told(devcluster, "logs", "--path", job_id, "master") == f"{directory}/master.log\n"
+
+
+def test_a_directory_that_somebody_else_could_swap_holds_no_jobs(devcluster: Any) -> None:
+    home, share = devcluster.out_dir / "home", devcluster.out_dir / "share"
+    home.mkdir()
+    share.mkdir()
+    os.chown(share, 65533, 65533)
+    share.chmod(0o1777)
+    (home / "job.sbatch").write_text(SCRIPT)
+
+    def submitted(*options: str) -> subprocess.CompletedProcess[str]:
+        argv = [HETSTREAM, "sbatch", "--wait", "--parsable", f"--output={home}/out", *options, home / "job.sbatch"]
+        env = {**devcluster.env, "HOME": str(home)}
+        return subprocess.run(argv, cwd=share, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    done = submitted()
+    assert done.returncode == 0, done.stderr
+    assert f"the job's directory is below {home}/.hetstream, and not where it is submitted" in done.stderr
+    assert "the sticky bit does not bind the owner" in done.stderr
+    job_id = done.stdout.strip()
+    assert (home / "out").read_text() == f"file:{home}/.hetstream/job-{job_id}/address\n"
+    assert [*share.iterdir()] == []
+    assert told(devcluster, "logs", "--path", job_id, "master") == f"{home}/.hetstream/job-{job_id}/master.log\n"
+    # A script that was converted elsewhere, or a line of a script's own: the same is decided where the job runs.
+    (home / "own.sbatch").write_text(f'#!/bin/bash\neval "$({HETSTREAM} ckpt start)"\n')
+    argv = ["sbatch", "--wait", "--parsable", f"--output={home}/out", f"--export=ALL,HOME={home}", home / "own.sbatch"]
+    second = subprocess.run(
+        argv, cwd=share, env=devcluster.env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"the job's directory is below {home}/.hetstream" in (home / "out").read_text()
+    assert [*(home / ".hetstream" / f"job-{second.stdout.strip()}" / "writers").glob("*.log")]
+    assert [*share.iterdir()] == []
+    refused = submitted(f"--jobs-dir={share}/jobs")
+    assert refused.returncode == 1
+    assert f"the place of jobs' directories {share}/jobs is not used" in refused.stderr

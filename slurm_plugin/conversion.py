@@ -91,15 +91,9 @@ def convert_script(
     if b"\r\n" in body:
         raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
     options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
-    jobs_dir = spec.jobs_dir or setting(JOBS_DIR, environ)
-    has_directory = bool(spec.data_workers_max) or spec.checkpoint is not None
-    place, why = choose(jobs_dir, Path.cwd()) if has_directory else (None, "")
+    is_elsewhere = SbatchOptions((*script_options(text, name), *options)).has("chdir")
+    jobs_dir, why = _jobs_dir(spec, environ, is_elsewhere)
     notes = (*notes, *([why] if why else []))
-    if place is None and SbatchOptions((*script_options(text, name), *options)).has("chdir"):
-        # Slurm will know where the job works, but not where it was submitted: its script says that.
-        place = Path.cwd() / IN_SUBMIT_DIR
-    if jobs_dir is None and place is not None:
-        jobs_dir = str(place) if is_directory_pattern(str(place)) and "%" not in str(place) else None
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
     cluster, silence = _ask(client, options)
     cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))
@@ -113,6 +107,23 @@ def convert_script(
     notes = (*notes, *_note_on_partition(spec, cluster))
     notes += tuple(_note_on_time(spec, SbatchOptions((*script_options(text, name), *options)), cluster))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+
+
+def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> tuple[str | None, str]:
+    """The place of the job's directory that the script names, if it has to, and one line for the user or none.
+
+    Raises:
+        ConfigError: somebody else could change it.
+    """
+    named = spec.jobs_dir or setting(JOBS_DIR, environ)
+    if not spec.data_workers_max and spec.checkpoint is None:
+        return named, ""  # the job has no directory
+    place, why = choose(named, Path.cwd())
+    if place is None and is_elsewhere:
+        # Slurm will know where the job works, but not where it was submitted: its script says that.
+        place = Path.cwd() / IN_SUBMIT_DIR
+    text = str(place or "")
+    return named or (text if is_directory_pattern(text) and "%" not in text else None), why
 
 
 def _class_of_environment(directives: Sequence[Directive], environ: Mapping[str, str]) -> list[Directive]:

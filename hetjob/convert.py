@@ -22,7 +22,6 @@ Licences are Slurm's one more limit (first component only). Conversion keeps the
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -31,17 +30,23 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert_checkpoint import checkpoint_overrides
 from hetstream.hetjob.convert_class import class_overrides
+from hetstream.hetjob.convert_data_workers import (
+    data_worker_component,
+    memory_per_cpu,
+    worker_megabytes,
+    worker_options,
+)
 from hetstream.hetjob.convert_gpu_stage import gpu_companion_options, gpu_stage_changes
 from hetstream.hetjob.convert_trainer import trainer_overrides
-from hetstream.hetjob.directives import is_own, prologue_length, split_line
+from hetstream.hetjob.directives import is_own
 from hetstream.hetjob.errors import ConversionError
+from hetstream.hetjob.option_lines import foreign_line, option_lines, prologue_length, split_line
 from hetstream.hetjob.plan import Change, Component, HetPlan
-from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
+from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster
 from hetstream.hetjob.sbatch_options import (
     OF_ONE_COMPONENT,
     SbatchOption,
     SbatchOptions,
-    megabytes,
     memory_words,
     parse_words,
     plain_words,
@@ -49,14 +54,9 @@ from hetstream.hetjob.sbatch_options import (
     time_limit_s,
     words_of,
 )
-from hetstream.hetjob.spec import NO_RESERVATION, JobSpec
+from hetstream.hetjob.spec import JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
-# One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
-_DATA_WORKER_MB_PER_CPU = 2048
-# Where Slurm wants memory per node, data workers are packed onto nodes in groups of at most this many CPUs: any CPU
-# node has that many, and no group asks for more memory than such a node carries.
-_CPUS_PER_GROUP = 16
 
 
 class JobArrayNotSupported(ConversionError):
@@ -106,29 +106,43 @@ def script_options(script: str, name: str) -> list[SbatchOption]:
         AlreadyHeterogeneous: a `#SBATCH hetjob` line.
         UsageError: a line that sbatch could not read either.
     """
-    lines = script.split("\n")
-    options: list[SbatchOption] = []
-    for number, line in enumerate(lines[: prologue_length(lines)], start=1):
-        if not line.startswith("#SBATCH"):
-            continue
-        text = line.removeprefix("#SBATCH")
-        if re.match(r"\s*(hetjob|packjob)(\s|$)", text, re.IGNORECASE):
+    readings = [_options_of_lines(script, name, blank_can_be_escaped) for blank_can_be_escaped in (True, False)]
+    # Releases before 24.05 read a backslash and a blank in another way: the one that leaves no word over is meant.
+    options, others = next((reading for reading in readings if not reading[1]), readings[0])
+    if others:
+        number, word = others[0]
+        raise UsageError(f"{name} {number}: {word!r} is not an sbatch option. Remove it, or write --NAME")
+    return options
+
+
+def _options_of_lines(
+    script: str, name: str, blank_can_be_escaped: bool
+) -> tuple[list[SbatchOption], list[tuple[str, str]]]:
+    """The options, and the words that are none with their lines."""
+    arguments: list[str] = []
+    origins: list[str] = []
+    for line in option_lines(script):
+        if line.starts_component:
             raise AlreadyHeterogeneous(
-                f"{name} line {number}: {line.strip()!r} starts a component, but hetstream adds the data workers as "
-                "component 1 itself. Remove the components, or remove the #HETSTREAM lines to submit it as it is"
+                f"{name} line {line.number}: {line.line.strip()!r} starts a component, but hetstream adds the data "
+                "workers as component 1 itself. Remove the components, or remove the #HETSTREAM lines to submit it as "
+                "it is"
             )
         try:
-            arguments = split_line(text)
+            found = split_line(line.text, blank_can_be_escaped=blank_can_be_escaped)
         except ValueError as error:
-            shown = shortened(repr(line.strip()), 200)
+            shown = shortened(repr(line.line.strip()), 200)
             raise UsageError(
-                f"{name} line {number}: {error} in {shown}. Close the quote, or shorten the line"
+                f"{name} line {line.number}: {error} in {shown}. Close the quote, or shorten the line"
             ) from error
-        found, others = parse_words(arguments, f"line {number}")
-        if others:
-            raise UsageError(f"{name} line {number}: {others[0]!r} is not an sbatch option. Remove it, or write --NAME")
-        options += found
-    return options
+        arguments += found
+        origins += [f"line {line.number}"] * len(found)
+
+    def is_value(index: int) -> bool:
+        return not arguments[index].startswith("-")
+
+    options, others = parse_words(arguments, origins, is_value=is_value)
+    return options, list(zip(origins[len(arguments) - len(others) :], others, strict=True))
 
 
 def convert(
@@ -164,14 +178,14 @@ def convert(
     writer_options: tuple[str, ...] | None = None
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
+        foreign = None if options.has("ignore-pbs") else foreign_line(script)
         overrides, changes = trainer_overrides(spec, script, options, _max_mb_per_cpu(options, cluster))
-        worker = _worker_options(spec, partition)
-        worker_mb = _worker_mb(spec, options)
-        _check_size(spec, worker_mb, partition, cluster, name)
-        components, added = _data_workers(spec, options, worker, partition, cluster)
+        worker = worker_options(spec, partition)
+        _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
+        components, added = data_worker_component(spec, options, worker, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
         longest_s = _longest_s(spec, options, partition, cluster, name)
-        worker = [*worker, *_memory_per_cpu(spec, worker_mb)]
+        worker = [*worker, *memory_per_cpu(spec, worker_megabytes(spec, options))]
         gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
         master_options = tuple(_master_options(spec, worker, gpu_worker, options, longest_s))
     if spec.checkpoint is not None:
@@ -183,7 +197,7 @@ def convert(
         writer_options = _writer_options(spec)
     more, added = class_overrides(spec, options, cluster.opportunistic, name)
     overrides, changes = [*overrides, *more], [*changes, *added]
-    trainer, sbatch_options = _of_component_and_job(spec, outside, overrides)
+    trainer, sbatch_options = _of_component_and_job(components, outside, overrides)
     return HetPlan(
         components=(Component(0, "trainer", trainer), *components),
         changes=tuple(changes),
@@ -194,18 +208,16 @@ def convert(
 
 
 def _of_component_and_job(
-    spec: JobSpec, outside: Sequence[SbatchOption], overrides: Sequence[SbatchOption]
+    others: Sequence[Component], outside: Sequence[SbatchOption], overrides: Sequence[SbatchOption]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The words for the trainer's component, and those of the command line that stay the whole job's."""
+    # sbatch's command line wins over every component's own lines: nothing that component 1 says itself may stand there.
+    said = {word.removeprefix("--").partition("=")[0] for component in others for word in component.options}
     overridden = {option.name for option in overrides}
-    own = _of_trainer(spec)
+    own = OF_ONE_COMPONENT | said
     of_trainer = [option for option in outside if option.name in own - overridden]
-    of_job = [option for option in outside if option.name not in own]
-    names = {option.name for option in of_job}
-    return (
-        (*plain_words(of_trainer), *words_of(overrides)),
-        (*plain_words(of_job), *words_of(item for item in overrides if item.name in names)),
-    )
+    of_job = [option for option in outside if option.name not in own | overridden]
+    return (*plain_words(of_trainer), *words_of(overrides)), tuple(plain_words(of_job))
 
 
 def _partition(spec: JobSpec, name: str, cluster: Cluster) -> str:
@@ -243,52 +255,6 @@ def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
             f"--data-worker-time-min={spec.data_worker_time_min}: this cluster runs SchedulerType={cluster.scheduler}, "
             "and only sched/backfill starts jobs in holes. Remove the option: companion jobs start under any scheduler"
         )
-
-
-def _data_workers(
-    spec: JobSpec, options: SbatchOptions, worker: Sequence[str], partition: str, cluster: Cluster
-) -> tuple[list[Component], list[Change]]:
-    """Component 1, if there is one, and what is said about the data workers."""
-    components: list[Component] = []
-    changes: list[Change] = []
-    if spec.data_workers_min:
-        largest = max(
-            (node.cpus for limit in _limits_of(partition, cluster) for node in limit.nodes), default=_CPUS_PER_GROUP
-        )
-        per_group = min(_CPUS_PER_GROUP, largest)
-        memory = _component_memory(spec, _worker_mb(spec, options), per_group if options.has("mem") else None)
-        arguments = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
-        components.append(Component(1, "data_workers", arguments))
-        changes.append(
-            Change(
-                f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
-                f"partition {partition}",
-                f"--data-workers={spec.data_workers_min}: they read, transform and batch; they start with the trainer",
-            )
-        )
-    if spec.companions:
-        when = f" in backfill holes of {spec.data_worker_time_min} or more" if spec.data_worker_time_min else ""
-        changes.append(
-            Change(
-                f"up to {spec.companions} companion job(s), one data worker each{when}, submitted while the trainer "
-                "waits for data",
-                "the job master measures how many pay, lets those go that do not, and cancels them at the end",
-            )
-        )
-    if spec.on_memory_warning == "migrate":
-        changes.append(
-            Change(
-                "a trainer that is about to run out of memory moves, once, to a job with more",
-                "--on-memory-warning=migrate: as by `hetstream migrate`, which goes on from the very step",
-            )
-        )
-    changes.append(
-        Change(
-            "a line before the first command starts the job master",
-            "it runs the dispatcher and the data workers, and points the program's DataLoader at them",
-        )
-    )
-    return components, changes
 
 
 def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions) -> None:
@@ -333,21 +299,15 @@ def _interpreter(first_line: str) -> str | None:
     return names[0] if names else None
 
 
-def _limits_of(partitions: str, cluster: Cluster) -> list[PartitionLimits]:
-    """What is known of the partitions of a list; empty where something is not."""
-    found = [cluster.limits.get(name) for name in partitions.split(",")]
-    return [limits for limits in found if limits is not None] if all(found) else []
-
-
 def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
     """The most memory for each CPU where the trainer runs; of several partitions the smallest limit."""
-    limits = _limits_of(options.value("partition") or cluster.default_partition or "", cluster)
+    limits = cluster.limits_of(options.value("partition") or cluster.default_partition or "")
     return min((limit.max_mb_per_cpu for limit in limits if limit.max_mb_per_cpu), default=None)
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
     """Refuse data workers that no node, or not all nodes together, could hold; features are left to Slurm."""
-    limits = _limits_of(partition, cluster)
+    limits = cluster.limits_of(partition)
     nodes = [node for limit in limits for node in limit.nodes]
     room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)
     if not nodes or room >= max(1, spec.data_workers_min):
@@ -379,7 +339,7 @@ def _longest_s(
     least_s = time_limit_s(spec.data_worker_time_min) or 0.0
     script_s = time_limit_s(options.value("time") or "")
     limits = {f"--time={options.value('time')} of the job": script_s} if script_s else {}
-    for partition, limit in zip(partitions.split(","), _limits_of(partitions, cluster), strict=False):
+    for partition, limit in zip(partitions.split(","), cluster.limits_of(partitions), strict=False):
         if limit.max_time_s:
             limits[f"MaxTime of {limit.max_time_s / 60:g} minutes of partition {partition}"] = limit.max_time_s
     for what, limit_s in limits.items():
@@ -389,53 +349,6 @@ def _longest_s(
                 "run. Use a shorter one; 2:00 is enough"
             )
     return min(limits.values(), default=None)
-
-
-def _of_trainer(spec: JobSpec) -> frozenset[str]:
-    """Options that, said outside the script, are the trainer's alone: sbatch would give them to all components."""
-    given = {name for name in ("account", "qos", "reservation") if getattr(spec, f"data_worker_{name}") is not None}
-    return OF_ONE_COMPONENT | given
-
-
-def _worker_options(spec: JobSpec, partition: str) -> list[str]:
-    """sbatch options that every data worker needs, in component 1 and as a companion."""
-    arguments = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
-    for option_name in ("constraint", "account", "qos"):
-        value = getattr(spec, f"data_worker_{option_name}")
-        if value is not None:
-            arguments.append(f"--{option_name}={value}")
-    if spec.data_worker_reservation is not None:
-        # Empty is Slurm's word for none: a later component has the first one's otherwise.
-        name = spec.data_worker_reservation
-        arguments.append(f"--reservation={'' if name == NO_RESERVATION else name}")
-    return arguments
-
-
-def _worker_mb(spec: JobSpec, options: SbatchOptions) -> float | None:
-    """Memory of one data worker in MB; None leaves it to the partition, as the script leaves its own."""
-    if spec.data_worker_mem:
-        return megabytes(spec.data_worker_mem)
-    if options.has("mem", "mem-per-cpu", "mem-per-gpu"):
-        return float(_DATA_WORKER_MB_PER_CPU * spec.data_worker_cpus)
-    return None
-
-
-def _memory_per_cpu(spec: JobSpec, worker_mb: float | None) -> list[str]:
-    return [f"--mem-per-cpu={memory_words(worker_mb / spec.data_worker_cpus)}"] if worker_mb else []
-
-
-def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: int | None) -> list[str]:
-    """Memory options of component 1; per node, in groups of so many CPUs, or per CPU (None).
-
-    Slurm copies `--mem` (per node) from component 0 to later ones and refuses `--mem-per-cpu` beside it ("mutually
-    exclusive"). A script with `--mem` therefore needs a size per node, and with it a known number of tasks per node.
-    """
-    if cpus_per_group is None or worker_mb is None:
-        return _memory_per_cpu(spec, worker_mb)
-    num_in_group = max(1, cpus_per_group // spec.data_worker_cpus)
-    nodes = math.ceil(spec.data_workers_min / num_in_group)
-    per_group = math.ceil(spec.data_workers_min / nodes)
-    return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
 
 
 def _writer_options(spec: JobSpec) -> tuple[str, ...]:

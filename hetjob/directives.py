@@ -7,19 +7,17 @@ Slurm reads `#SBATCH` lines, that is before the first command, and never changes
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from hetstream.hetjob.errors import DataWorkersMissing, DirectiveError
+from hetstream.hetjob.option_lines import prologue_length, split_line
 from hetstream.hetjob.sbatch_options import SbatchOption
 from hetstream.hetjob.spec import OPTIONS, JobSpec, parse_value
 
 MARK = "#HETSTREAM"
-# A word of a command has no more (MAX_ARG_STRLEN of Linux).
-_MAX_LINE = 128 << 10
 # Options that say something of a job without data workers, too.
 _WITHOUT_WORKERS = ("jobs-dir", "job-class", "opportunistic-after")
 _MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
@@ -38,15 +36,6 @@ class Directive:
     name: str
     value: str | None
     origin: str
-
-
-def prologue_length(lines: Sequence[str]) -> int:
-    """How many lines stand before the first command: blank ones and comments, as sbatch counts them."""
-    for index, line in enumerate(lines):
-        text = line.strip()
-        if text and not text.startswith("#"):
-            return index
-    return len(lines)
 
 
 def _is_directive(line: str) -> bool:
@@ -83,23 +72,12 @@ def read_directives(script: str, name: str) -> list[Directive]:
     for number, line in enumerate(lines[: prologue_length(lines)], start=1):
         if _is_directive(line):
             try:
-                found += _read_words(split_line(line[len(MARK) :]), f"line {number}")
+                found += _read_words(split_line(line[len(MARK) :], is_whole=True), f"line {number}")
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
         raise DirectiveError(f"{name} {'; '.join(problems)}. A directive looks like: {MARK} --data-workers=2-8")
     return found
-
-
-def split_line(text: str) -> list[str]:
-    """The words of a line of options, as a shell and sbatch take them.
-
-    Raises:
-        ValueError: an open quote, or more than the words of a command can have; `shlex` would take minutes for it.
-    """
-    if len(text) > _MAX_LINE:
-        raise ValueError(f"it has {len(text):,} characters, {_MAX_LINE:,} at most are read")
-    return shlex.split(text, comments=True)
 
 
 def _read_words(arguments: Sequence[str], origin: str) -> list[Directive]:

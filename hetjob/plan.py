@@ -5,7 +5,8 @@ Made by `convert.py`, written out by `render.py`. Plain values; nothing here dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class HetPlan:
         changes: what differs and why, in the order of the script.
         master_options: arguments of `hetstream master start`; None without data workers.
         writer_options: arguments of `hetstream ckpt start`; None without checkpoints.
-        sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job, then
-            those of `components[0]` that must win over one of them.
+        sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job.
+        exports: variables that the script gives the job again, because sbatch is called without them.
     """
 
     components: tuple[Component, ...]
@@ -50,3 +51,4 @@ class HetPlan:
     master_options: tuple[str, ...] | None
     writer_options: tuple[str, ...] | None = None
     sbatch_options: tuple[str, ...] = ()
+    exports: Mapping[str, str] = field(default_factory=dict)

@@ -79,6 +79,7 @@ class Cluster:
         scheduler: `SchedulerType`, such as `sched/backfill`.
         limits: of the partitions of which they are known, by name.
         opportunistic: partitions of opportunistic jobs, as far as the site names them.
+        release: of Slurm, such as (22, 5); (0, 0) where it is not known.
     """
 
     partitions: frozenset[str]
@@ -86,6 +87,12 @@ class Cluster:
     scheduler: str | None
     limits: Mapping[str, PartitionLimits] = field(default_factory=dict)
     opportunistic: tuple[str, ...] = ()
+    release: tuple[int, int] = (0, 0)
+
+    def limits_of(self, partitions: str) -> list[PartitionLimits]:
+        """What is known of the partitions of a list; empty where something is not."""
+        found = [self.limits.get(name) for name in partitions.split(",")]
+        return [limits for limits in found if limits is not None] if all(found) else []
 
 
 UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)

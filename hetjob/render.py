@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hetstream.hetjob.directives import prologue_length
+from hetstream.hetjob.option_lines import prologue_length
 from hetstream.hetjob.plan import HetPlan
 
 # Lines that sbatch reads options from: the block's own must come after them all.
@@ -70,6 +70,9 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
                 "no checkpoint writers of the job: each trainer starts its own",
             ),
         ]
+    if plan.exports:
+        block.append("# Of the environment of sbatch, where these would be options of every component.")
+        block += [f"export {_words([f'{name}={value}'])}" for name, value in plan.exports.items()]
     return [*block, _END]
 
 

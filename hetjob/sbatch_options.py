@@ -3,14 +3,15 @@
 Called by `convert.py` for `#SBATCH` lines and by the command line for `hetstream sbatch`. It knows the forms of
 options, never what is sensible: wrong values are left for sbatch to refuse with its own words.
 
-Source: `sbatch --help` and the option table of Slurm 22.05 to 26.05 (https://slurm.schedmd.com/sbatch.html).
+Source: `sbatch --help` and the option table of Slurm 22.05 to 26.05 (https://slurm.schedmd.com/sbatch.html, and
+src/common/slurm_opt.c). Options of a site's SPANK plugins are in no table: sbatch itself is asked about them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetstream.base.errors import UsageError
@@ -49,40 +50,23 @@ LETTERS: Mapping[str, str] = {
 _PATHS = ("chdir", "error", "input", "output")
 _ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters"}
 
-# Variables that sbatch reads as options for *every* component: SBATCH_PARTITION would also move the data workers to the
-# trainer's partition. Options that Slurm copies from component to component anyway are not listed.
-ENVIRONMENT: Mapping[str, str] = {
-    "SBATCH_ARRAY_INX": "array",
-    "SBATCH_BURST_BUFFER": "bb",
-    "SBATCH_CONSTRAINT": "constraint",
-    "SBATCH_CORE_SPEC": "core-spec",
-    "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
-    "SBATCH_EXCLUSIVE": "exclusive",
-    "SBATCH_GPUS": "gpus",
-    "SBATCH_GPUS_PER_NODE": "gpus-per-node",
-    "SBATCH_GPUS_PER_SOCKET": "gpus-per-socket",
-    "SBATCH_GPUS_PER_TASK": "gpus-per-task",
-    "SBATCH_GPU_BIND": "gpu-bind",
-    "SBATCH_GPU_FREQ": "gpu-freq",
-    "SBATCH_GRES": "gres",
-    "SBATCH_GRES_FLAGS": "gres-flags",
-    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
-    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
-    "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_PARTITION": "partition",
-    "SBATCH_THREAD_SPEC": "thread-spec",
-    "SBATCH_TRES_PER_TASK": "tres-per-task",
-}
-
-_OF_ONE_COMPONENT = """
-    comment container container-id container-type contiguous cores-per-socket cpus-per-task distribution exclude
-    extra-node-info gpus-per-socket hint licenses mem-bind mincpus nodefile nodelist nodes ntasks ntasks-per-core
-    ntasks-per-gpu ntasks-per-node ntasks-per-socket overcommit oversubscribe prefer reservation sockets-per-node
-    spread-job switches threads-per-core tmp use-min-nodes
+# Options that came after 22.05: an abbreviation that only they make ambiguous is clear to an older sbatch, and a newer
+# one refuses it.
+_NEWER = """
+    consolidate-segments container-id container-type external extra mem-update oom-kill-step resources resv-ports
+    runtime segment spread-segments stepmgr tres-bind tres-per-task
 """
-# What one component consists of. sbatch applies its command line to *every* component, also over a component's own
-# lines (seen on 22.05 and 26.05): `-p gpu` would take the data workers there, too.
-OF_ONE_COMPONENT = frozenset(ENVIRONMENT.values()) - {"array"} | {*_OF_ONE_COMPONENT.split()}
+# What sbatch carries from one component to the next (options without `reset_each_pass` in src/common/slurm_opt.c).
+_CARRIED = """
+    account acctg-freq array batch bbf begin chdir cluster cluster-constraint clusters comment container container-id
+    container-type context deadline delay-boot dependency error exclude export export-file extra get-user-env gid help
+    hold ignore-pbs input job-name kill-on-invalid-dep mcs-label mem mem-update nice no-kill no-requeue oom-kill-step
+    open-mode output parsable prefer priority profile propagate qos quiet reboot requeue reservation signal stepmgr
+    test-only time time-min uid usage verbose version wait wait-all-nodes wckey wrap
+"""
+# What one component consists of: all that sbatch does not carry. It applies its command line to *every* component, also
+# over a component's own lines (seen on 22.05 and 26.05): `-p gpu` would take the data workers there, too.
+OF_ONE_COMPONENT = frozenset(TAKES_VALUE) - frozenset(_CARRIED.split())
 
 _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 
@@ -131,14 +115,19 @@ class SbatchOptions:
 
 
 def parse_words(
-    arguments: Sequence[str], origin: str, extra: Collection[str] = ()
+    arguments: Sequence[str],
+    origin: str | Sequence[str],
+    extra: Collection[str] = (),
+    is_value: Callable[[int], bool] | None = None,
 ) -> tuple[list[SbatchOption], list[str]]:
     """Split words into options and what follows them, as sbatch's getopt does.
 
     Args:
-        words: what stands after `#SBATCH`, or after `sbatch` on a command line.
-        origin: recorded in each option.
+        arguments: what stands after `#SBATCH`, or after `sbatch` on a command line.
+        origin: recorded in each option; one for each word, or one for all.
         extra: long names, besides sbatch's, that take a value (hetstream's own).
+        is_value: whether the word at an index is the value of the option before it, whose long name is in no table (a
+            SPANK plugin's).
 
     Returns:
         The options in order, and the words from the first one that is not an option (the script and its arguments).
@@ -146,19 +135,21 @@ def parse_words(
     Raises:
         UsageError: an option that needs a value stands last.
     """
+    origins = [origin] * len(arguments) if isinstance(origin, str) else origin
     options: list[SbatchOption] = []
     index = 0
     while index < len(arguments):
-        word = arguments[index]
+        word, origin = arguments[index], origins[index]
         index += 1
         if word == "--":
             break
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = _full_name(name, extra)
+            is_asked = name not in TAKES_VALUE and name not in extra and index < len(arguments)
             if equals:
                 options.append(SbatchOption(name, value, origin, (word,)))
-            elif TAKES_VALUE.get(name, name in extra):
+            elif TAKES_VALUE.get(name, name in extra) or (is_asked and is_value is not None and is_value(index)):
                 following = _following(arguments, index, word, origin)
                 options.append(SbatchOption(name, following, origin, (word, following)))
                 index += 1
@@ -186,6 +177,9 @@ def _parse_letters(arguments: Sequence[str], index: int, origin: str, options: l
             following = _following(arguments, index, word, origin)
             options.append(SbatchOption(name, following, origin, (*written, following) if written else (following,)))
             return 1
+        if name == "no-kill" and tail:  # the one letter whose value is optional, and stands in the same word
+            options.append(SbatchOption(name, tail, origin, written))
+            return 0
         options.append(SbatchOption(name, None, origin, written))
         written = ()
     return 0
@@ -195,7 +189,9 @@ def _full_name(name: str, extra: Collection[str]) -> str:
     """Undo getopt's abbreviation: a unique beginning of a long name stands for it."""
     if name not in TAKES_VALUE and name not in extra:
         matches = [known for known in TAKES_VALUE if known.startswith(name)]
-        name = matches[0] if len(matches) == 1 else name
+        old = [known for known in matches if known not in _NEWER.split()]
+        found = old or matches
+        name = found[0] if len(found) == 1 else name
     return _ALIASES.get(name, name)
 
 
@@ -203,15 +199,6 @@ def _following(arguments: Sequence[str], index: int, word: str, origin: str) -> 
     if index >= len(arguments):
         raise UsageError(f"{origin}: option {word} needs a value. Write {word}=VALUE, or see: sbatch --help")
     return arguments[index]
-
-
-def from_environment(environ: Mapping[str, str]) -> list[SbatchOption]:
-    """The options that sbatch would read from its environment, for those that must stay with component 0."""
-    return [
-        SbatchOption(name, environ[variable] or None, variable, (f"--{name}={environ[variable]}".rstrip("="),))
-        for variable, name in ENVIRONMENT.items()
-        if variable in environ
-    ]
 
 
 def plain_words(options: Iterable[SbatchOption]) -> list[str]:

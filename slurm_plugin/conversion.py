@@ -7,8 +7,9 @@ nothing.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,10 +30,15 @@ from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, choo
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
-from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
+from hetstream.hetjob.sbatch_environment import exports, from_environment
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.values import seconds
 from hetstream.slurm_plugin.render.report import duration
+
+# Of hetstream's commands with a command line of sbatch.
+_OWN_FLAGS = ("dry-run", "json", "auto", "no-wait")
 
 
 @dataclass(frozen=True)
@@ -76,23 +82,16 @@ def convert_script(
     text = body.decode(errors="surrogateescape")
     directives = [*read_directives(text, name), *from_command_line(command_line)]
     spec = read_spec([*proposed, *_class_of_environment(directives, environ), *directives], name)
-    notes = (
-        *(
-            f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"
-            for number in near_misses(text)
-        ),
-        *(
-            f"{name} line {number}: a #HETSTREAM line after the first command has no effect"
-            for number in late_directives(text)
-        ),
-    )
+    notes = _notes_on_lines(text, name)
     if spec is None:
         return Conversion(body, None, notes)
     if b"\r\n" in body:
         raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
-    options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
-    is_elsewhere = SbatchOptions((*script_options(text, name), *options)).has("chdir")
-    jobs_dir, why = _jobs_dir(spec, environ, is_elsewhere)
+    in_script = script_options(text, name)
+    given = [option for option in command_line if not is_own(option.name)]
+    options = [*from_environment(environ, in_script, given), *given]
+    all_options = SbatchOptions((*in_script, *options))
+    jobs_dir, why = _jobs_dir(spec, environ, all_options.has("chdir"))
     notes = (*notes, *([why] if why else []))
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
     cluster, silence = _ask(client, options)
@@ -105,7 +104,8 @@ def convert_script(
             raise
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     notes = (*notes, *_note_on_partition(spec, cluster))
-    notes += tuple(_note_on_time(spec, SbatchOptions((*script_options(text, name), *options)), cluster))
+    notes += tuple(_note_on_time(spec, all_options, cluster))
+    plan = replace(plan, exports=exports(environ, SbatchOptions(tuple(in_script)), SbatchOptions(tuple(given))))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
 
@@ -124,6 +124,35 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
         place = Path.cwd() / IN_SUBMIT_DIR
     text = str(place or "")
     return named or (text if is_directory_pattern(text) and "%" not in text else None), why
+
+
+def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:
+    """What to say about lines that look like directives and are none."""
+    return (
+        *(
+            f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"
+            for number in near_misses(text)
+        ),
+        *(
+            f"{name} line {number}: a #HETSTREAM line after the first command has no effect"
+            for number in late_directives(text)
+        ),
+    )
+
+
+def parse_command_line(
+    arguments: Sequence[str], environ: Mapping[str, str], extra: Collection[str] = OPTIONS
+) -> tuple[list[SbatchOption], list[str]]:
+    """Options of a command line of sbatch, and what follows them; see `parse_words`.
+
+    Of an option that is in no table sbatch itself is asked whether the next word is its value.
+    """
+
+    def is_value(index: int) -> bool:
+        name = arguments[index - 1].removeprefix("--")
+        return name not in _OWN_FLAGS and not is_own(name) and sbatch_takes_value(name, environ)
+
+    return parse_words(arguments, "command line", extra=extra, is_value=is_value)
 
 
 def _class_of_environment(directives: Sequence[Directive], environ: Mapping[str, str]) -> list[Directive]:
@@ -201,7 +230,7 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
     if not arguments or not _SHELL.match(text) or _ARGUMENTS.search(text):
         return []
     try:
-        options, unread = parse_words(arguments, "command line", extra=OPTIONS)
+        options, unread = parse_command_line(arguments, os.environ)
     except UsageError:
         return []
     return [] if unread else options

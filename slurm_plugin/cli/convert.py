@@ -18,10 +18,9 @@ from hetstream.hetjob.directives import Directive, from_command_line, is_own, re
 from hetstream.hetjob.errors import DataWorkersMissing
 from hetstream.hetjob.jobs_dir import JOBS_DIR, places, setting
 from hetstream.hetjob.ports import NodeSize, SlurmClient
-from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
-from hetstream.hetjob.spec import OPTIONS
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
+from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, parse_command_line
 from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
 from hetstream.slurm_plugin.model.alike import within_nodes
 from hetstream.slurm_plugin.program import own_program
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the conversion."""
-    options, unread = parse_words(args.words, "command line", extra=OPTIONS)
+    options, unread = parse_command_line(args.words, os.environ)
     if any(option.name == "help" for option in options):
         print(HELP, end="")
         return 0
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if arguments[:1] == ["--json"]:
         as_json, arguments = True, arguments[1:]
     if arguments[:1] == ["--"]:
-        more, arguments = parse_words(arguments[1:], "command line", extra=OPTIONS)
+        more, arguments = parse_command_line(arguments[1:], os.environ)
         options += more
         if arguments:
             raise UsageError(f"{arguments[0]!r} is not an option; script arguments do not change the conversion")

@@ -20,10 +20,11 @@ from hetstream.base.private import temporary_place
 from hetstream.base.text import printable
 from hetstream.hetjob.directives import read_directives
 from hetstream.hetjob.errors import ConversionError
-from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
+from hetstream.hetjob.sbatch_environment import taken_variables
+from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.conversion import convert_script
+from hetstream.slurm_plugin.conversion import convert_script, parse_command_line
 from hetstream.slurm_plugin.program import own_program
 
 # A word of the plugin's, in the two lines between which it looks for the plan.
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if not nonce.isalnum():
         raise UsageError(f"no {NONCE}: cli_filter.lua is of another release. Tell the site's administrator")
     directives, script, *arguments = args.words
-    options, unread = parse_words(arguments, "command line")
+    options, unread = parse_command_line(arguments, os.environ, ())
     if not unread or unread[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
         return EXIT_NOTHING_TO_CONVERT
     body, name = Path(script).read_bytes(), Path(script).name
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(directory)
         raise
     # These variables are options for every component; the plan has made them options of the trainer.
-    unset = [word for key in ENVIRONMENT if key in os.environ for word in ("-u", key)]
+    unset = [word for key in taken_variables(os.environ) for word in ("-u", key)]
     command = shlex.join([*conversion.plan.sbatch_options, str(path), *unread[1:]])
     made = shlex.quote(str(path)), shlex.quote(str(directory))
     plan = (

@@ -21,13 +21,14 @@ from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
 from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.render import without_block
-from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetstream.hetjob.sbatch_environment import taken_variables
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.cli.why import named_jobs
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, submit_script
 from hetstream.slurm_plugin.client.users import is_own
-from hetstream.slurm_plugin.conversion import Conversion, convert_script
+from hetstream.slurm_plugin.conversion import Conversion, convert_script, parse_command_line
 from hetstream.slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage, with_memory
 from hetstream.slurm_plugin.program import own_program
 
@@ -130,13 +131,13 @@ def run(args: argparse.Namespace) -> int:
 def _parse(written: Sequence[str]) -> _Request | None:
     """Read the command line; None: help is asked for."""
     extra = {*OPTIONS, "timeout"}
-    options, unread = parse_words(written, "command line", extra=extra)
+    options, unread = parse_command_line(written, os.environ, extra)
     behind: list[SbatchOption] = []
     arguments: list[str] | None = None
     if unread:
         end = unread.index("--") if "--" in unread else len(unread)
         arguments = unread[end + 1 :] if end < len(unread) else None
-        behind, unknown = parse_words(unread[1:end], "command line", extra=extra)
+        behind, unknown = parse_command_line(unread[1:end], os.environ, extra)
         if unknown:
             raise UsageError(f"{unknown[0]!r} is one word too many: arguments of the script stand behind --")
     given = SbatchOptions((*options, *behind))
@@ -196,7 +197,8 @@ def _submit(
     conversion: Conversion, options: Sequence[SbatchOption], name: str, arguments: Sequence[str], cwd: str
 ) -> str:
     """As `hetstream sbatch` does, with the script under its own name."""
-    environ = {key: value for key, value in os.environ.items() if not (conversion.plan and key in ENVIRONMENT)}
+    taken = taken_variables(os.environ) if conversion.plan else []
+    environ = {key: value for key, value in os.environ.items() if key not in taken}
     with tempfile.TemporaryDirectory(prefix="hetstream-", dir=temporary_place()) as directory:
         path = Path(directory, name)
         path.write_bytes(conversion.script)

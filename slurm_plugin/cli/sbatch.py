@@ -17,12 +17,19 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.convert import AlreadyHeterogeneous
 from hetstream.hetjob.directives import is_own
-from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetstream.hetjob.sbatch_environment import taken_variables
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.hetjob.temporary import temporary_directory
 from hetstream.slurm_plugin.client.run import become
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
-from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
+from hetstream.slurm_plugin.conversion import (
+    Conversion,
+    convert_script,
+    note_on_arguments,
+    options_behind,
+    parse_command_line,
+)
 from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
@@ -44,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit, and return sbatch's exit code."""
     arguments: list[str] = args.words
-    options, unread = parse_words(arguments, "command line", extra=OPTIONS)
+    options, unread = parse_command_line(arguments, os.environ)
     components = unread[:1] == [":"]
     while unread[:1] == [":"]:
-        _, unread = parse_words(unread[1:], "command line", extra=OPTIONS)
+        _, unread = parse_command_line(unread[1:], os.environ)
     given = SbatchOptions(tuple(options))
     if given.has("help") and not unread:
         lines = (f"  {f'--{name}={option.metavar}':<34}{option.meaning}" for name, option in OPTIONS.items())
@@ -103,7 +110,7 @@ def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], 
         if plan is None:
             return run_sbatch([*words_of(options), str(path)], os.environ)
         # These variables are options for every component; the plan has made them options of the trainer.
-        environ = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT}
+        environ = {key: value for key, value in os.environ.items() if key not in taken_variables(os.environ)}
         return run_sbatch([*plan.sbatch_options, str(path), *arguments], environ)
 
 
@@ -112,7 +119,7 @@ def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], unread: Se
     sys.stdout.buffer.write(conversion.script)
     plan = conversion.plan
     submitted = list(plan.sbatch_options) if plan else words_of(options)
-    unset = [word for key in ENVIRONMENT if plan and key in os.environ for word in ("-u", key)]
+    unset = [word for key in taken_variables(os.environ) if plan for word in ("-u", key)]
     command = shlex.join([*(["env", *unset] if unset else []), "sbatch", *submitted, *unread])
     print(f"would run, on the script above: {command}{'' if unread else ' < SCRIPT'}", file=sys.stderr)
     return 0

@@ -30,6 +30,8 @@ from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 5.0
+# sbatch answers in hundredths of a second, once it has its configuration.
+_ASKING_S = 10.0
 
 # Variables that say which job this is, which start of it, and how to reach its controller. Every other SLURM_ variable
 # describes the surrounding batch script or step, and srun would take it as an option of the new step.
@@ -73,6 +75,7 @@ class CommandSlurm:
             default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,
             limits=limits,
+            release=release_of("".join(re.findall(r"^SLURM_VERSION\s*=(.*)$", config, re.MULTILINE))),
         )
 
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
@@ -216,6 +219,23 @@ class CommandSlurm:
         """
         said = run_slurm(["srun", "--version"], env=self._environ).stdout
         return "--external-launcher" if release_of(said) >= (23, 11) else "--overlap"
+
+
+def sbatch_takes_value(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a long option of sbatch that is in no table, such as a SPANK plugin's, has its value in the next word.
+
+    sbatch is asked, and submits nothing: it ends with success where it comes to read --version, and in vain reads its
+    empty standard input as a script where --version was the value.
+    """
+
+    def ends_well(option: str) -> bool:
+        try:
+            run_slurm(["sbatch", "--test-only", option, "--version"], env=environ, timeout_s=_ASKING_S)
+        except SlurmCommandError:
+            return False
+        return True
+
+    return ends_well(f"--{name}=x") and not ends_well(f"--{name}")
 
 
 def key_token(key: str) -> str:

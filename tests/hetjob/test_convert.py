@@ -448,3 +448,62 @@ def test_what_of_the_forward_may_move_is_told_to_the_job_master(count: tuple[int
     assert "master start" in (text := render(script, plan, ["/opt/hetstream"]))
     assert " --offload=auto " in text.split("master start")[1].replace("\n", " ").replace(")", " ")
     assert not any("--offload" in word for word in plan_of("--gres=gpu:1").master_options or ())
+
+
+@pytest.mark.parametrize(
+    ("dependency", "of_data_workers"),
+    [
+        ("singleton", ("--dependency=",)),
+        ("SINGLETON", ("--dependency=",)),
+        ("afterok:1:2,singleton", ("--dependency=afterok:1:2",)),
+        ("singleton,afterany:3+5", ("--dependency=afterany:3+5",)),
+        ("afterok:1?singleton", ("--dependency=",)),
+        ("afterok:1", ()),
+        ("afterok:1?afterany:2", ()),
+    ],
+)
+@pytest.mark.parametrize("place", ["script", "command line"])
+def test_data_workers_do_not_wait_for_their_own_trainer(
+    dependency: str, of_data_workers: tuple[str, ...], place: str
+) -> None:
+    words = f"--dependency={dependency}"
+    plan = plan_of(words) if place == "script" else plan_of("-c2", words)
+    trainer, data_workers = plan.components
+    assert tuple(word for word in data_workers.options if "dependency" in word) == of_data_workers
+    # On the command line it would hold for all components.
+    is_apart = place == "command line" and bool(of_data_workers)
+    assert (words in trainer.options) == is_apart
+    assert (words in plan.sbatch_options) == (place == "command line" and not of_data_workers)
+
+
+def test_a_release_that_has_repaired_singleton_is_left_alone() -> None:
+    cluster = Cluster(frozenset({"cpu"}), "cpu", None, release=(23, 11))
+    plan = convert(SPEC, "#!/bin/bash\n#SBATCH -d singleton\n", "train.sbatch", cluster=cluster)
+    assert not any("dependency" in word for word in plan.components[1].options)
+
+
+@pytest.mark.parametrize(
+    ("signal", "of_data_workers"),
+    [("USR1@90", ["--signal=B:USR1@90"]), ("R:TERM@60", ["--signal=B:TERM@60"]), ("B:USR1", []), ("rb:USR1", [])],
+)
+def test_a_signal_before_the_end_is_not_for_data_workers(signal: str, of_data_workers: list[str]) -> None:
+    plan = plan_of(f"--signal={signal}")
+    assert [word for word in plan.components[1].options if "signal" in word] == of_data_workers
+
+
+def test_lines_of_another_batch_system_are_the_trainers_alone() -> None:
+    script = "#!/bin/bash\n#SBATCH --gpus=1 -c 8\n#PBS -l nodes=1:ppn=8,mem=4gb\n"
+    plan = convert(SPEC, script, "train.sbatch")
+    # Memory per node, because the line may ask for it; and who knows what else it asks for.
+    assert plan.components[1].options[-3:] == ("--ntasks-per-node=2", "--mem=16G", "--ignore-pbs")
+    ignoring = convert(SPEC, script.replace("-c 8", "-c 8 --ignore-pbs"), "train.sbatch")
+    assert "--ignore-pbs" not in ignoring.components[1].options
+
+
+def test_what_a_component_consists_of_leaves_the_command_line() -> None:
+    plan = plan_of("-c2", "--account=a", "--network=x", "--mail-type=END", "--wait", "--reboot", "--partition=gpu")
+    assert plan.components[0].options == ("--network=x", "--mail-type=END", "--partition=gpu")
+    assert plan.sbatch_options == ("--account=a", "--wait", "--reboot")
+    assert any("rebooted" in change.change for change in plan.changes)
+    apart = plan_of("-c2", "--account=a", spec=dataclasses.replace(SPEC, data_worker_account="b"))
+    assert (apart.components[0].options, apart.sbatch_options) == (("--account=a",), ())

@@ -14,11 +14,11 @@ from hetstream.hetjob.directives import (
     from_command_line,
     late_directives,
     near_misses,
-    prologue_length,
     read_directives,
     read_spec,
 )
 from hetstream.hetjob.errors import DirectiveError
+from hetstream.hetjob.option_lines import prologue_length
 from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.base.errors import UsageError
+from hetstream.hetjob.sbatch_environment import from_environment
 from hetstream.hetjob.sbatch_options import (
     LETTERS,
     TAKES_VALUE,
     SbatchOptions,
-    from_environment,
     megabytes,
     memory_words,
     parse_words,
@@ -99,7 +99,7 @@ def test_the_later_of_two_wins_and_strange_numbers_are_left_alone() -> None:
 
 
 def test_environment_variables_become_options_of_the_trainer() -> None:
-    environ = {"SBATCH_PARTITION": "gpu", "SBATCH_EXCLUSIVE": "", "SBATCH_ACCOUNT": "copied by Slurm itself"}
+    environ = {"SBATCH_PARTITION": "gpu", "SBATCH_EXCLUSIVE": "", "SBATCH_TIMELIMIT": "carried by sbatch itself"}
     assert words_of(from_environment(environ)) == ["--exclusive", "--partition=gpu"]
 
 

@@ -1,0 +1,238 @@
+"""Conversion against real sbatch: what it accepts is accepted, and the trainer's component is the plain job's.
+
+Jobs are submitted held, plain and converted, and what slurmctld has of them is compared.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.slurm import CommandSlurm, sbatch_takes_value
+from hetstream.slurm_plugin.conversion import convert_script, parse_command_line
+
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+
+HETSTREAM = Path(sys.executable).with_name("hetstream")
+OWN = ["--data-workers=1", "--data-worker-cpus=1", "--data-worker-partition=cpu"]
+# Of a job's description; the words of conversion itself, such as the CPUs, are compared apart.
+FIELDS = (
+    *("JobName", "Comment", "TresPerNode", "TresPerJob", "MinMemoryNode", "MinMemoryCPU"),
+    *("Dependency", "Reboot", "OverSubscribe", "Features", "NumTasks"),
+)
+
+
+def described(cluster: Any, job_id: str) -> list[dict[str, str]]:
+    """What slurmctld has of each component, by field, and the job is gone."""
+    shown = cluster.run(["scontrol", "show", "job", "-o", job_id]).stdout.splitlines()
+    cluster.run(["scancel", job_id])
+    return [
+        dict(re.findall(r"(\S+?)=(.*?)(?= [A-Za-z/:]+=|$)", line)) | {"line": line} for line in sorted(shown) if line
+    ]
+
+
+def submit(cluster: Any, script: str, *words: str, environ: Mapping[str, str] = {}) -> list[dict[str, str]] | None:
+    """Held by sbatch itself; None if it refuses."""
+    try:
+        command = [*words, "sbatch"] if words[:1] == ("env",) else ["sbatch", *words]
+        env = {**cluster.env, **environ}
+        done = subprocess.run(
+            [*command, "--hold", "--parsable"], input=script, env=env, capture_output=True, text=True, check=True
+        )
+    except subprocess.CalledProcessError:
+        return None
+    return described(cluster, done.stdout.strip())
+
+
+def submit_converted(
+    cluster: Any, script: str, *words: str, environ: Mapping[str, str] = {}
+) -> list[dict[str, str]] | None:  # fmt: skip
+    """The same by `hetstream sbatch`, without its start-up time."""
+    env = {**cluster.env, **environ}
+    given, unread = parse_command_line([*OWN, *words], env)
+    assert not unread
+    try:
+        conversion = convert_script(script.encode(), "sbatch", given, env, CommandSlurm(env), [str(HETSTREAM)])
+    except UsageError:
+        return None
+    assert conversion.plan is not None
+    taken = {name: value for name, value in environ.items() if name not in conversion.plan.exports}
+    return submit(cluster, conversion.script.decode(), *conversion.plan.sbatch_options, environ=taken)
+
+
+PIECES = (
+    *("--comment=a", "--comment", "b", "-J", "name", "-Jx", "--gres=gpu:1", "-c", "4", "-n2", "--mem=1G", "--mem 2G"),
+    *("\\", "\\ ", " \\", '"a b"', "'c # d'", "#", "#x", " ", "\t", "\v", "\f", "''", '""', "a\\#b", '\\"', "\u00e4"),
+    *(
+        "--hold",
+        "--reboot",
+        "-H",
+        "-c4 -n",
+        "--exclu=hetjob",
+        "hetjobs",
+        "--nice",
+        "--nice=5",
+        "-k",
+        "--reb",
+        "-Ga100:1",
+    ),
+)
+
+
+def odd_script(seed: int) -> str:
+    """Lines of options as nobody would write them, and many that sbatch takes all the same."""
+    draw = random.Random(seed)
+    lines = ["#!/bin/bash"]
+    for _ in range(draw.randint(1, 4)):
+        joint = draw.choice([" ", " ", "  ", "\v", "\t", ""])
+        mark = draw.choice(["#SBATCH ", "#SBATCH ", "#SBATCH ", "#SLURM ", "#SBATCH", " #SBATCH ", "# SBATCH "])
+        lines.append(mark + joint.join(draw.choices(PIECES, k=draw.randint(1, 4))))
+    return "\n".join([*lines, "hostname", ""])
+
+
+def test_odd_lines_are_read_as_sbatch_reads_them(devcluster: Any) -> None:
+    accepted = 0
+    for seed in range(60):
+        script = odd_script(seed)
+        plain = submit(devcluster, script)
+        if plain is not None:
+            accepted += 1
+            converted = submit_converted(devcluster, script)
+            assert converted is not None, script
+            assert len(converted) == 2
+            for field in FIELDS:
+                assert converted[0].get(field) == plain[0].get(field), (field, script)
+    assert accepted > 10
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "environ"),
+    [
+        ("--mem=1G -c 4", (), {"SBATCH_MEM_PER_CPU": "1500M"}),
+        ("--mem-per-cpu=1G -c 4", (), {"SBATCH_MEM_PER_NODE": "3G"}),
+        ("--mem=1G", (), {"SBATCH_MEM_PER_NODE": "3G"}),
+        ("-c 4", ("--mem=2G",), {"SBATCH_MEM_PER_CPU": "1500M"}),
+        ("-c 4", (), {"SBATCH_GRES": "gpu:1", "SBATCH_PARTITION": "gpu", "SBATCH_CONSTRAINT": ""}),
+        ("-c 4 --threads-per-core=1", (), {"SLURM_HINT": "nomultithread"}),
+        ("-c 4", (), {"SBATCH_SPREAD_JOB": "1", "SBATCH_OVERCOMMIT": "yes", "SBATCH_USE_MIN_NODES": ""}),
+        ("-c 4", (), {"SBATCH_OVERCOMMIT": "0", "SBATCH_SIGNAL": "USR1@90", "SBATCH_REQ_SWITCH": "1"}),
+        ("-c 4 -d singleton", ("--reboot", "--comment=x y"), {}),
+        ("-c 4", ("--dependency=singleton", "--network=a"), {"SBATCH_WAIT4SWITCH": "5"}),
+        ("-c 2\n#PBS -l nodes=1:ppn=4,mem=1gb", (), {}),
+        ("-c 2 --gpus=1\n#PBS -N named", (), {"SBATCH_IGNORE_PBS": "1"}),
+        ("-c 2\n#BSUB -n 3\n#BSUB -J named", (), {}),
+    ],
+)
+def test_the_trainer_is_the_plain_job_whatever_says_so(
+    devcluster: Any, lines: str, words: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    script = f"#!/bin/bash\n#SBATCH {lines}\nhostname\n"
+    plain = submit(devcluster, script, *words, environ=environ)
+    converted = submit_converted(devcluster, script, *words, environ=environ)
+    assert plain is not None
+    assert converted is not None
+    trainer, data_workers = converted
+    assert [trainer.get(field) for field in FIELDS] == [plain[0].get(field) for field in FIELDS]
+    # Nothing of the trainer's reaches the data workers, but for what sbatch carries there.
+    assert (data_workers["NumTasks"], data_workers["CPUs/Task"], data_workers["Partition"]) == ("1", "1", "cpu")
+    assert "gpu" not in data_workers["line"]
+    assert data_workers["Reboot"] == ("1" if "--reboot" in words else "0")
+
+
+@pytest.mark.parametrize("dependency", ["singleton", "afterany:1,singleton"])
+def test_a_chain_of_jobs_with_one_name_goes_on(
+    devcluster: Any, wait_until: Callable[..., None], dependency: str
+) -> None:
+    """The second waits for the first, and not for itself."""
+    name = f"chain-{os.getpid()}-{len(dependency)}"
+    log = devcluster.out_dir / f"{name}.log"
+    script = f"#!/bin/bash\n#SBATCH -J {name} -d {dependency} -o /dev/null\necho $SLURM_JOB_ID >> {log}\nsleep 1\n"
+    log.touch(mode=0o666)
+    jobs = []
+    for _ in range(2):
+        path = devcluster.out_dir / f"{name}.sh"
+        path.write_text(script)
+        argv = [str(HETSTREAM), "sbatch", "--parsable", *OWN, f"--jobs-dir={devcluster.out_dir}/jobs", str(path)]
+        jobs.append(devcluster.run(argv).stdout.strip())
+    wait_until(lambda: log.read_text().split() == jobs, 120, "both jobs have run, one after the other")
+    wait_until(lambda: not devcluster.run(["squeue", "-h", f"--name={name}"]).stdout, 60, "the queue is empty")
+
+
+PLUGIN = """
+typedef struct spank_handle *spank_t;
+struct spank_option {
+  char *name; char *arginfo; char *usage; int has_arg; int val; int (*cb)(int, const char *, int);
+};
+extern int spank_option_register(spank_t, struct spank_option *);
+const char plugin_name[] = "containers", plugin_type[] = "spank";
+const unsigned int plugin_version = RELEASE, spank_plugin_version = 1;
+static int take(int value, const char *argument, int remote) { return 0; }
+int slurm_spank_init(spank_t spank, int argc, char **argv) {
+  struct spank_option options[] = {
+    {"container-image", "IMAGE", "an image", 1, 0, take}, {"container-mounts", 0, "without a word of help", 1, 0, take},
+    {"container-writable", 0, "a flag", 0, 0, take}, {"container-save", "PATH", "an optional value", 2, 0, take} };
+  for (int i = 0; i < 4; i++) spank_option_register(spank, &options[i]);
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def with_plugin(devcluster: Any, tmp_path: Path) -> dict[str, str]:
+    """The environment of a site whose sbatch has options of a SPANK plugin."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for a SPANK plugin: apt-get install gcc")
+    said = devcluster.run(["sbatch", "--version"]).stdout
+    major, minor, micro = (int(part) for part in re.findall(r"\d+", said)[:3])
+    source, library, stack = (tmp_path / name for name in ("plugin.c", "plugin.so", "plugstack.conf"))
+    source.write_text(PLUGIN)
+    release = f"-DRELEASE={major << 16 | minor << 8 | micro}"
+    subprocess.run([compiler, "-shared", "-fPIC", release, "-o", library, source], check=True)
+    stack.write_text(f"required {library}\n")
+    config = tmp_path / "slurm.conf"
+    config.write_text(Path(devcluster.env["SLURM_CONF"]).read_text() + f"\nPlugStackConfig={stack}\n")
+    return {**devcluster.env, "SLURM_CONF": str(config)}
+
+
+def test_options_of_a_sites_plugins_have_their_values(with_plugin: dict[str, str], tmp_path: Path) -> None:
+    taking = {
+        name: sbatch_takes_value(name, with_plugin)
+        for name in ("container-image", "container-mounts", "container-writable", "container-save", "no-such")
+    }
+    assert [name for name, takes in taking.items() if takes] == ["container-image", "container-mounts"]
+    script = tmp_path / "train.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --container-image ghcr.io\\#org/img:v5 --container-writable\n"
+        "#SBATCH --container-mounts /a:/b\n#SBATCH -c 2\nhostname\n"
+    )
+    for words in (
+        [],
+        ["--container-image", "foo", "--container-writable"],
+        ["--container-mounts", "-x", "--container-save"],
+        ["--container-im", "--comment=eaten"],
+    ):
+        for command in (["sbatch"], [str(HETSTREAM), "sbatch", *OWN]):
+            argv = [*command, "--test-only", *words, str(script)]
+            done = subprocess.run(argv, env=with_plugin, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (argv, done.stderr)
+
+
+def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
+    before = devcluster.run(["squeue", "-h", "-a"]).stdout
+    for name in ("wra", "wrap", "wrap=x", "gpus", "", "-", "hold"):
+        sbatch_takes_value(name, devcluster.env)
+    assert devcluster.run(["squeue", "-h", "-a"]).stdout == before
+    with pytest.raises(SlurmCommandError):
+        devcluster.run(["sbatch", "--no-such"])

@@ -21,7 +21,7 @@ COMMENT_MARK = "hetstream:gpu="
 HOLDS_MARK, UPGRADE_MARK = "hetstream:holds=", "hetstream:upgrade="
 SCRIPTS = {"Prolog": "prolog.sh", "Epilog": "epilog.sh", "TaskProlog": "task_prolog.sh"}
 # Grows with what the scripts, the coordinator and the agents must agree on; `hetstream doctor` compares it.
-SCRIPTS_VERSION = 3
+SCRIPTS_VERSION = 4
 
 _BODIES = Path(__file__).parents[1] / "prolog"
 _VERSION_LINE = re.compile(r"^hetstream_scripts=(\d+)$", re.M)

@@ -75,7 +75,9 @@ local function run(program, arguments, timeout_s, nonce)
   local printed, said = read(out) or "", read(err) or ""
   os.remove(out)
   os.remove(err)
-  return code, printed, (said:match("([^\n]+)\n*$") or ""):gsub("^hetstream filter: ", ""), notes_in(said)
+  local last = ""
+  for line in said:gmatch("[^\n]+") do last = line end
+  return code, printed, (last:gsub("^hetstream filter: ", "")), notes_in(said)
 end
 
 local function submit(policy, program, options, offset)

@@ -1,15 +1,19 @@
 -- Classifies jobs, right-sizes and refuses what the site's policy says. Loaded by the site's job_submit.lua, inside
--- slurmctld, which runs one call at a time: no I/O here. Lua 5.1 to 5.4; Slurm 22.05 to 26.05.
+-- slurmctld, which runs one call at a time: no I/O here, and no pattern that takes more than one look at a text. Lua 5.1
+-- to 5.4; Slurm 22.05 to 26.05.
 --
--- An error in here never stops a job: Slurm 26.05 would reject it, 22.05 would keep half of the changes.
+-- An error in here never stops a job: Slurm 26.05 would reject it, 22.05 would keep half of the changes. Where the site
+-- starts the jobs, such a one waits for it.
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534                -- what Slurm has in numbers that nobody gave
 local RELEASED = 4294967295                               -- the priority that `scontrol release` asks for
+-- How long Slurm lets a text be (job_mgr.c, _test_strlen). It looks after this hook, while all others wait for it.
+local MAX_BYTES = 1024
+local LONGER = { script = 4 * 1024 * 1024, req_nodes = 128 * 1024, exc_nodes = 128 * 1024 }
 local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
-local READ_FIELDS = {
-  "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task", "cpus_per_tres", "partition", "qos"
-}
-local MAX_FIELD_BYTES = 4096                              -- Slurm's own limits are lower, and come after this hook
+-- GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
+local GPUS = { gpu = true, shard = true, mps = true }
+local FACTOR = { [""] = 1, k = 1024, m = 1024 ^ 2, g = 1024 ^ 3 }
 local SHARED = "opp"                                      -- the GRES of opportunistic jobs, which the packer gives
 local MARK = "hetstream:gpu="                             -- of its Comment; slurm_plugin/install/node_scripts.py
 local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the packer's own jobs, too
@@ -17,52 +21,120 @@ local MARKS = { MARK, "hetstream:holds=", "hetstream:upgrade=" }       -- of the
 local HOLD = "hetstream:hold"
 -- And one of an operator's hold of a job that was let go, which `uhold` does not let Slurm tell from the packer's.
 local OPERATORS_HOLD = "hetstream:operators-hold"
-local GUARDED = "hetstream:guarded"                       -- and of its AdminComment: held here, so the packer alone starts it
+local GUARDED = "hetstream:guarded"                       -- and of its AdminComment: seen here, so the packer lets it be
 local TAKING = "hetstream:taking"                         -- of an AdminComment: the packer itself is about to hold the job
 local RELEASING = "  "                                    -- ends the Comment of a released job: 22.05 writes no empty one
 local PLACE_FIELDS = {
   "account", "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
   "tres_per_task"
 }
+-- What decides how many nodes, tasks and CPUs a job has, and with them its GPUs.
+local SIZE_FIELDS = {
+  "account", "min_nodes", "max_nodes", "num_tasks", "cpus_per_task", "min_cpus", "max_cpus", "pn_min_cpus", "ntasks_per_node",
+  "ntasks_per_socket", "ntasks_per_core", "ntasks_per_tres", "sockets_per_node", "cores_per_socket", "threads_per_core",
+  "cpus_per_tres", "core_spec", "thread_spec"
+}
 
 local function given(value)
   return value ~= nil and value ~= "" and value ~= NO_VAL and value ~= NO_VAL16
 end
 
--- How many of a GRES a request names: gres:gpu:2, gres/gpu:h200:2, gres/gpu=2, gpu, with commas between several.
-local function num_gres(request, name)
-  local total = 0
-  for part in (request or ""):gmatch("[^,]+") do
-    local rest = part:gsub("^gres[:/]", ""):match("^" .. name .. "(.*)$")
-    if rest and (rest == "" or rest:match("^[:=]")) then
-      total = total + (tonumber((rest:gsub("%(.*", "")):match("[:=](%d+)$")) or 1)
-    end
-  end
-  return total
+local function positive(value) return given(value) and value > 0 and value or nil end
+
+-- A request whose texts are no longer than Slurm lets them be: reading another one ends the hook.
+local function bounded(job)
+  return setmetatable({}, {
+    __index = function(_, name)
+      local value, limit = job[name], LONGER[name] or MAX_BYTES
+      if type(value) == "string" and #value > limit then error({ field = name, limit = limit }, 0) end
+      return value
+    end,
+    __newindex = function(_, name, value) job[name] = value end,
+  })
 end
 
-local function num_gpus(request) return num_gres(request, "gpu") end
+local function table_of(value) return type(value) == "table" and value or {} end
 
-local function asks_for(job, name)
+-- Name, type and count of one element of a request by Slurm's grammar: gres/gpu:h200:2, gres:gpu:2, gpu=2, cpu=4. Nothing
+-- where it has another form: slurmctld looks for "gres" anywhere in a text, and takes what follows.
+local function element(part)
+  local body = part:match("^gres[:/](.*)$") or part
+  local name, about = body:match("^([%w_.%-]+)(.*)$")
+  if not name or body:find("gres", 1, true) then return nil end
+  if about == "" then return name, "", 1 end
+  local kind, digits, unit = "", about:match("^[:=](%d+)([kKmMgG]?)$")
+  if not digits then kind, digits, unit = about:match("^:([^:=]+)[:=](%d+)([kKmMgG]?)$") end
+  if not kind then return name, about:match("^:([^:=]+)$"), about:match("^:[^:=]+$") and 1 end
+  if #digits > 9 then return nil end
+  return name, kind, tonumber(digits) * FACTOR[unit:lower()]
+end
+
+-- GPUs that a request names, as slurmctld counts them: of one type the last count holds, and those of a type are part of
+-- those without. Also whether it could name others, which cannot be counted, and the types, as a text.
+local function gpus_in(request)
+  local counts, unclear = {}, false
+  for part in (request or ""):gmatch("[^,]+") do
+    local name, kind, count = element(part)
+    if count and name == "gpu" then
+      counts[kind] = count
+    elseif count and GPUS[name] then
+      unclear = unclear or count > 0
+    elseif not count then
+      for word in pairs(GPUS) do unclear = unclear or part:find(word, 1, true) ~= nil end
+    end
+  end
+  local typed, types = 0, {}
+  for kind, count in pairs(counts) do
+    if kind ~= "" then typed = typed + count end
+    if count > 0 then types[#types + 1] = kind end
+  end
+  table.sort(types)
+  return math.max(typed, counts[""] or 0), unclear, table.concat(types, ",")
+end
+
+-- Whether a job could get GPUs: what is not understood could name some.
+local function has_gpus(job)
+  if positive(job.ntasks_per_tres) then return true end   -- slurmctld makes GPUs of tasks, after this hook
   for _, field in ipairs(GPU_FIELDS) do
-    if num_gres(job[field], name) > 0 then return true end
+    local count, unclear = gpus_in(job[field])
+    if count > 0 or unclear then return true end
   end
   return false
 end
 
--- The job's tasks and GPUs in all; nil where Slurm alone can tell.
-local function size(job)
-  local nodes = given(job.min_nodes) and job.min_nodes > 0 and job.min_nodes or 1
-  local tasks = given(job.num_tasks) and job.num_tasks or nil
-  if not tasks then
-    local per_node = given(job.ntasks_per_node) and job.ntasks_per_node > 0 and job.ntasks_per_node or 1
-    tasks = nodes * per_node
+local function asks_for_shared(job)
+  for _, field in ipairs(GPU_FIELDS) do
+    for part in (job[field] or ""):gmatch("[^,]+") do
+      local name, _, count = element(part)
+      if count and name == SHARED and count > 0 or not count and part:find(SHARED, 1, true) then return true end
+    end
   end
-  if num_gpus(job.tres_per_socket) > 0 then return nil end
-  local gpus = num_gpus(job.tres_per_job)
-  if gpus == 0 then gpus = num_gpus(job.tres_per_node) * nodes end
-  if gpus == 0 then gpus = num_gpus(job.tres_per_task) * tasks end
-  return tasks, gpus
+  return false
+end
+
+-- Whether a job gets all of a node, and so all of its GPUs: it asks for that, or for cores of the system's. Of --exclusive
+-- alone Slurm has `user` and `mcs` that do not (slurm.h, JOB_SHARED_USER and JOB_SHARED_MCS).
+local function takes_whole_nodes(job)
+  local shared = job.shared
+  return given(shared) and shared ~= 1 and shared ~= 2 and shared ~= 3 or given(job.core_spec) or given(job.thread_spec)
+end
+
+-- The job's tasks and GPUs in all, as slurmctld will count them, and whether it names GPUs; nil where its request cannot
+-- be read. Where GPUs depend on the node, the least that it can get.
+local function size(job)
+  local nodes = positive(job.min_nodes) or 1
+  local tasks = given(job.num_tasks) and job.num_tasks or nodes * (positive(job.ntasks_per_node) or 1)
+  local gpus, of_each = 0, positive(job.ntasks_per_tres)
+  if of_each and not given(job.num_tasks) then tasks = nodes * of_each end
+  local times = { 1, nodes, nodes * (positive(job.sockets_per_node) or 1), tasks }
+  for number, field in ipairs(GPU_FIELDS) do
+    local count, unclear = gpus_in(job[field])
+    if unclear then return nil end
+    if gpus == 0 then gpus = count * times[number] end
+  end
+  if not of_each then return tasks, gpus, gpus > 0 end
+  if gpus == 0 then return tasks, math.floor(tasks / of_each), false end
+  return gpus * of_each, gpus, true
 end
 
 local function partitions(job, part_list)
@@ -75,7 +147,7 @@ end
 
 local function listed(names, list)
   for name in (names or ""):gmatch("[^,]+") do
-    for _, known in ipairs(list or {}) do
+    for _, known in ipairs(type(list) == "string" and { list } or table_of(list)) do
       if name == known then return name end
     end
   end
@@ -89,28 +161,39 @@ local function all_opportunistic(rule, names)
   return true
 end
 
-local function is_manager(rule, uid)
+local function is_manager(policy, uid)
   if uid == 0 then return true end
-  for _, manager in ipairs(rule.managers or {}) do
+  for _, manager in ipairs(table_of(table_of(policy.opportunistic).managers)) do
     if uid == manager then return true end
   end
   return false
 end
 
-local function has_word(text, word) return (" " .. (text or "") .. " "):find(" " .. word .. " ", 1, true) ~= nil end
-
-local function with_word(comment, word)
-  if has_word(comment, word) then return comment end
-  local text = (comment or ""):gsub("%s+$", "")
-  return text == "" and word or text .. " " .. word
+local function words(text)
+  local found = {}
+  for word in (text or ""):gmatch("%S+") do found[#found + 1] = word end
+  return found
 end
 
-local function without_word(comment, word)
-  local words = {}
-  for found in (comment or ""):gmatch("%S+") do
-    if found ~= word then words[#words + 1] = found end
+local function has_word(text, word)
+  for _, found in ipairs(words(text)) do
+    if found == word then return true end
   end
-  return table.concat(words, " ")
+  return false
+end
+
+local function with_word(text, word)
+  if has_word(text, word) then return text end
+  local kept = (text or ""):reverse():match("^%s*(.*)$"):reverse()      -- a pattern that ends with $ looks again and again
+  return kept == "" and word or kept .. " " .. word
+end
+
+local function without_word(text, word)
+  local kept = {}
+  for _, found in ipairs(words(text)) do
+    if found ~= word then kept[#kept + 1] = found end
+  end
+  return table.concat(kept, " ")
 end
 
 local function has_hold(comment) return has_word(comment, HOLD) end
@@ -126,7 +209,7 @@ end
 
 -- The class of a job, and why.
 local function class_of(policy, names, qos)
-  local rule = policy.opportunistic or {}
+  local rule = table_of(policy.opportunistic)
   local partition, quality = listed(names, rule.partitions), listed(qos, rule.qos)
   if partition then return "opportunistic", "partition " .. partition end
   if quality then return "opportunistic", "QOS " .. quality end
@@ -148,11 +231,20 @@ local function no_whole_nodes(why)
     .. "their GPUs. Remove --exclusive")
 end
 
+-- How many of a thing one element of a request asks for; nil where none does.
+local function count_of(request, wanted)
+  local found
+  for part in (request or ""):gmatch("[^,]+") do
+    local name, _, count = element(part)
+    if name == wanted then found = count or found end
+  end
+  return found
+end
+
 -- CPUs of each task and of each GPU that a request names: --cpus-per-task, --tres-per-task=cpu:N, --cpus-per-gpu.
 local function cpus_named(job)
   local task = given(job.cpus_per_task) and job.cpus_per_task or nil
-  return task or tonumber((job.tres_per_task or ""):match("cpu[:=](%d+)")),
-    tonumber((job.cpus_per_tres or ""):match("gpu[^,]*[:=](%d+)"))
+  return task or count_of(job.tres_per_task, "cpu"), count_of(job.cpus_per_tres, "gpu")
 end
 
 -- The most CPUs for each GPU where the job may run, and the partition; nil without a limit.
@@ -180,16 +272,20 @@ local function right_size(policy, job, names)
   local rule = policy.cpus_per_gpu
   if not rule then return slurm.SUCCESS end
   local limit, where = limit_of(rule, names)
+  if not limit then return slurm.SUCCESS end
   local tasks, gpus = size(job)
-  if not limit or not tasks or gpus == 0 then return slurm.SUCCESS end
+  if not tasks then
+    return refuse("cpus_per_gpu", "how many GPUs the job asks for cannot be read. Write --gpus=N, or --gpus-per-node=N")
+  end
+  if gpus == 0 then return slurm.SUCCESS end
   local task, gpu = cpus_named(job)
-  local asked = math.max(tasks * (task or 1), (gpu or 0) * gpus)
+  local asked = math.max(tasks * (task or 1), (gpu or 0) * gpus, positive(job.min_cpus) or 0)
   if asked <= limit * gpus then return slurm.SUCCESS end
   local keep, keep_gpu = math.max(1, math.floor(limit * gpus / tasks)), math.max(1, math.floor(limit))
   local option, before, after = "--cpus-per-task", task, keep
   if gpu and gpu * gpus == asked then option, before, after = "--cpus-per-gpu", gpu, keep_gpu end
-  local found = string.format("%d CPUs for %d GPU(s) in partition %s, where %d for each GPU are allowed", asked, gpus,
-    where, limit)
+  local found = string.format("%.0f CPUs for %.0f GPU(s) in partition %s, where %s for each GPU are allowed", asked,
+    gpus, where, limit)
   local out = "Ask for fewer tasks"
   if before and after < before then
     out = string.format("Write %s=%d, and let data workers load the data: #HETSTREAM --data-workers=0-4", option, after)
@@ -201,41 +297,48 @@ local function right_size(policy, job, names)
   -- Tasks are not taken away; and where memory goes by CPU, fewer of them would take it away.
   if not before or given(job.min_mem_per_cpu) then return slurm.SUCCESS end
   shrink_tasks(job, tasks, before, after)
-  slurm.log_user(string.format("hetstream: %s: %s=%d became %d (site rule: cpus_per_gpu)", found, option, before,
+  slurm.log_user(string.format("hetstream: %s: %s=%.0f became %d (site rule: cpus_per_gpu)", found, option, before,
     after))
   return slurm.SUCCESS
 end
 
--- A text that is too long to be read while the whole cluster waits; nobody who means it writes one.
-local function too_long(job)
-  for _, field in ipairs(READ_FIELDS) do
-    if #(job[field] or "") > MAX_FIELD_BYTES then
-      return refuse("length", field .. " has more than " .. MAX_FIELD_BYTES .. " characters")
-    end
-  end
-end
-
--- What nobody but the packer writes: the GRES of shared GPUs, and the mark by which the Prolog knows which GPU a job shares.
-local function packers_own(policy, job, comment)
-  if not policy.opportunistic then return end
-  if asks_for(job, SHARED) then
-    return refuse("opportunistic", "the site gives out GRES " .. SHARED .. ". Remove it from --gres")
-  end
+-- What nobody but the packer writes: the mark by which the Prolog knows which GPU a job shares, in any place of a Comment
+-- and whatever the policy says, and the GRES of shared GPUs.
+local function packers_own(job, comment)
   for _, mark in ipairs(MARKS) do
-    if (comment or ""):sub(1, #mark) == mark then
-      return refuse("opportunistic", "a comment that begins with " .. mark .. " is the site's. Write another one")
+    if (comment or ""):find(mark, 1, true) then
+      return refuse("opportunistic", "a comment with " .. mark .. " is the site's. Write another one")
     end
+  end
+  if asks_for_shared(job) then
+    return refuse("opportunistic", "the site gives out GRES " .. SHARED .. ". Remove it from --gres")
   end
 end
 
 -- Why nobody can say before a job starts how many GPUs it takes; nil where one can.
 local function why_not_counted(job)
-  if job.shared == 0 then return "--exclusive takes all GPUs of its nodes. Ask for them: --gpus-per-node" end
-  if num_gpus(job.tres_per_socket) > 0 then return "--gpus-per-socket depends on the node. Write --gpus-per-node" end
-  if num_gpus(job.tres_per_job) > 0 or not asks_for(job, "gpu") then return end
-  local is_range = given(job.max_nodes) and job.max_nodes > 0 and job.max_nodes ~= job.min_nodes
-  local is_open = not given(job.max_nodes) and num_gpus(job.tres_per_node) > 0 and given(job.num_tasks)
-    and job.num_tasks > 1
+  if takes_whole_nodes(job) then
+    return "--exclusive takes all GPUs of its nodes, and so does --core-spec. Ask for them: --gpus-per-node"
+  end
+  local named, types
+  for _, field in ipairs(GPU_FIELDS) do
+    local count, unclear, its_types = gpus_in(job[field])
+    if unclear then return field .. " names no single number of whole GPUs. Write --gpus=N, or --gpus-per-node=N" end
+    if count > 0 and field == "tres_per_socket" then return "--gpus-per-socket depends on the node. Write --gpus-per-node" end
+    if count > 0 and named and its_types ~= types then return "its options name different GPUs. Write one of them" end
+    if count > 0 then named, types = named or field, its_types end
+  end
+  local of_each = positive(job.ntasks_per_tres)
+  if of_each then
+    local tasks, gpus = size(job)
+    if not named and not given(job.num_tasks) then return "--ntasks-per-gpu says no number of GPUs. Write --gpus=N" end
+    if gpus == 0 or given(job.num_tasks) and job.num_tasks ~= gpus * of_each or tasks ~= gpus * of_each then
+      return "--ntasks is not --ntasks-per-gpu for each of its GPUs. Write --gpus=N"
+    end
+  end
+  if not named or named == "tres_per_job" then return end
+  local is_range = positive(job.max_nodes) and job.max_nodes ~= job.min_nodes
+  local is_open = not given(job.max_nodes) and named == "tres_per_node" and given(job.num_tasks) and job.num_tasks > 1
   if is_range or is_open then return "it says no single number of nodes. Write --nodes=N, or --gpus=N in all" end
 end
 
@@ -244,58 +347,98 @@ local function not_counted(partition, why)
     .. "before: " .. why)
 end
 
--- Where GPUs have quotas, jobs that ask for them wait until the packer has counted.
+-- The partitions of a job, and those that its jobs go to while one of them takes none.
+local function with_alternates(names, part_list)
+  local found = { names }
+  for name in names:gmatch("[^,]+") do
+    local part = table_of(part_list)[name]
+    if part and given(part.alternate) then found[#found + 1] = part.alternate end
+  end
+  return table.concat(found, ",")
+end
+
+-- Where GPUs have quotas, jobs that ask for them wait until the packer has counted. What it does not find marked there with
+-- GPUs, it holds itself.
 local function hold_for_quota(policy, job, names, uid)
-  local partition = listed(names, (policy.quota or {}).partitions)
+  local partition = listed(names, table_of(policy.quota).partitions)
   if not partition then return slurm.SUCCESS end
-  local manager = is_manager(policy.opportunistic or {}, uid)
-  local why = not manager and why_not_counted(job)
+  if is_manager(policy, uid) and job.priority ~= 0 then
+    if has_gpus(job) then job.admin_comment = with_word(job.admin_comment, GUARDED) end
+    return slurm.SUCCESS
+  end
+  local why = not is_manager(policy, uid) and why_not_counted(job)
   if why then return not_counted(partition, why) end
-  if not asks_for(job, "gpu") or manager and job.priority ~= 0 then return slurm.SUCCESS end
+  if not has_gpus(job) then return slurm.SUCCESS end
+  -- What slurmctld would make of tasks stands in no record. Since 23.11, which brought this name, it is written gres/gpu.
+  local tasks, gpus, named = size(job)
+  if tasks and not named then
+    job.tres_per_job = string.format(slurm.ESLURM_INVALID_EXTRA and "gres/gpu:%.0f" or "gres:gpu:%.0f", gpus)
+  end
   hold(job)
   slurm.log_info("hetstream: held for quota in partition %s", partition)
   return slurm.SUCCESS
 end
 
 -- What would get round the quotas: into such a partition later, with more GPUs, or started by its owner.
-local function keeps_quota(policy, change, record)
-  local rule = policy.quota or {}
-  local from, into = listed(record.partition, rule.partitions), listed(change.partition, rule.partitions)
+local function keeps_quota(policy, change, record, part_list)
+  local rule = table_of(policy.quota)
+  local from = listed(record.partition, rule.partitions)
+  local into = given(change.partition) and listed(with_alternates(change.partition, part_list), rule.partitions)
   if into and not from then
     return refuse("quota", "GPUs of partition " .. into .. " have quotas. scancel the job and submit it there")
   end
   if not from then return end
-  if change.shared == 0 then return not_counted(from, why_not_counted(change)) end
-  if asks_for(change, "gpu") then
+  if takes_whole_nodes(change) then return not_counted(from, why_not_counted(change)) end
+  if has_gpus(change) then
     return refuse("quota", "GPUs of partition " .. from .. " have quotas. scancel the job and submit another one")
   end
-  if not asks_for(record, "gpu") then return end
+  if not has_gpus(record) and not has_word(record.admin_comment, GUARDED) then return end
   if given(change.priority) and change.priority ~= 0 or given(change.nice) then
     return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no Priority, no Nice, and "
       .. "no release of what you do not hold")
   end
-  for _, field in ipairs({ "account", "min_nodes", "max_nodes", "num_tasks" }) do
+  for _, field in ipairs(SIZE_FIELDS) do
     if given(change[field]) and change[field] ~= record[field] then
       return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their " .. field .. ". scancel the job and "
         .. "submit another one")
     end
   end
+  if given(change.req_nodes) and gpus_in(record.tres_per_job) == 0 then    -- each of them has GPUs of it
+    return refuse("quota", "jobs with GPUs of each node in partition " .. from .. " keep their nodes. scancel the job and "
+      .. "submit another one")
+  end
+end
+
+-- What would get a job more CPUs for each GPU than the policy allows, after it was looked at.
+local function keeps_cpus(policy, change, record)
+  local rule = policy.cpus_per_gpu
+  if not rule then return end
+  local limit, where = limit_of(rule, given(change.partition) and change.partition or record.partition or "")
+  if not limit or not has_gpus(record) and not has_gpus(change) then return end
+  local tasks, gpus = size(record)                        -- its tasks are in no record, but its CPUs are
+  local asks = has_gpus(change)
+  for _, field in ipairs(SIZE_FIELDS) do
+    asks = asks or field ~= "account" and given(change[field]) and change[field] ~= record[field]
+  end
+  local is_more = not tasks or (positive(record.min_cpus) or 0) > limit * gpus
+  if asks or given(change.partition) and is_more then
+    return refuse("cpus_per_gpu", string.format("jobs with GPUs in partition %s have %s CPUs for each GPU at most. scancel "
+      .. "the job and submit another one", where, limit))
+  end
 end
 
 local function submit(policy, job, part_list, uid)
-  local refused = too_long(job)
-  if refused then return refused end
-  local names = partitions(job, part_list)
-  local rule = policy.opportunistic or {}
-  local own = not is_manager(rule, uid) and packers_own(policy, job, job.comment)
+  local own = not is_manager(policy, uid) and packers_own(job, job.comment)
   if own then return own end
+  local names = partitions(job, part_list)
+  local rule = table_of(policy.opportunistic)
   local class, why = class_of(policy, names, job.qos)
   if class == "guaranteed" then
     local rc = right_size(policy, job, names)
-    return rc == slurm.SUCCESS and hold_for_quota(policy, job, names, uid) or rc
+    return rc == slurm.SUCCESS and hold_for_quota(policy, job, with_alternates(names, part_list), uid) or rc
   end
-  if asks_for(job, "gpu") then return no_gpus(why) end
-  if job.shared == 0 then return no_whole_nodes(why) end
+  if has_gpus(job) then return no_gpus(why) end
+  if takes_whole_nodes(job) then return no_whole_nodes(why) end
   if listed(names, rule.partitions) and not all_opportunistic(rule, names) then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
       .. "--partition with opportunistic ones only")
@@ -314,7 +457,8 @@ end
 -- Whether the site starts a job, so that its owner's hold and release are a word of its Comment.
 local function is_started_by_site(policy, record)
   if class_of(policy, record.partition, record.qos) == "opportunistic" then return policy.opportunistic.hold end
-  return listed(record.partition, (policy.quota or {}).partitions) and asks_for(record, "gpu")
+  return listed(record.partition, table_of(policy.quota).partitions)
+    and (has_gpus(record) or has_word(record.admin_comment, GUARDED))
 end
 
 -- `scontrol hold`, `uhold` and `release` by the owner of a job that the site starts: the word comes or goes, the job stays
@@ -324,7 +468,7 @@ local function owners_hold(policy, change, record, uid)
   if not is_started_by_site(policy, record) then return false end
   local is_owner, comment = uid == record.user_id, change.comment or ""
   -- (The packer holds the jobs of its own user, too, and means no more than the guard.)
-  if is_owner and change.priority == 0 and not is_manager(policy.opportunistic or {}, uid) then
+  if is_owner and change.priority == 0 and not is_manager(policy, uid) then
     change.comment = with_hold(record.comment)
     return true
   end
@@ -344,7 +488,7 @@ end
 -- A hold by anybody but the owner and the packer. Of a job that was let go it leaves a word; of one that waits held, `uhold`
 -- hands that back, and after `hold` Slurm's own reason says whose it is. An operator's release takes it away, too.
 local function operators_hold(policy, change, record, uid)
-  if uid == record.user_id and not is_manager(policy.opportunistic or {}, uid) then return end
+  if uid == record.user_id and not is_manager(policy, uid) then return end
   if not is_started_by_site(policy, record) or has_word(record.admin_comment, TAKING) then return end
   if change.priority == 0 and given(record.priority) and record.priority ~= 0 then
     change.comment = with_word(record.comment, OPERATORS_HOLD)
@@ -353,16 +497,17 @@ local function operators_hold(policy, change, record, uid)
   end
 end
 
-local function modify(policy, change, record, uid)
-  local rule = policy.opportunistic or {}
-  if is_manager(rule, uid) then
+local function modify(policy, change, record, part_list, uid)
+  local rule = table_of(policy.opportunistic)
+  if is_manager(policy, uid) then
     owners_hold(policy, change, record, uid)
     operators_hold(policy, change, record, uid)
     return slurm.SUCCESS
   end
   local comment = change.comment                          -- as it was asked for
   if owners_hold(policy, change, record, uid) then comment = nil end
-  local refused = too_long(change) or packers_own(policy, change, comment) or keeps_quota(policy, change, record)
+  local refused = packers_own(change, comment) or keeps_quota(policy, change, record, part_list)
+    or keeps_cpus(policy, change, record)
   if refused then return refused end
   if uid ~= record.user_id then operators_hold(policy, change, record, uid) end
   local class, why = class_of(policy, record.partition, record.qos)
@@ -383,8 +528,8 @@ local function modify(policy, change, record, uid)
   if given(change.qos) and change.qos ~= record.qos then
     return refuse("opportunistic", job .. " keeps its QOS. scancel it and submit with the other one")
   end
-  if asks_for(change, "gpu") then return no_gpus(why) end
-  if change.shared == 0 then return no_whole_nodes(why) end
+  if has_gpus(change) then return no_gpus(why) end
+  if takes_whole_nodes(change) then return no_whole_nodes(why) end
   if change.requeue == 0 then
     return refuse("opportunistic", job .. " can be requeued, or it could not come back after it gave way")
   end
@@ -399,16 +544,39 @@ local function modify(policy, change, record, uid)
   return slurm.SUCCESS
 end
 
--- A hook that cannot fail: what `decide` raises is logged, and the job goes on as the site's own rules left it.
-local function guarded(site, decide)
+-- Whether the site starts jobs in one of these partitions.
+local function is_started_there(policy, names, part_list)
+  local rule = table_of(policy.opportunistic)
+  return listed(with_alternates(names, part_list), table_of(policy.quota).partitions)
+    or rule.hold and listed(names, rule.partitions)
+end
+
+-- What becomes of a job that could not be decided on: where the site starts the jobs, it waits for it.
+local function submit_undecided(policy, job, part_list, uid)
+  if is_manager(policy, uid) or not is_started_there(policy, partitions(job, part_list), part_list) then return end
+  hold(job)
+end
+
+local function modify_undecided(policy, change, record, part_list, uid)
+  local names = given(change.partition) and record.partition .. "," .. change.partition or record.partition
+  if is_manager(policy, uid) or not is_started_there(policy, names, part_list) then return end
+  return refuse("opportunistic", "the change cannot be looked at: tell your administrator, who finds why in slurmctld's log")
+end
+
+-- A hook that cannot fail: what `decide` raises is logged, and `undecided` says what becomes of the job.
+local function guarded(site, decide, undecided)
   return function(...)
     local rc = slurm.SUCCESS
     if site then rc = site(...) end
     if type(rc) == "number" and rc ~= slurm.SUCCESS then return rc end
     local ok, ours = pcall(decide, ...)
     if ok then return ours == slurm.SUCCESS and rc or ours end
+    if type(ours) == "table" then
+      return refuse("length", ours.field .. " has more than " .. ours.limit .. " characters")
+    end
     pcall(slurm.log_info, "hetstream: job accepted as it is, the hook failed: %s", tostring(ours))
-    return rc
+    local _, answer = pcall(undecided, ...)
+    return answer == slurm.ERROR and answer or rc
   end
 end
 
@@ -419,9 +587,9 @@ return function(policy)
     policy = {}
   end
   slurm_job_submit = guarded(slurm_job_submit, function(job, part_list, uid)
-    return submit(policy, job, part_list, uid)
-  end)
-  slurm_job_modify = guarded(slurm_job_modify, function(job, record, _, uid)
-    return modify(policy, job, record, uid)
-  end)
+    return submit(policy, bounded(job), part_list, uid)
+  end, function(job, part_list, uid) submit_undecided(policy, job, part_list, uid) end)
+  slurm_job_modify = guarded(slurm_job_modify, function(change, record, part_list, uid)
+    return modify(policy, bounded(change), record, part_list, uid)
+  end, function(change, record, part_list, uid) return modify_undecided(policy, change, record, part_list, uid) end)
 end

@@ -35,7 +35,6 @@ from hetstream.slurm_plugin.packing.words import (
     is_guarded,
     is_held_by_operator,
     is_held_by_owner,
-    names_gpus,
     read_record,
     says_place,
     wish_of,
@@ -178,10 +177,11 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
 def _let_go(job: OpportunisticJob) -> Settlement | None:
     """A job that was released without a place; None if it was not.
 
-    Who gave it a GPU by hand knows what it does, and so does who released what the packer never places.
+    Whatever its Comment says: that is its owner's to write. Who releases what the packer never places knows what it
+    does, and so does who gives a job a GPU by hand: an operator takes the guard's word out of its AdminComment before.
     """
     is_there = job.job.is_pending or (job.job.is_running and job.job.state != "COMPLETING")
-    if not is_there or job.is_held or not is_guarded(job.notes.admin_comment) or names_gpus(job.job.comment):
+    if not is_there or job.is_held or not is_guarded(job.notes.admin_comment):
         return None
     if job.job.het or job.wish.problem or not job.notes.can_be_requeued:
         return None

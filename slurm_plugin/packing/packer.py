@@ -22,7 +22,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.gpus import ShowGpus
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Gres, Snapshot
+from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.decide import PackingPlan, Placement, decide
 from hetstream.slurm_plugin.packing.events import PackingEvent
@@ -64,15 +64,6 @@ class PackerSlurm(QuotaSlurm, Protocol):
 
     def switches(self) -> dict[str, tuple[str, ...]]:
         """Above each node, the highest first."""
-
-    def got(self, job_id: str) -> tuple[Gres, ...] | None:
-        """What a running job was given; None if that is in doubt."""
-
-    def hold(self, job_id: str) -> None:
-        """Keep it from starting."""
-
-    def requeue_held(self, job_id: str) -> None:
-        """End it, and keep it as a held one."""
 
 
 class Packer:
@@ -152,7 +143,10 @@ class Packer:
         readings = self._read_gpus()
         snapshot = self._slurm.snapshot()
         now_s = self._clock()
-        notes = self._slurm.notes(self._partitions)
+        quotas = self._quotas(snapshot)
+        notes = self._slurm.notes(self._partitions | {*quotas.partitions})
+        tenants = Tenants(quotas, os.geteuid(), notes)
+        snapshot = self._quota_packer.with_given_gpus(snapshot, tenants)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
         ended = {number for number, of_job in notes.items() if of_job.has_ended}
         there = {job.job.job_id for job in jobs if job.job.is_running or job.record.placed}
@@ -162,7 +156,6 @@ class Packer:
             if number in ended or (number in there and now_s - at_s < _ENDS_S)
         }
         switches = self._slurm.switches()
-        tenants = Tenants(self._quotas(snapshot), os.geteuid())
         seen = view(snapshot, jobs, readings, self._partitions, now_s, switches, self._rules, tenants)
         waiting = tuple(
             replace(job, closed=self._refused[job.job][1]) if self._rests(job.job) else job

@@ -13,16 +13,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
+from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
-from hetstream.slurm_plugin.packing.tenants import QuotaView, SeenGpus, gpus_of_a_node, is_being_upgraded
+from hetstream.slurm_plugin.packing.tenants import (
+    QuotaView,
+    SeenGpus,
+    Tenants,
+    gpus_of_a_node,
+    is_being_upgraded,
+    takes_gpus,
+)
 from hetstream.slurm_plugin.packing.upgrade import (
     PLACEHOLDER_MB,
     Drop,
@@ -44,8 +53,10 @@ from hetstream.slurm_plugin.packing.words import (
     comment_with_gpus,
     held_for,
     holds_comment,
+    read_record,
     upgrade_comment,
     upgrades,
+    with_guard,
     with_record,
     with_requeuehold,
 )
@@ -56,6 +67,8 @@ _log = logging.getLogger(__name__)
 _UPGRADE_VALID_S = 120.0
 _PLACEHOLDER = "#!/bin/sh\nexec sleep infinity\n"
 _UPGRADE = "#!/bin/sh\nexit 0\n"
+# Of a job of which Slurm does not say clearly what it has.
+_IN_DOUBT = (Gres("gpu", "", 1),)
 _WAITS = {Verdict.OFFER: "offered", Verdict.RESERVE: "reserved", Verdict.WAIT: "waits"}
 _WOULD = {Verdict.GUARANTEED: "grant", Verdict.OPPORTUNISTIC: "move", Verdict.UPGRADE: "upgrade"}
 
@@ -80,6 +93,15 @@ class QuotaSlurm(Protocol):
 
     def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
         """Node and number of each GPU of a running job; empty where that is in doubt."""
+
+    def got(self, job_id: str) -> tuple[Gres, ...] | None:
+        """What a running job was given; None if that is in doubt."""
+
+    def hold(self, job_id: str) -> None:
+        """Keep it from starting."""
+
+    def requeue_held(self, job_id: str) -> None:
+        """End it, and keep it as a held one."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,36 @@ class QuotaPacker:
         self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
         self._said: dict[str, str] = {}
         self._above: Mapping[str, int] = {}
+        self._without: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run without a GPU
+
+    def with_given_gpus(self, snapshot: Snapshot, tenants: Tenants) -> Snapshot:
+        """The cluster, with what was given to running jobs that the guard has not seen and whose records name no GPU.
+
+        slurmctld makes GPUs of `--ntasks-per-gpu` and of whole nodes, and says so among the allocated TRES only where
+        the site accounts for gres/gpu. Each start is asked about once.
+
+        Raises:
+            SlurmCommandError: Slurm does not answer.
+        """
+        given: dict[int, Job] = {}
+        asked = [job for job in tenants.unguarded(snapshot) if job.is_running and not takes_gpus(job)]
+        for job in asked:
+            start = job.job_id, job.num_restarts
+            if start in self._without:
+                continue
+            try:
+                got = self._slurm.got(job.label)
+            except SlurmCommandError as error:
+                if failure_of(error) is not Failure.REFUSED:
+                    raise
+                continue  # it has gone
+            seen = replace(job, gres_held=_IN_DOUBT if got is None else got)
+            if takes_gpus(seen):
+                given[job.job_id] = seen
+            elif job.state == "RUNNING":
+                self._without.add(start)
+        self._without &= {(job.job_id, job.num_restarts) for job in asked}
+        return replace(snapshot, jobs=tuple(given.get(job.job_id, job) for job in snapshot.jobs)) if given else snapshot
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
         """Carry out what was decided: upgrades first, since a job that starts could take a GPU that one of them is on.
@@ -136,6 +188,10 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
+        for name, unguarded in quota.unguarded.items():
+            if not rests(name):
+                with self._alone(name):
+                    self._hold_unguarded(name, unguarded)
         for name, held in quota.guaranteed.items():
             if is_requeued_and_held(held) and not rests(name):
                 with self._alone(name):
@@ -145,7 +201,7 @@ class QuotaPacker:
         for decision in quota.decisions:
             name = decision.job.name
             job = quota.guaranteed.get(name)
-            if job is None or rests(name):
+            if job is None or name in quota.unguarded or rests(name):
                 continue
             with self._alone(name):
                 if decision.verdict is Verdict.GUARANTEED and not takes_gpus:
@@ -154,6 +210,36 @@ class QuotaPacker:
                     self._say(PackingEvent("granted", name, decision.reason))
                 elif decision.verdict is Verdict.OPPORTUNISTIC:
                     self._move(name, job, decision, seen.snapshot)
+
+    def _hold_unguarded(self, name: str, job: Job) -> None:
+        """Have a job wait for quota that went round the guard. Who dies in between finds it unguarded again.
+
+        An allocation without a batch script cannot be requeued, and is cancelled.
+        """
+        notes = self._slurm.notes(job.partitions).get(job.job_id)
+        if notes is None:
+            return  # it has gone
+        what = "it has GPUs where they have quotas, and job_submit.lua has not seen it"
+        if not job.is_pending:
+            comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
+            self._slurm.update(name, {"Comment": comment, "Requeue": "1"})
+            reach("packer.announced")
+            try:
+                self._slurm.requeue_held(name)
+            except SlurmCommandError as error:
+                if failure_of(error) is not Failure.REFUSED:
+                    raise
+                self._slurm.cancel(name)
+                self._say(PackingEvent("cancelled", name, f"{what}. Slurm cannot requeue it"))
+                return
+        elif job.priority != 0:
+            taking = with_record(notes.admin_comment, replace(read_record(notes.admin_comment), taking=True))
+            self._slurm.update(name, {"AdminComment": taking})
+            reach("packer.announced")
+            self._slurm.hold(name)
+        reach("packer.held")
+        self._slurm.update(name, {"AdminComment": with_guard(notes.admin_comment)})
+        self._say(PackingEvent("held", name, what))
 
     def _say_above(self, quota: QuotaView) -> None:
         above = above_quota(quota.quotas, [decision.job for decision in quota.decisions])
@@ -335,6 +421,8 @@ def waits(quota: QuotaView) -> Iterator[PackingEvent]:
 
 def would(quota: QuotaView) -> Iterator[PackingEvent]:
     """What would be done, by a packer that only observes."""
+    for name in quota.unguarded:
+        yield PackingEvent("would hold", name, "it has GPUs where they have quotas, and job_submit.lua has not seen it")
     for decision in quota.decisions:
         if decision.verdict in _WOULD:
             yield PackingEvent(f"would {_WOULD[decision.verdict]}", decision.job.name, decision.reason)

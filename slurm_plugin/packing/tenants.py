@@ -7,12 +7,13 @@ guaranteed one (`hetstream:class=guaranteed` in the Comment). Slurm's books say 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     is_requeued_and_held,
@@ -25,6 +26,7 @@ from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
     OWN_MARKS,
     held_for,
+    is_guarded,
     opportunistic_after_s,
     upgrades,
     wants_guarantee,
@@ -33,6 +35,8 @@ from hetstream.slurm_plugin.packing.words import (
 # Tenant of a job without an account: nobody gives it quota.
 NO_ACCOUNT = "(no account)"
 _GPU = "gpu"
+# GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
+_TAKES_GPUS = (_GPU, "shard", "mps")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class QuotaView:
         decisions: in the order in which they are to be carried out.
         reasons: why others wait that are in no line, by name.
         guaranteed: jobs of the partitions with quotas, by name.
+        unguarded: jobs with GPUs there that the guard has not seen, by name: it was not in place, or has a hole.
         placeholders: the packer's jobs that keep a GPU for an opportunistic one.
         upgraders: the packer's jobs whose Prologs are to make another one guaranteed just now.
         free_gpus: that no guaranteed job has.
@@ -53,6 +58,7 @@ class QuotaView:
     decisions: tuple[QuotaDecision, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     guaranteed: Mapping[str, Job] = field(default_factory=dict)
+    unguarded: Mapping[str, Job] = field(default_factory=dict)
     placeholders: tuple[Job, ...] = ()
     upgraders: tuple[Job, ...] = ()
     free_gpus: int = 0
@@ -65,14 +71,24 @@ class Tenants:
     Attributes:
         quotas: of the tenants.
         packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
+        notes: in the jobs of their partitions; empty: whom the guard has seen is not looked at.
     """
 
     quotas: Quotas = Quotas()  # noqa: RUF009
     packer_uid: int | None = None
+    notes: Mapping[int, JobNotes] = field(default_factory=dict)
 
     def is_own(self, job: Job) -> bool:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
         return None in (self.packer_uid, job.uid) or job.uid == self.packer_uid
+
+    def unguarded(self, snapshot: Snapshot) -> Iterator[Job]:
+        """Jobs of the partitions with quotas that the guard has not seen, but for root's and the packer's own."""
+        for job in snapshot.jobs:
+            is_there = not set(self.quotas.partitions).isdisjoint(job.partitions) and job.state != "COMPLETING"
+            notes = self.notes.get(job.job_id) if is_there and job.uid not in (0, self.packer_uid) else None
+            if notes is not None and not is_guarded(notes.admin_comment):
+                yield job
 
 
 def quota_view(
@@ -118,10 +134,21 @@ def quota_view(
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
     free_gpus -= sum(job.gpus for job in line if _takes_gpus(guaranteed, job))
     decisions = decide(quotas, line, free_gpus, now_s)
+    unguarded = {
+        name: job
+        for job in tenants.unguarded(snapshot)
+        if takes_gpus(job)
+        for name in (task_names(job) if job.is_pending else [job.label])
+    }
     return QuotaView(
-        quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, placeholders,
-        upgraders, max(0, free_gpus),
+        quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, unguarded,
+        placeholders, upgraders, max(0, free_gpus),
     )  # fmt: skip
+
+
+def takes_gpus(job: Job) -> bool:
+    """Whether a job has GPUs or shares of them, or asks for some."""
+    return any(job.count(name) for name in _TAKES_GPUS)
 
 
 def why_not_opportunistic(job: Job) -> str:

@@ -16,7 +16,7 @@ which owners cannot change. So the packer keeps nothing of its own:
     hetstream:limit=480                                                             AdminComment, until it has started
 
     hetstream:guarded                                      AdminComment: written by job_submit.lua, which holds the job
-    hetstream:held-at=1                                    Comment of a guaranteed job: somebody held it by requeuehold
+    hetstream:held-at=1                                    Comment of a guaranteed job: it was held by requeuehold
 
 Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
 
@@ -191,13 +191,14 @@ def is_held_by_operator(comment: str) -> bool:
 
 
 def is_guarded(admin_comment: str) -> bool:
-    """Whether the guard has held a job, so that nobody but the packer starts it."""
+    """Whether the guard has seen a job, so that nobody but the packer or an operator starts it."""
     return _GUARDED_WORD in admin_comment.split()
 
 
-def names_gpus(comment: str) -> bool:
-    """Whether a Comment tells the prolog some place."""
-    return comment.startswith(COMMENT_MARK)
+def with_guard(admin_comment: str) -> str:
+    """An AdminComment that says that a job is held as the guard would have held it."""
+    others = [word for word in admin_comment.split() if word not in (_GUARDED_WORD, _TAKING)]
+    return " ".join([*others, _GUARDED_WORD])
 
 
 def with_hold(comment: str) -> str:
@@ -211,10 +212,11 @@ def held_at(comment: str) -> int:
     return int(found) if _NUMBER_TEXT.fullmatch(found) else 0
 
 
-def with_requeuehold(comment: str, num_restarts: int) -> str:
-    """A Comment that says that the owner holds a job, since this start."""
+def with_requeuehold(comment: str, num_restarts: int, *, is_owners: bool = True) -> str:
+    """A Comment that says that a job is held since this start: by its owner, or by the packer itself."""
     others = [word for word in comment.split() if not word.startswith(_HELD_AT)]
-    return with_hold(" ".join([*others, f"{_HELD_AT}{num_restarts}"]))
+    text = " ".join([*others, f"{_HELD_AT}{num_restarts}"])
+    return comment_with(with_hold(text) if is_owners else text, None)
 
 
 def opportunistic_after_s(comment: str) -> float | None:
@@ -263,7 +265,7 @@ def comment_with(comment: str, place: Place | None) -> str:
 
 def place_by_hand(comment: str, nodes: tuple[str, ...]) -> Place | None:
     """The GPUs of a job that runs and that somebody else than the packer has placed; None: its Comment names none."""
-    numbers = comment.partition(" ")[0].removeprefix(COMMENT_MARK) if names_gpus(comment) else ""
+    numbers = comment.partition(" ")[0].removeprefix(COMMENT_MARK) if comment.startswith(COMMENT_MARK) else ""
     return Place(nodes, tuple(map(int, numbers.split(",")))) if _NUMBERS_TEXT.fullmatch(numbers) else None
 
 

@@ -6,6 +6,9 @@
 # gets no grant, so its processes end when they ask for the GPU. A guaranteed job runs in any case; when its grant cannot be
 # written, RUN/grants is moved away, and then nobody shares a GPU of this node until an administrator has looked.
 #
+# A Comment with the packer's mark counts in an opportunistic partition alone, and GPUs of Slurm's count in no such one:
+# whoever got round the guard, or came while it was not in place, has neither.
+#
 # Jobs of the packer's own user get no grant: one keeps a GPU for another job, one makes another job guaranteed
 # (slurm_plugin/packing/upgrade.py). Slurm says whose a job is; whoever else writes such a Comment has an ordinary job.
 
@@ -42,6 +45,7 @@ put() {
 }
 
 is_listed() {
+  case $1 in '' | *' '*) return 1 ;; esac
   case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac
 }
 
@@ -144,6 +148,13 @@ allocate() (
         ;;
     esac
   fi
+  class=guaranteed
+  if is_listed "${SLURM_JOB_PARTITION:-}" "${HETSTREAM_OPPORTUNISTIC_PARTITIONS:-}"; then class=opportunistic; fi
+  if [ -n "$gpus" ] && [ "$readable" ] && [ $class = opportunistic ]; then
+    say "no grant: it has GPUs of its own in partition $SLURM_JOB_PARTITION, where the packer chooses them"
+    rm -f "$run/grants/$job.json" "$run/environment/$job"
+    return
+  fi
   if [ -n "$gpus" ]; then
     [ "$readable" ] && write_grant guaranteed "$gpus" && return
     say "this job's GPUs cannot be written down: nobody shares a GPU of this node. See $run/grants-incomplete"
@@ -152,7 +163,11 @@ allocate() (
   fi
   case $comment in "$mark"*) ;; *) return ;; esac
   comment=${comment#"$mark"}
-  [ "$readable" ] && write_grant opportunistic "${comment%% *}" && return
+  if [ $class = guaranteed ]; then
+    say "no grant: its Comment names GPUs, and partition ${SLURM_JOB_PARTITION:-without a name} is no opportunistic one"
+  else
+    [ "$readable" ] && write_grant opportunistic "${comment%% *}" && return
+  fi
   rm -f "$run/grants/$job.json" "$run/environment/$job"
 )
 

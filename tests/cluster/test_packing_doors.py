@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,10 +18,15 @@ from typing import Any
 
 import pytest
 
+from hetstream.hetjob.site.gpus import ShowGpus
+from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.packing.events import PackingEvent
+from hetstream.slurm_plugin.packing.packer import Packer
+from hetstream.slurm_plugin.packing.quota import Quotas
 from tests.conftest import WaitUntil
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
@@ -210,21 +216,30 @@ def an_operator_holds(cluster: Cluster) -> None:
     cluster.cancel(job)
 
 
-def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
-    cluster: Cluster, wait_until: WaitUntil, release: str
-) -> None:
+@contextlib.contextmanager
+def policy_of(cluster: Cluster, rules: str, whole: str = "") -> Iterator[None]:
+    """The guard with more rules, or with another policy."""
     state_dir = Path(cluster.record.state_dir)
     policy, hook = state_dir / "policy.lua", state_dir / "job_submit.lua"
     before = policy.read_text()
 
-    def read_again() -> None:
+    def write(text: str) -> None:
+        policy.write_text(text)
         # slurmctld compares whole seconds, and reads no script again that has the second in which it was read.
         later_s = max(time.time(), hook.stat().st_mtime) + 2
         os.utime(hook, (later_s, later_s))
 
-    policy.write_text(before.replace("return {", 'return { quota = { partitions = { "gpu" } },'))
-    read_again()
+    write(whole or before.replace("return {", f"return {{ {rules},"))
     try:
+        yield
+    finally:
+        write(before)
+
+
+def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
+    cluster: Cluster, wait_until: WaitUntil, release: str
+) -> None:
+    with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
         job = cluster.submit("-pgpu", "--gpus=1", "--account=a")
         assert re.search(r"Priority=0 .*JobState=PENDING Reason=JobHeldUser", cluster.show(job), re.DOTALL)
         for change in ("Priority=5", "Nice=0", "TresPerJob=gres:gpu:2", "Account=b"):
@@ -241,9 +256,162 @@ def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
         )  # without a GPU
         assert cluster.run("scontrol", "release", job).returncode == 0
         wait_until(lambda: cluster.runs(job), 30, "its start")
-    finally:
-        policy.write_text(before)
-        read_again()
+
+
+# What an ordinary user can write to get GPUs; the last of them by the environment, and by a line of the script.
+WAYS_TO_GPUS = (
+    ("-n1", "--gpus=1"), ("-n2", "--ntasks-per-gpu=1"), ("-n4", "--ntasks-per-gpu=4"), ("-N1", "--ntasks-per-gpu=2"),
+    ("-n2", "--ntasks-per-gpu=1", "--gpus=2"), ("-n3", "--ntasks-per-gpu=2"), ("-n2", "--gpus-per-task=1"),
+    ("-N1", "--gpus-per-node=1"), ("--gpus-per-socket=1", "--sockets-per-node=1"), ("--gres=gpu",),
+    ("--gres=gpu:1,gpu:2",), ("--gres=gpu:1K",), ("--gres=xgres:gpu:1",), ("--gres=gres:gpu:1",), ("--gres=gpu:+1",),
+    ("--exclusive",), ("--array=0-1", "-n2", "--ntasks-per-gpu=1"), ("--core-spec=1",),
+    ("-n1", "--gpus=1", ":", "-pgpu", "--mem=100", "-n2", "--ntasks-per-gpu=1"), ("--wrap", "sleep 60"),
+    ("by_line.sh",),
+)  # fmt: skip
+
+
+def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str) -> None:
+    (cluster.directory / "by_line.sh").write_text("#!/bin/sh\n#SBATCH -n2 --ntasks-per-gpu=1\nsleep 60\n")
+    with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
+        for words in WAYS_TO_GPUS:
+            script = [] if {"--wrap", "by_line.sh"} & {*words} else ["job.sh"]
+            environ = ["env", "SBATCH_GRES=gpu:1"] if "--wrap" in words else []
+            common = ("--parsable", "--time=5", "--mem=100", "--output=/dev/null", "-pgpu")
+            done = cluster.run(*OWNER, *environ, "sbatch", *common, *words, *script)
+            shown = cluster.run("scontrol", "--details", "--oneliner", "show", "job").stdout.splitlines()
+            records = [line for line in shown if "JobState=CANCELLED" not in line]
+            assert bool(records) == (done.returncode == 0), (words, done.stderr)
+            for record in records:
+                is_about_gpus = re.search(r"(?:TresPer\w+|Gres|GRES)=\S*gpu", record) or "NtasksPerTRES" in record
+                assert is_about_gpus or words == ("--core-spec=1",), "whole nodes, where the site allows that"
+                is_held = all(text in record for text in ("JobState=PENDING", " Priority=0 ", "hetstream:guarded"))
+                assert is_held or not is_about_gpus, (words, record)
+            if words == ("-n2", "--ntasks-per-gpu=1"):
+                assert re.search(r"TresPerJob=gres[:/]gpu:2 ", records[0]), "the packer counts what is written there"
+            if records:
+                cluster.cancel(*{line.split()[0].removeprefix("JobId=") for line in records})
+        job = cluster.submit("-pgpu", "--begin=now+1hour")
+        assert "hetstream:guarded" not in cluster.show(job)
+        for change in ("gres:gpu:1", "gres/gpu:1", "xgres:gpu:1", "gres:gpu: 1", "gpu"):
+            for field in ("TresPerNode", "TresPerJob", "TresPerTask", "Gres"):
+                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", f"{field}={change}")
+                assert "gpu" not in "".join(re.findall(r"(?:TresPer\w+|Gres)=(\S+)", cluster.show(job))), (
+                    field,
+                    change,
+                )
+        assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "OverSubscribe=NO").returncode == 1
+    with policy_of(cluster, 'cpus_per_gpu = { max = { gpu = 1 }, action = "refuse" }'):
+        for words in (
+            ("-n2", "--gpus=1"),
+            ("-n4", "--ntasks-per-gpu=4"),
+            ("--gres=gpu:1,gpu:1", "-n2"),
+            ("by_line.sh", "-c2"),
+        ):
+            done = cluster.run(*OWNER, "sbatch", "--mem=100", "-pgpu", *words[1:], words[0], "job.sh")
+            assert (done.returncode, "(site rule: cpus_per_gpu)" in done.stderr) == (1, True), (words, done.stderr)
+
+
+def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, wait_until: WaitUntil) -> None:
+    """The guard's policy names no partition with quotas, or it has a hole: what Slurm gave is what counts."""
+    quotas = Quotas({"a": 1}, partitions=("gpu",))
+    events: list[PackingEvent] = []
+    packer = Packer(
+        PackingSlurm(dict(cluster.record.environment(os.environ))), lambda: ShowGpus((), {}), ["opp"], events.append,
+        acting=True, quotas=lambda _: quotas,
+    )  # fmt: skip
+
+    def step() -> set[tuple[str, str]]:
+        events.clear()
+        packer.step()
+        return {(event.event, event.job) for event in events}
+
+    def is_held(job: str) -> bool:
+        shown = cluster.show(job)
+        return all(text in shown for text in ("JobState=PENDING", "Priority=0 ", "AdminComment=hetstream:guarded"))
+
+    without = cluster.submit("-pgpu")
+    waits = cluster.submit("-pgpu", "--gpus=1", "--begin=now+1hour")
+    tasks = cluster.submit("-pgpu", "--gpus=1", "--begin=now+1hour", "--array=3-4")
+    of_tasks = cluster.submit("-pgpu", "-n1", "--ntasks-per-gpu=1", "--no-requeue", f"--comment={'x' * 1024}")
+    wait_until(lambda: cluster.runs(without) and cluster.runs(of_tasks), 30, "the starts")
+    argv = [*OWNER, "salloc", "-pgpu", "-Jinteractive", "--mem=100", "-n1", "--ntasks-per-gpu=1", "sleep", "300"]
+    environ = dict(cluster.record.environment(os.environ))
+    with subprocess.Popen(argv, cwd=cluster.directory, env=environ, stderr=subprocess.DEVNULL) as allocation:
+        try:
+            running = ("squeue", "-h", "-tR", "-ninteractive", "-o%A")
+            wait_until(lambda: cluster.run(*running).stdout, 30, "the allocation")
+            interactive = cluster.run(*running).stdout.strip()
+            found = step()
+            assert allocation.wait(60) != 0, found
+        finally:
+            allocation.kill()
+    jobs = {waits, f"{tasks}_3", f"{tasks}_4", of_tasks}
+    assert found >= {("held", job) for job in jobs} | {("cancelled", interactive)}
+    for job in jobs:
+        wait_until(functools.partial(is_held, job), 60, f"the hold of {job}")
+        assert not re.search(r" Comment=.*hetstream:hold(?!-)", cluster.show(job)), "its owner does not hold it"
+    assert "JobState=RUNNING" in cluster.show(without)
+    named = cluster.submit("-pgpu", "--gpus=1", "--job-name=a\nJobId=1 JOB_GRES=(null)\nJobId=2 JOB_GRES=")
+    wait_until(lambda: cluster.runs(named), 60, "the start of a job whose name looks like records")
+    assert {job for event, job in step() if event in ("held", "cancelled")} == {named}
+    wait_until(lambda: is_held(named), 60, "its hold")
+    assert not {event for event, _ in step()} & {"held", "cancelled"}
+
+
+def test_no_text_of_a_user_holds_up_others_submissions(cluster: Cluster) -> None:
+    """Both hooks read it inside slurmctld, which answers nobody meanwhile."""
+    held = cluster.submit("-popp", "--hold")
+    for field in ("comment", "partition", "gres", "account", "reservation", "constraint"):
+        # (sbatch itself takes the square of a list of GRES.)
+        num = 50_000 if field == "gres" else 1_500_000
+        for flood in (" ", "x", ",", "("):
+            (cluster.directory / "flood.sh").write_text(f"#!/bin/sh\n#SBATCH --{field}='{flood * num}x'\ntrue\n")
+            began_s = time.monotonic()
+            done = cluster.run(*STRANGER, "sbatch", "flood.sh")
+            assert time.monotonic() - began_s < 20, (field, flood, "the hook alone took more than a minute")
+            assert done.returncode != 0, (field, flood)
+            assert "Socket timed out" not in done.stderr, (field, flood)
+    assert cluster.run(*OWNER, "scontrol", "update", f"JobId={held}", f"Comment={' ' * 100_000}x").returncode == 1
+    assert cluster.submit("-popp", "--hold")
+
+
+MARKS = (
+    "hetstream:gpu=0,1", " hetstream:gpu=0,1", "hetstream:hold hetstream:gpu=0,1", "a\thetstream:holds=1@0",
+    "mine;hetstream:upgrade=1:0@9999999999",
+)  # fmt: skip
+POLICIES_WITHOUT_THE_PACKER = ("return {}", 'return { quota = { partitions = { "gpu" } } }', "return { quota = {{ }")
+
+
+def test_nobody_writes_the_packers_marks_whatever_the_policy(cluster: Cluster, wait_until: WaitUntil) -> None:
+    for whole in ("", *POLICIES_WITHOUT_THE_PACKER):
+        with policy_of(cluster, "timeout_s = 9", whole):
+            for partition in ("gpu", "opp"):
+                job = cluster.submit(f"-p{partition}", "--hold", "--comment=mine")
+                for mark in MARKS:
+                    done = cluster.run(*OWNER, "sbatch", f"-p{partition}", f"--comment={mark}", "job.sh")
+                    assert (done.returncode, "(site rule: opportunistic)" in done.stderr) == (1, True), (whole, mark)
+                    done = cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", f"Comment={mark}")
+                    assert done.returncode == 1, (whole, mark)
+                for change in (
+                    ("update", f"JobId={job}", "Comment=hetstream:gpu=0  "),
+                    ("hold", job),
+                    ("release", job),
+                ):
+                    cluster.run(*OWNER, "scontrol", *change)
+                    assert "hetstream:gpu=" not in cluster.show(job), (whole, change)
+                cluster.cancel(job)
+
+
+def test_a_mark_gives_no_gpu_outside_of_opportunistic_partitions(cluster: Cluster, wait_until: WaitUntil) -> None:
+    """Root writes it here; a user could where no guard was in place."""
+    job = cluster.submit("-pgpu", "--hold")
+    assert cluster.run("scontrol", "update", f"JobId={job}", "Comment=hetstream:gpu=0,1").returncode == 0
+    assert cluster.run("scontrol", "release", job).returncode == 0
+    wait_until(lambda: cluster.runs(job), 30, "the job")
+    assert cluster.grants() == {}
+    for where in ("batch", "step"):
+        assert cluster.seen(job, where)["CUDA_VISIBLE_DEVICES"] == ""
+        assert cluster.seen(job, where)["HETSTREAM_JOB_CLASS"] == ""
 
 
 def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, wait_until: WaitUntil) -> None:

@@ -51,7 +51,9 @@ def guard(policy: str, before: str = "") -> str:
         ('tres_per_node = "gres:gpu:2"', 8),
         ('tres_per_node = "gres/gpu:2"', 8),
         ('tres_per_node = "gres/gpu:h200:2"', 8),
-        ('tres_per_node = "gres:gpu:h200:2(S:0)"', 8),
+        ('tres_per_node = "gres/gpu:h200=2"', 8),
+        ('tres_per_node = "gres/gpu:1,gres/gpu:2"', 8),
+        ('tres_per_node = "gres/gpu:h200:1,gres/gpu:2"', 8),
         ('tres_per_node = "gres/gpu=2"', 8),
         ('tres_per_node = "gpu"', 4),
         ('tres_per_node = "gres:gpu:a:1,gres:gpu:b:1"', 8),
@@ -59,7 +61,10 @@ def guard(policy: str, before: str = "") -> str:
         ('tres_per_job = "gres/gpu:2"', 8),
         ('tres_per_task = "gres/gpu:2"', 8),
         ('tres_per_task = "cpu=16,gres/gpu:2"', 8),
-        ('tres_per_socket = "gres/gpu:2"', None),
+        ('tres_per_socket = "gres/gpu:1", sockets_per_node = 2', 8),
+        ("num_tasks = 4, ntasks_per_tres = 2", 2),
+        ("min_nodes = 2, ntasks_per_tres = 1", 4),
+        ('tres_per_job = "gres/gpu:2", ntasks_per_tres = 2', 2),
         ('tres_per_node = "gres:gpu:1", min_nodes = 2, ntasks_per_node = 2', 2),
         ('tres_per_job = "gres/gpu:4", num_tasks = 4', 4),
         ('tres_per_job = "gres/gpu:1", num_tasks = 8', 1),
@@ -108,15 +113,92 @@ def test_other_spellings_of_cpus(lua: object, fields: str, action: str, lines: l
     assert all(part in line for part, line in zip(lines, said, strict=True))
 
 
-@pytest.mark.parametrize("field", ["tres_per_node", "cpus_per_tres", "partition", "qos"])
-@pytest.mark.parametrize("hook", ["slurm_job_submit(j, {}, 1000)", "slurm_job_modify(j, job{}, {}, 1000)"])
-def test_a_text_of_a_megabyte_does_not_hold_up_slurmctld(lua: object, field: str, hook: str) -> None:
-    """Every job of the cluster waits for the hook, and some patterns take the square of a text's length."""
-    text = guard("{cpus_per_gpu = {max = {gpu = 4}}}")
-    text += f'local j = job{{partition = "gpu", tres_per_job = "gres/gpu:2"}}\nj.{field} = ("gpu"):rep(400000)\n'
-    text += f"local began = os.clock()\nprint({hook}, os.clock() - began < 1)"
-    said = f"user: hetstream: {field} has more than 4096 characters (site rule: length)"
-    assert [" ".join(line.split()) for line in lua(text)] == [said, "-1 true"]  # type: ignore[operator]
+# Each text field of Slurm's that the plugins read, and what a stranger writes there.
+TEXT_FIELDS = (
+    "account", "comment", "cpus_per_tres", "exc_nodes", "features", "partition", "qos", "req_nodes", "reservation",
+    "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task",
+)  # fmt: skip
+FLOODS = (
+    " ",
+    "a",
+    ",",
+    "(",
+    "7",
+    "=",
+    "gpu",
+    "gres:gpu:",
+    "gpu=1,",
+    "a ",
+    " \t",
+    ":1",
+    "hetstream:hold ",
+    "gres/gpu:7(",
+)
+POLICIES = (
+    "{}", '"broken"',
+    '{cpus_per_gpu = {max = {gpu = 4}, action = "shrink"}, opportunistic = {partitions = {"opp"}, qos = {"q"}, '
+    'hold = true, managers = {7}}, quota = {partitions = {"gpu"}}}',
+)  # fmt: skip
+# Milliseconds of the hook, for which the whole cluster waits. (The machine of a test may be busy: CPU time is counted.)
+MOST_MS = 50
+
+
+@pytest.mark.parametrize("num_bytes", [1_500_000, 1024])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_text_holds_up_slurmctld(lua: object, policy: str, num_bytes: int) -> None:
+    """Every job of the cluster waits for the hook, and a pattern can take the square of a text's length."""
+    floods = ", ".join(f'"{flood}"' for flood in FLOODS)
+    text = guard(policy)
+    text += f"""
+    local plain = {{partition = "gpu,opp", tres_per_job = "gres/gpu:2", script = "x", num_tasks = 2, cpus_per_task = 3}}
+    local fields = {{{", ".join(f'"{field}"' for field in TEXT_FIELDS)}}}
+    local worst, where = 0, ""
+    local function timed(what, call)
+      collectgarbage()
+      local began = os.clock()
+      local rc = call()
+      local took = (os.clock() - began) * 1000
+      if took > worst then worst, where = took, what end
+      return rc
+    end
+    local text_of = {{}}
+    for _, flood in ipairs{{{floods}}} do
+      text_of[flood] = (flood:rep(math.ceil({num_bytes} / #flood))):sub(1, {num_bytes})
+    end
+    for flood, text in pairs(text_of) do
+      for _, field in ipairs(fields) do
+        for _, partition in ipairs{{"gpu", "opp", "cpu"}} do
+          local asked, changed = job(plain), job{{priority = 0, user_id = 1000}}
+          asked.partition, asked[field], changed[field] = partition, text, text
+          local record = {{partition = partition, user_id = 1000, priority = 5, tres_per_job = "gres/gpu:1",
+            comment = ("x "):rep(500), admin_comment = "hetstream:guarded"}}
+          timed("submit " .. field .. " " .. flood, function() return slurm_job_submit(asked, {{}}, 1000) end)
+          timed("modify " .. field .. " " .. flood, function() return slurm_job_modify(changed, record, {{}}, 1000) end)
+          record[field] = #text <= 1024 and text or record[field]
+          timed("record " .. field .. " " .. flood, function()
+            return slurm_job_modify(job{{priority = 0}}, record, {{}}, 1000)
+          end)
+        end
+      end
+    end
+    print("worst", worst < {MOST_MS} or where .. " " .. worst)
+    """
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[-1] == "worst\ttrue"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("field", ["comment", "tres_per_node", "partition"])
+@pytest.mark.parametrize(
+    "hook", ["slurm_job_submit(j, {}, 1000)", "slurm_job_modify(j, job{partition = 'gpu'}, {}, 1000)"]
+)
+def test_a_text_beyond_slurms_own_limit_is_refused_before_it_is_read(
+    lua: object, policy: str, field: str, hook: str
+) -> None:
+    text = guard(policy) + f'local j = job{{partition = "gpu"}}\nj.{field} = (" "):rep(1025)\nprint({hook})'
+    *_, said, code = lua(text)  # type: ignore[operator]
+    assert code == "-1"
+    assert said == f"user: hetstream: {field} has more than 1024 characters (site rule: length)"
 
 
 def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: object) -> None:
@@ -156,6 +238,7 @@ def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     ]  # fmt: skip
 
 
+QUOTA = '{opportunistic = {partitions = {"opp"}, hold = true, managers = {7}}, quota = {partitions = {"gpu"}}}'
 OPPORTUNISTIC = '{opportunistic = {partitions = {"opp", "spare"}, hold = true, managers = {64}}}'
 
 
@@ -165,7 +248,7 @@ OPPORTUNISTIC = '{opportunistic = {partitions = {"opp", "spare"}, hold = true, m
         ('partition = "gpu", tres_per_node = "gres:opp:p0:1"', "the site gives out GRES opp"),
         ('partition = "gpu", tres_per_job = "gres/gpu:1", tres_per_node = "gres/opp=1"', "the site gives out GRES opp"),
         ('partition = "opp", tres_per_task = "cpu=2,gres/opp:p0:1"', "the site gives out GRES opp"),
-        ('partition = "gpu", comment = "hetstream:gpu=0"', "begins with hetstream:gpu= is the site's"),
+        ('partition = "gpu", comment = "hetstream:gpu=0"', "with hetstream:gpu= is the site's"),
         ('partition = "opp,gpu"', "cannot name other partitions, too"),
         ('partition = "gpu,opp"', "cannot name other partitions, too"),
         ('partition = "opp", script = false', "is a batch job"),
@@ -179,6 +262,28 @@ def test_what_belongs_to_the_packer_is_for_nobody_else(lua: object, fields: str,
     *told, code = lua(text)  # type: ignore[operator]
     assert code == ("0" if said is None else "-1")
     assert said is None or said in told[0]
+
+
+@pytest.mark.parametrize("mark", ["hetstream:gpu=0,1", "hetstream:holds=7@0", "hetstream:upgrade=7:0@9999999999"])
+@pytest.mark.parametrize(
+    "before", ["", " ", "mine ", "hetstream:hold ", "\\t", "\\n", "\\226\\128\\131", "x;", "hetstream:"]
+)
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, "{quota = {partitions = {'gpu'}}}", "{opportunistic = 7, quota = 7}", "nil"]
+)
+def test_a_mark_is_refused_in_any_word_whatever_the_policy(lua: object, mark: str, before: str, policy: str) -> None:
+    text = (
+        guard(policy)
+        + f"""
+    for _, partition in ipairs{{"gpu", "opp", "cpu"}} do
+      local fields = {{partition = partition, script = "x", user_id = 1000, comment = "{before}{mark}"}}
+      print(slurm_job_submit(job(fields), {{}}, 1000))
+      print(slurm_job_modify(job{{comment = "{before}{mark}"}}, {{partition = partition, user_id = 1000}}, {{}}, 1000))
+    end
+    """
+    )
+    codes = [line for line in lua(text) if not line.startswith(("user: ", "log: "))]  # type: ignore[operator]
+    assert codes == ["-1"] * 6
 
 
 def test_the_packer_itself_may(lua: object) -> None:
@@ -249,9 +354,6 @@ def test_a_job_says_how_many_gpus_it_takes_where_these_have_quotas(lua: object, 
     assert said is None or said in lines[0]
 
 
-QUOTA = '{opportunistic = {partitions = {"opp"}, hold = true, managers = {7}}, quota = {partitions = {"gpu"}}}'
-
-
 @pytest.mark.parametrize(
     ("change", "record", "said"),
     [
@@ -279,6 +381,167 @@ def test_nobody_gets_round_the_quotas(lua: object, change: str, record: str, sai
     lines = lua(text)  # type: ignore[operator]
     assert lines[-1] == ("0" if said is None else "-1")
     assert said is None or said in lines[0]
+
+
+# Each way to GPUs of slurmctld's (gres.c, job_mgr.c and slurm.h of 22.05, 24.11, 26.05), also by an RPC of one's own.
+WAYS_TO_GPUS = (
+    'tres_per_job = "gres/gpu:1"', 'tres_per_job = "gres:gpu:1"', 'tres_per_node = "gres/gpu"',
+    'tres_per_node = "gres:gpu:a:1"', 'tres_per_task = "cpu=2,gres/gpu:1", num_tasks = 1',
+    'tres_per_socket = "gres/gpu:1"', "num_tasks = 2, ntasks_per_tres = 1", "min_nodes = 2, ntasks_per_tres = 1",
+    "ntasks_per_tres = 1", 'tres_per_node = "x,gres:gpu:1"', 'tres_per_node = "xgres:gpu:1"',
+    'tres_per_job = "gresgpu:1"', 'tres_per_job = "gres/gres/gpu:1"', 'tres_per_node = "gres:gpu: 1"',
+    'tres_per_node = "gres:gpu:+1"', 'tres_per_node = "gres:gpu:1KiB"',
+    'tres_per_node = "gres:gpu:99999999999999999999"', 'tres_per_node = "license/gres/gpu:1"',
+    'tres_per_node = "gres/shard:4"', 'tres_per_node = "gres:mps:100"', "shared = 0", "shared = 4", "shared = 65535",
+    "core_spec = 1", "thread_spec = 1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", WAYS_TO_GPUS)
+def test_no_way_to_gpus_goes_round_the_quotas_or_into_an_opportunistic_partition(lua: object, fields: str) -> None:
+    """What is not understood could name GPUs: the job is held where they have quotas, or refused."""
+    text = (
+        guard(QUOTA)
+        + f"""
+    local j = job{{partition = "gpu", script = "x", {fields}}}
+    local rc = slurm_job_submit(j, {{}}, 1000)
+    print(rc, j.priority, j.admin_comment)
+    print(slurm_job_submit(job{{partition = "opp", script = "x", {fields}}}, {{}}, 1000))
+    print(slurm_job_modify(job{{{fields}}}, {{partition = "gpu"}}, {{}}, 1000))
+    print(slurm_job_modify(job{{{fields}}}, {{partition = "gpu", admin_comment = "hetstream:guarded"}}, {{}}, 1000))
+    print(slurm_job_modify(job{{{fields}}}, {{partition = "opp"}}, {{}}, 1000))
+    """
+    )
+    codes = [line for line in lua(text) if not line.startswith(("user: ", "log: "))]  # type: ignore[operator]
+    assert codes[0] in ("-1\tnil\tnil", "0\t0\thetstream:guarded")
+    assert codes[1:] == ["-1"] * 4
+
+
+@pytest.mark.parametrize(
+    "fields", ["", 'tres_per_node = "gres:nvme:1"', 'tres_per_node = "gres/gpumem:2"', 'tres_per_job = "gres/gpu:0"',
+               'tres_per_task = "cpu=4,license/gputool=1"', "shared = 1", "shared = 2", "ntasks_per_tres = 0"],
+)  # fmt: skip
+def test_a_job_without_gpus_waits_for_no_quota(lua: object, fields: str) -> None:
+    text = (
+        guard(QUOTA)
+        + f'local j = job{{partition = "gpu", {fields}}}\nprint(slurm_job_submit(j, {{}}, 1000), j.priority)'
+    )
+    expected = ["-1", "nil"] if "license" in fields else ["0", "nil"]
+    assert lua(text)[-1].split() == expected  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("num_tasks = 4, ntasks_per_tres = 2", "gres:gpu:2"),
+        ("num_tasks = 4, ntasks_per_tres = 2, partition = 'cpu,gpu'", "gres:gpu:2"),
+        ('num_tasks = 4, ntasks_per_tres = 2, min_nodes = 1, max_nodes = 1, tres_per_node = "gres/gpu:2"', "nil"),
+        ("num_tasks = 3, ntasks_per_tres = 2", "--ntasks is not --ntasks-per-gpu"),
+        ("num_tasks = 1, ntasks_per_tres = 2", "--ntasks is not --ntasks-per-gpu"),
+        ("ntasks_per_tres = 2", "says no number of GPUs"),
+        ('num_tasks = 64, ntasks_per_tres = 1, tres_per_job = "gres/gpu:1"', "--ntasks is not --ntasks-per-gpu"),
+        ('tres_per_job = "gres/gpu:a:1", tres_per_node = "gres/gpu:b:4"', "name different GPUs"),
+        ('tres_per_job = "gres/gpu:2", tres_per_node = "gres/gpu:1"', "nil"),
+    ],
+)
+def test_gpus_that_slurm_makes_of_tasks_are_written_down(lua: object, fields: str, said: str) -> None:
+    """The record says them then, so that who waits for quota, and with how many GPUs, is seen by all."""
+    text = (
+        guard(QUOTA)
+        + f'local j = job{{partition = "gpu", {fields}}}\nprint(slurm_job_submit(j, {{}}, 1000), j.tres_per_job)'
+    )
+    lines = lua(text)  # type: ignore[operator]
+    if "gpu:" in said or said == "nil":
+        kept = "gres/gpu:2" if 'tres_per_job = "gres/gpu:2"' in fields else said
+        assert lines[-1].split() == ["0", kept]
+    else:
+        assert said in lines[-2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "num_tasks = 8", "ntasks_per_tres = 1", "min_cpus = 64", "cpus_per_task = 8", "ntasks_per_node = 4",
+        "pn_min_cpus = 8", "sockets_per_node = 2", 'req_nodes = "g[1-4]"', "core_spec = 1", "shared = 4",
+        'partition = "old"',
+    ],
+)  # fmt: skip
+def test_a_job_that_has_quota_keeps_its_size(lua: object, change: str) -> None:
+    record = 'tres_per_node = "gres/gpu:1", admin_comment = "hetstream:guarded"'
+    old = "partition = " in change
+    text = (
+        guard(QUOTA)
+        + f"""
+    local parts = {{old = {{alternate = "gpu"}}, gpu = {{}}}}
+    local record = {{partition = "{"cpu" if old else "gpu"}", {record}}}
+    print(slurm_job_modify(job{{{change}}}, record, parts, 1000), slurm_job_modify(job{{{change}}}, record, parts, 0))
+    """
+    )
+    assert lua(text)[-1].split() == ["-1", "0"]  # type: ignore[operator]
+
+
+def test_a_partition_whose_jobs_go_to_one_with_quotas_counts(lua: object) -> None:
+    text = (
+        guard(QUOTA)
+        + """
+    local j = job{partition = "old", tres_per_job = "gres/gpu:1"}
+    print(slurm_job_submit(j, {old = {alternate = "gpu"}, gpu = {}}, 1000), j.priority)
+    """
+    )
+    assert lua(text)[-1].split() == ["0", "0"]  # type: ignore[operator]
+
+
+def test_what_an_operator_submits_is_marked_and_starts(lua: object) -> None:
+    text = (
+        guard(QUOTA)
+        + """
+    local j = job{partition = "gpu", tres_per_job = "gres/gpu:1"}
+    print(slurm_job_submit(j, {}, 0), j.priority, j.admin_comment)
+    """
+    )
+    assert lua(text)[-1].split() == ["0", "nil", "hetstream:guarded"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("change", "record", "code"),
+    [
+        ("num_tasks = 8", "", "-1"),
+        ('cpus_per_tres = "gres/gpu:8"', "", "-1"),
+        ("min_cpus = 64", "", "-1"),
+        ('tres_per_job = "gres/gpu:1"', 'tres_per_job = ""', "-1"),
+        ('partition = "gpu"', 'partition = "other", min_cpus = 64', "-1"),
+        ('partition = "gpu"', 'partition = "other", min_cpus = 4', "0"),
+        ("num_tasks = 8", 'tres_per_job = ""', "0"),
+        ("num_tasks = 8", 'partition = "other"', "0"),
+        ("time_limit = 5", "", "0"),
+    ],
+)
+def test_cpus_for_each_gpu_stay_as_they_were_looked_at(lua: object, change: str, record: str, code: str) -> None:
+    text = (
+        guard("{cpus_per_gpu = {max = {gpu = 4}}}")
+        + f"""
+    local record = {{partition = "gpu", tres_per_job = "gres/gpu:1", {record}}}
+    print(slurm_job_modify(job{{{change}}}, record, {{}}, 1000))
+    """
+    )
+    assert lua(text)[-1] == code  # type: ignore[operator]
+
+
+def test_where_the_site_starts_jobs_an_error_of_ours_starts_none(lua: object) -> None:
+    """The policy's mistake is met after the partition is known."""
+    policy = QUOTA.removesuffix("}") + ", cpus_per_gpu = 7}"
+    text = (
+        guard(policy)
+        + """
+    for _, partition in ipairs{"gpu", "opp", "cpu"} do
+      local j = job{partition = partition, tres_per_job = "gres/gpu:1", script = "x"}
+      print(slurm_job_submit(j, {}, 1000), j.priority)
+    end
+    print(slurm_job_modify(job{num_tasks = 5}, {partition = "gpu"}, {}, 1000))
+    """
+    )
+    codes = [line for line in lua(text) if not line.startswith(("user: ", "log: "))]  # type: ignore[operator]
+    assert codes == ["0\t0", "-1\tnil", "0\tnil", "-1"]
 
 
 @pytest.mark.parametrize(

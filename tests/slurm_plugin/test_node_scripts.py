@@ -106,6 +106,25 @@ def test_other_jobs_are_left_alone(node: Node) -> None:
     assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
 
 
+@pytest.mark.parametrize("partition", ["gpu", "private", "op", "opp spare", "opp,spare", "*", ""])
+@pytest.mark.parametrize("settings", [SETTINGS, 'HETSTREAM_GPUS="0=GPU-0a 1=GPU-1b"\n', "HETSTREAM_GPUS=(\n", None])
+def test_a_mark_counts_in_an_opportunistic_partition_alone(node: Node, partition: str, settings: str | None) -> None:
+    """Whoever got a Comment past the guard, or came while it was not in place, has no GPU by it."""
+    node.settings.unlink() if settings is None else node.settings.write_text(settings)
+    marked = {**OPPORTUNISTIC, "SLURM_JOB_PARTITION": partition}
+    for environ in (marked, {name: value for name, value in marked.items() if name != "SLURM_JOB_PARTITION" or value}):
+        node.call("Prolog", environ)
+        assert node.left() == []
+
+
+def test_gpus_of_slurms_own_are_no_grant_in_an_opportunistic_partition(node: Node) -> None:
+    node.call("Prolog", {**GUARANTEED, "SLURM_JOB_GPUS": "0,1", "SLURM_JOB_PARTITION": "gpu"}, "6")
+    node.call("Prolog", {**OPPORTUNISTIC, "SLURM_JOB_GPUS": "0,1"})
+    assert node.grant() is None
+    assert node.grant("6") is not None, "others go on as they are"
+    assert not (node.run_dir / "grants-incomplete").exists()
+
+
 @pytest.mark.parametrize("job_class", ["guaranteed", "opportunistic"])
 def test_a_job_with_several_gpus_has_all_of_them_and_each_process_takes_its_own(node: Node, job_class: str) -> None:
     several = {

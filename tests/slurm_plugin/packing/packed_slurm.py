@@ -175,7 +175,7 @@ class PackedSlurm:
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
         counts: Counter[tuple[str, str]] = Counter({("opp", "p9"): 0})  # as 22.05 lists those of the start before
-        for gres in self.given[_number(job_id)]:
+        for gres in self.given.get(_number(job_id), ()):
             counts[gres.name, gres.type] += gres.count
         return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
 

@@ -177,9 +177,24 @@ def test_others_jobs_are_not_touched(site: Site) -> None:
     slurm.submit(8, priority=5, reason="Priority")
     slurm.admin_comments[8] = ""  # no guard has held it
     slurm.submit(9, "hetstream:gpu=1 by hand", priority=5, reason="Priority")  # an operator has placed it
+    slurm.admin_comments[9] = "ticket=5"  # and has taken the guard's word away
     assert site.look() == ["waits", "waits"]
     assert "job_submit.lua" in site.events[0].reason
     assert slurm.calls == []
+
+
+@pytest.mark.parametrize("comment", ["hetstream:gpu=1", "hetstream:gpu=0,1  ", "mine"])
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_only_its_own_note_tells_the_packer_that_it_has_placed_a_job(site: Site, comment: str, state: str) -> None:
+    """Its owner writes the Comment, and somehow it got the packer's mark: the job was released without a place."""
+    slurm = site.slurm
+    where = {"nodes": ("g1",)} if state == "RUNNING" else {}
+    slurm.submit(7, comment, state=state, priority=5, reason="Priority", **where)
+    slurm.given[7] = ()
+    assert "taken back" in site.look()
+    assert slurm.jobs[7].is_pending
+    assert slurm.jobs[7].priority == 0
+    assert "hetstream:gpu=" not in slurm.jobs[7].comment
 
 
 @pytest.mark.parametrize("limit_s", [8 * 3600.0, 660.0, None])

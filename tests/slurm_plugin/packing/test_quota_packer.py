@@ -259,6 +259,7 @@ def test_a_gang_is_held_as_a_whole_before_any_of_its_nodes_hears_of_it() -> None
     index = int(slurm.jobs[7].gres_per_node[0].type[1:])
     slurm.gpus_of[1] = (("g2", index),)
     slurm.jobs[1] = replace(slurm.jobs[7], job_id=1, partitions=("gpu",), comment="", nodes=("g2",), num_nodes=1)
+    slurm.admin_comments[1] = "hetstream:guarded"
     site.quotas = Quotas({"a": 4}, 600.0, ("gpu",))
     for _ in range(5):
         site.look()
@@ -334,6 +335,7 @@ def test_what_kept_its_gpu_is_cancelled_by_hand_and_comes_again(sharing: Site) -
     slurm.end(number)
     slurm.gpus_of[9] = (spot,)
     slurm.jobs[9] = replace(slurm.jobs[2], job_id=9, partitions=("gpu",), comment="", account="b")
+    slurm.admin_comments[9] = "hetstream:guarded"
     assert "evicted 2" in sharing.look()
     assert "guaranteed job 9" in sharing.events[0].reason
 
@@ -415,9 +417,103 @@ def test_an_operators_words_stay_when_a_job_is_moved(site: Site) -> None:
     slurm.ask(1)
     site.look()
     slurm.ask(2, comment=WISH, submit_s=slurm.now_s)
-    slurm.admin_comments[2] = "ticket=5"
+    slurm.admin_comments[2] = "ticket=5 hetstream:guarded"
     site.looks_until("moved 2")
-    assert slurm.admin_comments[2] == "ticket=5 hetstream:asked=gpu"
+    assert slurm.admin_comments[2] == "ticket=5 hetstream:guarded hetstream:asked=gpu"
+
+
+# What the record of a job says of GPUs to which it came without the guard.
+AROUND_THE_GUARD = {
+    "named": {"gres_per_node": GPU},
+    "of tasks": {"gres_per_node": ()},
+    "shares": {"gres_per_node": (Gres("shard", "", 4),)},
+}
+
+
+def around(site: Site, number: int, how: str, *, runs: bool, **more: object) -> None:
+    """A job that the guard has not seen, on GPU 0 if it runs."""
+    there = {"state": "RUNNING", "nodes": ("g1",)} if runs else {}
+    site.slurm.ask(number, priority=5, reason="None", **{**AROUND_THE_GUARD[how], **there, **more})
+    site.slurm.admin_comments[number] = "ticket=5"
+    if runs:
+        site.slurm.gpus_of[number] = (("g1", 0),)
+        site.slurm.given[number] = () if how == "named" else GPU
+
+
+@pytest.mark.parametrize("how", AROUND_THE_GUARD)
+@pytest.mark.parametrize("comment", ["mine", "x" * 1024, "a " * 512])
+def test_who_runs_with_gpus_that_the_guard_has_not_seen_waits_for_quota(site: Site, how: str, comment: str) -> None:
+    slurm = site.slurm
+    around(site, 1, how, runs=True, comment=comment)
+    assert "held 1" in site.look()
+    assert ("requeuehold", "1") in slurm.calls
+    assert slurm.admin_comments[1] == "ticket=5 hetstream:guarded"
+    assert len(slurm.jobs[1].comment) <= 1024
+    assert "hetstream:hold" not in slurm.jobs[1].comment.split(), "its owner does not hold it"
+    if how == "named":
+        slurm.gpus_of.pop(1, None)
+        site.looks_until("granted 1")
+
+
+def test_who_waits_with_gpus_that_the_guard_has_not_seen_waits_for_quota(site: Site) -> None:
+    around(site, 1, "named", runs=False)
+    around(site, 2, "named", runs=False, account="nobody")
+    assert {"held 1", "held 2"} <= {*site.look()}
+    assert site.slurm.jobs[1].priority == 0
+    assert "hetstream:taking" not in site.slurm.admin_comments[1]
+    assert "granted 1" in site.look()
+
+
+@pytest.mark.parametrize("point", ["packer.announced", "packer.held"])
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_packer_dies_while_it_holds_what_went_round_the_guard(
+    site: Site, tmp_path: Path, point: str, runs: bool
+) -> None:
+    around(site, 1, "named", runs=runs)
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+    with pytest.raises(OSError, match="No space left"):
+        site.look()
+    site.restart()
+    site.looks_until("held 1")
+    site.slurm.gpus_of.pop(1, None)
+    site.looks_until("granted 1")
+    assert site.slurm.admin_comments[1].split().count("hetstream:guarded") == 1
+
+
+def test_what_cannot_be_requeued_and_went_round_the_guard_is_cancelled(site: Site) -> None:
+    around(site, 1, "of tasks", runs=True)
+    site.slurm.refuse["requeuehold"] = "Requested operation is presently disabled"
+    assert "cancelled 1" in site.look()
+    assert 1 not in site.slurm.jobs
+
+
+def test_what_is_given_to_a_job_that_the_guard_has_not_seen_is_asked_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around(site, 1, "of tasks", runs=True, uid=0)  # root's
+    around(site, 2, "of tasks", runs=True)  # without a GPU
+    site.slurm.given[2] = ()
+    asked = []
+    got = site.slurm.got
+    monkeypatch.setattr(site.slurm, "got", lambda job_id: asked.append(job_id) or got(job_id))
+    for _ in range(3):
+        site.look()
+    assert asked == ["2"]
+    assert not [call for call in site.slurm.calls if call[0] != "update"]
+    site.slurm.given[3] = None  # type: ignore[assignment]
+    around(site, 3, "of tasks", runs=True)
+    monkeypatch.setattr(site.slurm, "got", lambda _: None)  # in doubt: a job's name can look like a record
+    assert "held 3" in site.look()
+
+
+def test_who_only_observes_says_what_it_would_hold(site: Site) -> None:
+    around(site, 1, "named", runs=True)
+    site.packer = Packer(
+        site.slurm, site.readings, {"opp"}, site.events.append, acting=False, quotas=lambda _: site.quotas, rules=RULES,
+        clock=site.slurm.clock,
+    )  # fmt: skip
+    assert site.look() == ["would hold 1"]
+    assert site.slurm.calls == []
 
 
 def test_what_slurm_has_not_decided_is_tried_again_soon(site: Site) -> None:

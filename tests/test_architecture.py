@@ -155,6 +155,7 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
 # What is longer, its limit, and why. A row that is needed no more is an error, too.
 LONGER: dict[str, tuple[int, str]] = {
     "hetjob/master/elastic.py": (520, "one loop: what it looks at, decides by and does each second, in this order"),
+    "slurm_plugin/coordinator/server.py": (540, "one loop: who comes, what they say, what they are told"),
 }
 FOLDERS = [ROOT / room for room in ROOMS[:-1]]
 FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))

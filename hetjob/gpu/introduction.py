@@ -29,9 +29,12 @@ MOST_BYTES = 4096
 NEWS = b"!"
 # From the coordinator: the job is guaranteed from now on. With it comes the descriptor by which it writes its work.
 UPGRADED = b"^"
+# From the coordinator: another job says from now on when it is busy, in the page whose descriptor comes along.
+OTHER_WORK = b"w"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -123,11 +126,7 @@ class Connection:
             try:
                 self._orders = Page(descriptors[0], Order, writable=False)
                 self._statistics = Page(descriptors[1], Statistics, writable=True)
-                # Of several guaranteed processes on a GPU, the first one writes it.
-                self._writes_work = fcntl.fcntl(descriptors[2], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-                self._work = Page(descriptors[2], Work, writable=self._writes_work)
-                if self._writes_work:
-                    self._work.clear()
+                self._work, self._writes_work = _work_page(descriptors[2])
             except (ValueError, OSError) as error:  # a file that is shorter than a page, of another mode, or none
                 raise GpuCoordinatorError(f"what the coordinator at {path} sent are no pages: {error}") from error
             finally:
@@ -170,21 +169,20 @@ class Connection:
                 self.is_lost = message == b""
                 if message == UPGRADED:
                     self.job_class = JobClass.GUARANTEED
-                    self._write_work(descriptors)
+                self._take_work(descriptors)
         except BlockingIOError:
             pass
         except OSError:
             self.is_lost = True
         return not self.is_lost
 
-    def _write_work(self, descriptors: list[int]) -> None:
-        """Write the page of work from now on. A coordinator of before this was sent leaves that to itself."""
+    def _take_work(self, descriptors: list[int]) -> None:
+        """Read or write another page of work from now on: what was said in the one before counts no more."""
         for descriptor in descriptors:
             with contextlib.suppress(ValueError, OSError):  # it is no page
-                written = Page(descriptor, Work, writable=True)
+                work, writes = _work_page(descriptor)
                 self._work.close()
-                self._work, self._writes_work = written, True
-                self._work.clear()
+                self._work, self._writes_work = work, writes
             os.close(descriptor)
 
     def wait(self, timeout_s: float) -> None:
@@ -199,6 +197,16 @@ class Connection:
         self._connection.close()
         for page in (self._orders, self._statistics, self._work):
             page.close()
+
+
+def _work_page(descriptor: int) -> tuple[Page[Work], bool]:
+    """The page, and whether this process writes it: of several guaranteed processes on a GPU, the first one does.
+
+    Raises:
+        ValueError, OSError: it is no page.
+    """
+    writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    return Page(descriptor, Work, writable=writes), writes
 
 
 def ask(
@@ -221,8 +229,11 @@ def ask(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors: list[int] = []
     try:
-        connection.settimeout(_ANSWER_S)
+        # Where many connect, the kernel has each wait for its turn (unix(7)). With a timeout of Python's it would say
+        # at once that there is no room.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_ANSWER_S), 0))
         connection.connect(path)
+        connection.settimeout(_ANSWER_S)
         reach("agent.connected")
         _check_user(path, peer_of(connection)[1], coordinator_uid)
         connection.send(message)

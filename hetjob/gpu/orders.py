@@ -57,7 +57,8 @@ class Work:
     """That the guaranteed job has work for the GPU; its agent writes it, and the agents of the others read it.
 
     The coordinator says the same, a moment later: it has to wake up for it. What stands here can only end what an order
-    allows, so whoever writes nonsense keeps others from a GPU that is his own.
+    allows, so whoever writes nonsense keeps others from a GPU that is his own. When it is his no more, nobody reads his
+    page any longer.
 
     Attributes:
         since_ns: when it launched first after its last boundary.

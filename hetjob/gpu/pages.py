@@ -22,7 +22,7 @@ T = TypeVar("T", Order, Statistics, Work)
 
 # Grows with each change of a record's fields, or of the introduction's; a job and a coordinator of two versions refuse
 # each other.
-VERSION = 5
+VERSION = 6
 SIZE_BYTES = 4096
 _PLACE_BYTES = SIZE_BYTES // 2
 _HEAD = struct.Struct("<4sIQ")  # magic, version, number of the record
@@ -72,10 +72,6 @@ class Page(Generic[T]):
             self._seen = seen
         return self._newest
 
-    def clear(self) -> None:
-        """Forget what another writer has left: his records may have higher numbers."""
-        self._memory[:] = bytes(SIZE_BYTES)
-
     def close(self) -> None:
         """Unmap it."""
         self._memory.close()
@@ -120,7 +116,10 @@ def make_statistics() -> tuple[Page[Statistics], int]:
 
 
 def make_work() -> tuple[int, int]:
-    """Two descriptors of a page: one for guaranteed jobs, which write it, and one for the others, which read it."""
+    """Two descriptors of a page: one for the guaranteed job, which writes it, and one for the others, which read it.
+
+    Whoever has the first can keep it for ever, so each guaranteed job has a page of its own.
+    """
     descriptor = _written_by_jobs("hetstream-gpu-work")
     try:
         os.fchmod(descriptor, 0o400)

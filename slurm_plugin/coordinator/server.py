@@ -26,6 +26,7 @@ from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.introduction import (
     MOST_BYTES,
     NEWS,
+    OTHER_WORK,
     UPGRADED,
     Answer,
     Introduction,
@@ -36,6 +37,7 @@ from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics, make_work
 from hetstream.hetjob.gpu.throttle import is_good_news
 from hetstream.slurm_plugin.coordinator.admission import Admission, Peer, check_rank
+from hetstream.slurm_plugin.coordinator.crowds import Crowds
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState
 from hetstream.slurm_plugin.coordinator.gangs import decide_all
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
@@ -54,6 +56,9 @@ _MOST_OF_USER = 64
 # A job with mini-batches of a millisecond has 40 news in the time between two renewals.
 _MOST_NEWS = 200
 _BACKLOG = 256
+# Connections of a user at once, and in a second: each process has one for as long as it runs. Not of root.
+_MOST_AT_ONCE, _MOST_PER_S = 2 * _MOST_OF_USER, 32.0
+_CROWD_SAID_S = 30.0
 # An introduction may wait so long. Who has sent one gives up sooner.
 _MOST_BEHIND_NS = 10_000_000_000
 _MODE = 0o666  # who may do what is decided by the kernel's word on each connection
@@ -75,6 +80,7 @@ class _Member:
     decision: Decision | None = None
     introduction: Introduction | None = None
     num_news: int = 0
+    num_works: int = 0
     waits_for: str = ""
 
     @property
@@ -97,14 +103,29 @@ class _SharedGpu:
     is_reserved: bool = False
     is_awaited: bool = True  # its guaranteed job may have been there before the coordinator, and has not come to it
     work: tuple[int, int] = field(default_factory=make_work)
+    num_works: int = 0  # pages of work so far, without the first
+    is_work_written: bool = False
 
     def work_of(self, *, writes: bool) -> int:
-        """The descriptor of the page in which a guaranteed process says that it is busy."""
+        """The descriptor of the page in which the guaranteed job's first process says that it is busy."""
+        if writes:
+            self.end_work()
+            self.is_work_written = True
         written, read = self.work
         return written if writes else read
 
+    def end_work(self) -> None:
+        """Have another page: somebody can write into this one whose job is no longer there."""
+        if self.is_work_written:
+            self._close_work()
+            self.work, self.is_work_written = make_work(), False
+            self.num_works += 1
+
     def close(self) -> None:
         self.gpu.close()
+        self._close_work()
+
+    def _close_work(self) -> None:
         for descriptor in self.work:
             os.close(descriptor)
 
@@ -144,6 +165,7 @@ class Coordinator:
         self._tables: dict[int | None, bytes] = {}  # of this renewal, by who may see them; None: who may see all
         self._members: list[_Member] = []
         self._places: Places[_Member] = Places(_MOST_PROCESSES, _MOST_OF_USER)
+        self._crowds = Crowds(_MOST_AT_ONCE, _MOST_PER_S, _CROWD_SAID_S)
         self._num_admitted = 0
         self._grants_read_s = -_GRANTS_S
         self._listener = _listen(path)
@@ -182,7 +204,19 @@ class Coordinator:
             elif key.fileobj is not self._wake:
                 self._hear(key.data)
         self._read_grants()
+        self._tell_of_other_work()
         self._decide()
+
+    def _tell_of_other_work(self) -> None:
+        """Where a guaranteed job has come or gone, all others on the GPU read another page."""
+        for member in self._members:
+            shared = self._gpus.get(member.gpu)
+            if shared is None or member.num_works == shared.num_works:
+                continue
+            with contextlib.suppress(OSError):  # it does not read now, and is told the next time; or it has gone
+                descriptor = shared.work_of(writes=False)
+                socket.send_fds(member.connection, [OTHER_WORK], [descriptor], socket.MSG_DONTWAIT)
+                member.num_works = shared.num_works
 
     def _listen_to_all_again(self) -> None:
         """Each renewal begins with nobody having said too much."""
@@ -210,6 +244,13 @@ class Coordinator:
         reach("coordinator.accepted")
         connection.setblocking(False)
         pid, uid = peer_of(connection)
+        if uid not in (0, os.geteuid()) and not self._crowds.may_enter(uid, time.monotonic()):
+            with contextlib.suppress(OSError), connection:
+                connection.send(
+                    encode(Answer(VERSION, refusal=f"user {uid} connects too often. Try again in some seconds"))
+                )
+            self._turned_away(uid, f"GPU left pid={pid} uid={uid}: it connects too often")
+            return
         self._num_admitted += 1
         member = _Member(connection, Peer(pid, uid), f"{self._num_admitted}", time.monotonic_ns())
         self._members.append(member)
@@ -288,6 +329,7 @@ class Coordinator:
                 with contextlib.suppress(OSError):  # it has gone already: seen at its connection
                     writes = first and member.job_class is JobClass.GUARANTEED
                     work_descriptor = self._gpus[member.gpu].work_of(writes=writes)
+                    member.num_works = self._gpus[member.gpu].num_works
                     descriptors = [order_descriptor, statistics_descriptor, work_descriptor]
                     socket.send_fds(member.connection, [answer], descriptors)
             finally:
@@ -359,6 +401,8 @@ class Coordinator:
         now_s = time.monotonic()
         if now_s - self._grants_read_s >= _GRANTS_S:
             self._grants_read_s = now_s
+            for line in self._crowds.to_say(now_s):
+                _log.info("%s", line)
             for name, shared in self._gpus.items():
                 shared.is_reserved = self._admission.is_reserved(name)
                 shared.is_awaited = shared.is_awaited and shared.is_reserved
@@ -392,13 +436,14 @@ class Coordinator:
                     member.gpu, member.job, other,
                 )  # fmt: skip
             return
-        work_descriptor = self._gpus[member.gpu].work_of(writes=not self._has_guaranteed(member.gpu))
+        shared = self._gpus[member.gpu]
+        work_descriptor = shared.work_of(writes=not self._has_guaranteed(member.gpu))
         try:
             socket.send_fds(member.connection, [UPGRADED], [work_descriptor], socket.MSG_DONTWAIT)
         except OSError:
             return  # it does not read now, and is told the next time; or it has gone: seen at its connection
-        member.job_class = JobClass.GUARANTEED
-        self._gpus[member.gpu].is_awaited = False
+        member.job_class, member.num_works = JobClass.GUARANTEED, shared.num_works
+        shared.is_awaited = False
         _log.info("GPU given gpu=%s job=%s pid=%d: it is guaranteed now", member.gpu, member.job, member.peer.pid)
 
     def _has_guaranteed(self, gpu: str) -> bool:
@@ -421,8 +466,18 @@ class Coordinator:
         for page in (member.orders, member.statistics):
             if page is not None:
                 page.close()
-        if why:
-            _log.info("GPU left gpu=%s job=%s pid=%d: %s", member.gpu, member.job, member.peer.pid, why)
+        if member.job_class is JobClass.GUARANTEED and not self._has_guaranteed(member.gpu):
+            self._gpus[member.gpu].end_work()
+        said = f"GPU left gpu={member.gpu} job={member.job} pid={member.peer.pid}: {why}"
+        if why and member.gpu:
+            _log.info("%s", said)
+        elif why:
+            self._turned_away(member.peer.uid, said)
+
+    def _turned_away(self, uid: int, why: str) -> None:
+        """Somebody came to nothing: said of the first, and counted of a crowd."""
+        if said := self._crowds.turned_away(uid, why, time.monotonic()):
+            _log.info("%s", said)
 
     def _close(self) -> None:
         for member in list(self._members):

@@ -10,6 +10,7 @@ local RELEASED = 4294967295                               -- the priority that `
 -- How long Slurm lets a text be (job_mgr.c, _test_strlen). It looks after this hook, while all others wait for it.
 local MAX_BYTES = 1024
 local LONGER = { script = 4 * 1024 * 1024, req_nodes = 128 * 1024, exc_nodes = 128 * 1024 }
+local READ_EARLY = { "features", "prefer" }                -- by slurmctld itself, before it looks at their lengths (24.11)
 local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
 -- GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
 local GPUS = { gpu = true, shard = true, mps = true }
@@ -430,6 +431,7 @@ end
 local function submit(policy, job, part_list, uid)
   local own = not is_manager(policy, uid) and packers_own(job, job.comment)
   if own then return own end
+  for _, field in ipairs(READ_EARLY) do given(job[field]) end
   local names = partitions(job, part_list)
   local rule = table_of(policy.opportunistic)
   local class, why = class_of(policy, names, job.qos)

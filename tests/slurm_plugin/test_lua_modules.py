@@ -115,7 +115,8 @@ def test_other_spellings_of_cpus(lua: object, fields: str, action: str, lines: l
 
 # Each text field of Slurm's that the plugins read, and what a stranger writes there.
 TEXT_FIELDS = (
-    "account", "comment", "cpus_per_tres", "exc_nodes", "features", "partition", "qos", "req_nodes", "reservation",
+    "account", "comment", "cpus_per_tres", "exc_nodes", "features", "partition", "prefer", "qos", "req_nodes",
+    "reservation",
     "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task",
 )  # fmt: skip
 FLOODS = (

@@ -19,10 +19,11 @@ import pytest
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import encode
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused
-from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction
-from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict
-from hetstream.hetjob.gpu.pages import VERSION
+from hetstream.hetjob.gpu.introduction import NEWS, Answer, Connection, Introduction, ask
+from hetstream.hetjob.gpu.orders import JobClass, Statistics, Verdict, Work
+from hetstream.hetjob.gpu.pages import VERSION, Page
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
+from hetstream.slurm_plugin.coordinator.crowds import Crowds
 from hetstream.slurm_plugin.coordinator.look import look
 from hetstream.slurm_plugin.coordinator.own_jobs import OwnJobs
 from hetstream.slurm_plugin.coordinator.server import Coordinator, _Member
@@ -56,6 +57,11 @@ def grant(grants: Path, job: str, job_class: JobClass) -> Path:
     path = grants / f"{job}.json"
     path.write_text(json.dumps({"uid": os.geteuid(), "job_class": job_class.value, "gpus": [GPU]}))
     return path
+
+
+def is_there(path: Path) -> bool:
+    """Whether the coordinator shows a guaranteed process."""
+    return any(process.job_class == "guaranteed" for gpu in look(str(path)).gpus for process in gpu.processes)
 
 
 def is_renewed(connection: Connection, wait_until: WaitUntil) -> None:
@@ -171,6 +177,80 @@ def test_an_agent_tells_nothing_to_a_user_who_is_not_the_coordinator(wait_until:
         impostor.join()
         os.close(heard)
         os.close(tell)
+
+
+@needs_root
+def test_a_crowd_of_one_user_keeps_nobody_out_and_is_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, wait_until: WaitUntil
+) -> None:
+    caplog.set_level("INFO")
+    with tempfile.TemporaryDirectory(prefix="hetstream-test-gpu-") as place:
+        Path(place).chmod(0o755)
+        path = Path(place) / "gpu.sock"
+        is_over, end = os.pipe()
+        os.set_blocking(is_over, False)
+        begun, begin = os.pipe()
+
+        def flood() -> None:
+            """As fast as it can, and without a queue of its own."""
+            kept: list[socket.socket] = []
+            number = 0
+            os.close(end)
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    if not os.read(is_over, 1):
+                        return
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stranger.setblocking(False)
+                with contextlib.suppress(OSError):
+                    stranger.connect(str(path))
+                    stranger.send(b"x" * 4000)
+                kept.append(stranger)
+                if len(kept) > 300:
+                    kept.pop(0).close()
+                number += 1
+                if number == 3000:
+                    os.write(begin, b"!")
+
+        with running(path, OwnJobs()):
+            crowd = threading.Thread(target=run_as, args=(STRANGER, flood))
+            crowd.start()
+            try:
+                os.read(begun, 1)
+                for job in range(12):
+                    with closing(connect(path, JobClass.OPPORTUNISTIC, str(job))) as connection:
+                        connection.report(statistics(), news=True)
+                        wait_until(lambda connection=connection: connection.order() is not None, 20)
+            finally:
+                os.close(end)
+                crowd.join()
+        for descriptor in (is_over, begun, begin):
+            os.close(descriptor)
+    about = [line for line in caplog.messages if f"uid={STRANGER}" in line or f"user {STRANGER}" in line]
+    assert 0 < len([*about, *(line for line in caplog.messages if "job= " in line)]) < 10, caplog.messages[:20]
+
+
+class TestCrowds:
+    """Who connects again and again, by a clock."""
+
+    def test_a_user_has_some_at_once_and_then_as_many_as_time_gives_him(self) -> None:
+        crowds = Crowds(4, 2.0, 30.0)
+        assert [crowds.may_enter(1, 0.0) for _ in range(6)] == [True] * 4 + [False] * 2
+        assert crowds.may_enter(2, 0.0), "another user is not concerned"
+        assert [crowds.may_enter(1, 1.0) for _ in range(3)] == [True, True, False]
+        assert [crowds.may_enter(1, 100.0) for _ in range(5)] == [True] * 4 + [False]
+
+    def test_the_first_is_said_and_the_others_are_counted(self) -> None:
+        crowds = Crowds(4, 2.0, 30.0)
+        assert crowds.turned_away(1, "why", 0.0) == "why"
+        assert [crowds.turned_away(1, f"why {number}", 1.0) for number in range(5)] == [""] * 5
+        assert crowds.to_say(29.0) == []
+        assert crowds.to_say(30.0) == ["5 more connections of user 1 came to nothing, the last: why 4"]
+        assert crowds.turned_away(2, "his", 31.0) == "his"
+        assert crowds.turned_away(1, "again", 31.0) == ""
+        assert crowds.to_say(61.0) == ["1 more connections of user 1 came to nothing, the last: again"]
+        assert crowds.to_say(1000.0) == []
+        assert crowds._users == {}, "who is away is forgotten"
 
 
 def test_what_is_no_page_is_no_coordinators(path: Path) -> None:
@@ -376,6 +456,61 @@ class TestGrants:
             file.unlink()
             wait_until(lambda: other.look() and other.job_class is JobClass.GUARANTEED)
             assert caplog.text.count("has the GPU") == 1
+
+    @pytest.mark.parametrize("upgraded", [False, True])
+    def test_what_a_job_kept_of_its_gpu_says_nothing_after_its_end(
+        self, grants: Path, path: Path, wait_until: WaitUntil, upgraded: bool
+    ) -> None:
+        """It keeps the descriptor of its page of work, and writes on: to nobody."""
+        file = grant(grants, "7", JobClass.GUARANTEED)
+        grant(grants, "9", JobClass.OPPORTUNISTIC)
+        message = encode(Introduction(VERSION, "7", JobClass.GUARANTEED, GPU, time.monotonic_ns()))
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(running(path, GrantedJobs(grants, lambda _: None)))
+            beside = undo.enter_context(closing(connect(path, JobClass.OPPORTUNISTIC, "9")))
+            first, _, descriptors = ask(str(path), message, None, num_descriptors=3)
+            undo.callback(first.close)
+            for descriptor in descriptors:
+                undo.callback(os.close, descriptor)
+            kept = undo.enter_context(closing(Page(descriptors[2], Work, writable=True)))
+            kept.write(Work(3))
+            wait_until(lambda: beside.look() and beside.busy_since_ns() == 3)
+            file.unlink()  # its job ends, and its process does not
+            wait_until(lambda: beside.look() and beside.busy_since_ns() == 0)
+            kept.write(Work(2**62))
+            assert beside.busy_since_ns() == 0
+            grant(grants, "8", JobClass.OPPORTUNISTIC if upgraded else JobClass.GUARANTEED)
+            # (It takes itself for guaranteed; the coordinator knows better.)
+            second = undo.enter_context(closing(connect(path, JobClass.OPPORTUNISTIC, "8")))
+            if upgraded:
+                grant(grants, "8", JobClass.GUARANTEED)
+                wait_until(lambda: second.look() and second.job_class is JobClass.GUARANTEED)
+            late = undo.enter_context(closing(connect(path, JobClass.OPPORTUNISTIC, "9")))
+            second.say_busy(5)
+            kept.write(Work(2**62))
+            for reader in (beside, late):
+                wait_until(lambda reader=reader: reader.look() and reader.busy_since_ns() == 5)
+            kept.write(Work(0))
+            assert beside.busy_since_ns() == late.busy_since_ns() == second.busy_since_ns() == 5
+
+    def test_who_does_not_read_for_a_while_is_told_of_another_page_then(
+        self, grants: Path, path: Path, wait_until: WaitUntil
+    ) -> None:
+        grant(grants, "9", JobClass.OPPORTUNISTIC)
+        with (
+            running(path, GrantedJobs(grants, lambda _: None)),
+            closing(connect(path, JobClass.OPPORTUNISTIC, "9")) as silent,
+        ):
+            for job in range(20, 60):  # more than its socket takes
+                file = grant(grants, f"{job}", JobClass.GUARANTEED)
+                with closing(connect(path, JobClass.GUARANTEED, f"{job}")) as guaranteed:
+                    guaranteed.say_busy(job)
+                    wait_until(lambda: is_there(path), 5)
+                file.unlink()
+            grant(grants, "8", JobClass.GUARANTEED)
+            with closing(connect(path, JobClass.GUARANTEED, "8")) as last:
+                last.say_busy(5)
+                wait_until(lambda: silent.look() and silent.busy_since_ns() == 5)
 
     def test_a_job_that_was_upgraded_says_itself_that_it_is_busy(
         self, grants: Path, path: Path, wait_until: WaitUntil

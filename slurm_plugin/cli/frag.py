@@ -25,8 +25,9 @@ from hetstream.slurm_plugin.render.table import RED, YELLOW
 EPILOG = f"""\
 FRAG is the free share of a node's CPUs less the free share of its GPUs (GoldMiner's indicator). Below zero the CPUs are
 gone before the GPUs; above zero the GPUs are gone first. MEM is the same with memory in place of CPUs. STRANDED is what
-is free although jobs wait: no pending job fits there, and LACKS says what they would need. Of a pending job that wants
-several nodes, the share of one node is looked at. Nodes with equal figures share a line; JSON and CSV have a line each.
+is free although jobs wait: no pending job fits there, and LACKS says more of what would let one start. Of a pending job
+that wants several nodes, the share of one node is looked at. Nodes with equal figures share a line; JSON and CSV have a
+line each.
 
 examples:
   hetstream frag

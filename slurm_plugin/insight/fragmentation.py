@@ -10,7 +10,7 @@ that insist on different types of GPUs use them side by side. Parts of GPUs, by 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +40,9 @@ class NodeFragmentation:
         memory_indicator: freeMemory/Memory - freeGPU/GPU; None without GPUs.
         stranded_gpus, stranded_cpus: free, and of no use to any pending job.
         mig, mig_free: parts of GPUs, by MIG.
-        lacking: what the pending jobs lack that would use the stranded GPUs, or without such GPUs the stranded CPUs:
-            `CPUs`, `GPUs`, `memory` or nothing.
+        lacking: more of what would let a pending job onto the stranded GPUs, or without such GPUs onto the stranded
+            CPUs: `CPUs`, `memory`, `GPUs`, `CPUs and memory`, `whole nodes` or nothing. `GPUs` where any would need
+            more of them, whatever else.
     """
 
     node: str
@@ -176,11 +177,16 @@ def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeF
     """Each node of a table against the shapes of pending jobs; and the names of those where a shape was assumed."""
     gpus, gpus_free = table.gpus, table.gpus_free
     of_whole = [shape for shape in shapes if shape.gpus and gpu_share(shape.gpu_type) == 1]
-    of_gpus = _best_use(table, _smallest(of_whole, "gpus"), ASSUMED_GPU_SHAPE)
-    of_cpus = _best_use(table, _smallest(shapes, "cpus"), ASSUMED_CPU_SHAPE)
+    smallest_gpus, smallest_cpus = _smallest(of_whole, "gpus"), _smallest(shapes, "cpus")
+    of_gpus = _best_use(table, "gpus", smallest_gpus, ASSUMED_GPU_SHAPE)
+    of_cpus = _best_use(table, "cpus", smallest_cpus, ASSUMED_CPU_SHAPE)
     stranded_gpus = np.where(gpus > 0, np.maximum(0, gpus_free - of_gpus.used), 0)
     stranded_cpus = np.maximum(0, table.cpus_free - of_cpus.used)
-    lacking = np.where(stranded_gpus > 0, of_gpus.lacking, np.where(stranded_cpus > 0, of_cpus.lacking, -1))
+    # Stranded GPUs count before stranded CPUs.
+    lacking = _Lacking(table, stranded_cpus > 0, of_cpus, _CPUS_ORDER).of(smallest_cpus)
+    lacking = np.where(
+        stranded_gpus > 0, _Lacking(table, stranded_gpus > 0, of_gpus, _GPUS_ORDER).of(smallest_gpus), lacking
+    )
     # Of five thousand nodes: lists are read faster than arrays, item by item.
     columns = [
         counts.tolist()
@@ -217,89 +223,168 @@ def _one(node: Node, row: tuple[int, ...], stranded: tuple[int, int], lacking: i
         ),
         stranded_gpus=stranded[0],
         stranded_cpus=stranded[1],
-        lacking=RESOURCES[lacking] if lacking >= 0 else "",
+        lacking=_LACKS[lacking],
         mig=mig,
         mig_free=node.mig_free() if mig else 0,
     )
 
 
 class _Best:
-    """Of each node the most units that copies of one shape can take, and what keeps that shape from more."""
+    """Of each node the most units that copies of one shape can take, and what those copies take.
+
+    Attributes:
+        used: units.
+        taken: of each resource, what the copies take.
+        by_type: GPUs of each type that shapes which insist on it could take.
+        known: where a shape may run at all.
+    """
 
     def __init__(self, num_nodes: int) -> None:
         self.used: Counts = np.zeros(num_nodes, dtype=np.int64)
-        self.lacking = np.full(num_nodes, -1, dtype=np.int8)
+        self.taken = {name: np.zeros(num_nodes, dtype=np.int64) for name in RESOURCES}
+        self.by_type: dict[str, Counts] = {}
         self.known: Mask = np.zeros(num_nodes, dtype=np.bool_)
-        self._modest = np.zeros(num_nodes)
 
-    def take(self, where: Mask, used: Counts, lacking: Counts, modest: float) -> None:
+    def take(self, where: Mask, used: Counts, copies: Counts, shape: Shape) -> None:
         """Compare a shape on the nodes where it may run."""
-        # Of shapes that use the same, the one that asks for the least CPUs per GPU is the nearest to more.
-        is_better = where & (~self.known | (used > self.used) | ((used == self.used) & (modest > self._modest)))
+        cpus, memory_mb = copies * shape.cpus, copies * shape.memory_mb
+        # Of two that use the same, the one that leaves more CPUs, and of equal ones more memory.
+        is_as_good, as_many_cpus = used == self.used, cpus == self.taken["CPUs"]
+        leaves_more = (cpus < self.taken["CPUs"]) | (as_many_cpus & (memory_mb < self.taken["memory"]))
+        is_better = where & (~self.known | (used > self.used) | (is_as_good & leaves_more))
         self.used = np.where(is_better, used, self.used)
-        self.lacking = np.where(is_better, lacking, self.lacking)
-        self._modest = np.where(is_better, modest, self._modest)
+        for name, amount in zip(RESOURCES, (copies * shape.gpus, cpus, memory_mb), strict=True):
+            self.taken[name] = np.where(is_better, amount, self.taken[name])
         self.known = self.known | where
 
 
-def _best_use(table: NodeTable, chosen: tuple[str, Sequence[Shape]], assumed: Shape) -> _Best:
+def _best_use(table: NodeTable, unit: str, shapes: Sequence[Shape], assumed: Shape) -> _Best:
     """The best use of each node; where no shape may run at all, that of the assumed one.
 
     Args:
         table: the nodes.
-        chosen: which unit counts, `gpus` or `cpus`, and the shapes.
+        unit: which counts, `gpus` or `cpus`.
+        shapes: of pending jobs.
         assumed: see above.
     """
-    unit, shapes = chosen
     best = _Best(len(table.nodes))
     by_type: dict[str, _Best] = {}
     for shape in shapes:
         use = _use(table, shape, unit)
         if use is not None:
-            best.take(*use)
+            best.take(*use, shape)
             if unit == "gpus" and shape.gpu_type:
-                by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use)
+                by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use, shape)
+    best.by_type = {gpu_type: use.used for gpu_type, use in by_type.items()}
     if len(by_type) > 1:
         # Those that insist on different types use them side by side.
-        together = sum((use.used for use in by_type.values()), np.zeros_like(best.used))
-        best.used = np.maximum(best.used, together)
+        together = sum(best.by_type.values(), np.zeros_like(best.used))
+        is_better = together > best.used
+        best.used = np.where(is_better, together, best.used)
+        for name in RESOURCES:
+            taken = sum((use.taken[name] for use in by_type.values()), np.zeros_like(best.used))
+            best.taken[name] = np.where(is_better, taken, best.taken[name])
     known = best.known
     use = _use(table, assumed, unit)
     if use is not None:
-        best.take(use[0] & ~known, *use[1:])
+        best.take(use[0] & ~known, *use[1:], assumed)
     best.known = known
     return best
 
 
-def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Counts, float] | None:
-    """Where a shape may run, how many units its copies can take there, what they lack, and its CPUs per GPU."""
-    cpus, cpus_free = table.cpus_for(shape.partitions)
-    where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
-    rooms = []
-    if shape.gpus:
-        devices, devices_free = table.devices(shape.gpu_type)
-        where = where & (devices >= shape.gpus)
-        rooms.append((0, devices_free // shape.gpus))
+def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Counts] | None:
+    """Where a shape may run, how many units its copies can take there, and how many copies these are."""
+    where = _may_run(table, shape)
     if not where.any():
         return None
-    if shape.cpus:
-        rooms.append((1, cpus_free // shape.cpus))
-    if shape.memory_mb:
-        rooms.append((2, table.memory_free_mb // shape.memory_mb))
-    copies = np.zeros_like(table.cpus)
-    lacking = np.full(len(table.nodes), -1, dtype=np.int64)
-    for place, (resource, room) in enumerate(rooms):
-        is_less = room < copies if place else np.ones(len(table.nodes), dtype=np.bool_)
-        copies, lacking = np.where(is_less, room, copies), np.where(is_less, resource, lacking)
+    _, cpus_free = table.cpus_for(shape.partitions)
+    rooms = [table.devices(shape.gpu_type)[1] // shape.gpus] if shape.gpus else []
+    rooms += [cpus_free // shape.cpus] if shape.cpus else []
+    rooms += [table.memory_free_mb // shape.memory_mb] if shape.memory_mb else []
+    copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
     used = copies * getattr(shape, unit)
     if table.takes_whole_nodes(shape.partitions):
         free = table.cpus_free if unit == "cpus" else table.gpus_free
         used = np.where(copies > 0, free, 0)
-    modest = -shape.cpus / shape.gpus if shape.gpus else 0.0
-    return where, used, lacking, modest
+    return where, used, copies
 
 
-def _smallest(shapes: Sequence[Shape], unit: str) -> tuple[str, Sequence[Shape]]:
+def _may_run(table: NodeTable, shape: Shape) -> Mask:
+    """The nodes that could give what a shape asks for, were they empty."""
+    cpus, _ = table.cpus_for(shape.partitions)
+    where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+    return where & (table.devices(shape.gpu_type)[0] >= shape.gpus) if shape.gpus else where
+
+
+# What a node lacks, by number; 0 is nothing. What stands first in an order is named where several would do: more of
+# something else than what is stranded, and CPUs first, which data workers give.
+_LACKS = ("", "CPUs", "memory", "GPUs", "CPUs and memory", "whole nodes")
+_CPUS, _MEMORY, _GPUS, _BOTH, _WHOLE = range(1, 6)
+_GPUS_ORDER, _CPUS_ORDER = (_CPUS, _MEMORY, _GPUS), (_GPUS, _MEMORY, _CPUS)
+
+
+class _Lacking:
+    """What would let one more pending job onto what is left of each node, when the best use is made of it.
+
+    Args:
+        table: the nodes.
+        which: those in question.
+        best: what is made of them already.
+        order: resources, the one to name first at the front.
+    """
+
+    def __init__(self, table: NodeTable, which: Mask, best: _Best, order: Sequence[int]) -> None:
+        self._table, self._best, self._order = table, best, order
+        self._rows = np.flatnonzero(which)
+        self._left_mb = (table.memory_free_mb - best.taken["memory"])[self._rows]
+        self._is_known = best.known[self._rows]
+
+    def of(self, shapes: Sequence[Shape]) -> Counts:
+        """Of each node the number of what it lacks; where no shape may run, of what the assumed one lacks."""
+        found = {number: np.zeros(len(self._rows), dtype=np.bool_) for number in range(len(_LACKS))}
+        for shape in shapes if len(self._rows) else ():
+            where = _may_run(self._table, shape)[self._rows]
+            if where.any():
+                for number, mask in self._lacks(shape, where):
+                    found[number] |= mask
+        assumed = ASSUMED_GPU_SHAPE if self._order is _GPUS_ORDER else ASSUMED_CPU_SHAPE
+        for number, mask in self._lacks(assumed, ~self._is_known):
+            found[number] |= mask
+        lacking = np.zeros(len(self._table.nodes), dtype=np.int64)
+        for number in reversed((*self._order, _BOTH, _WHOLE)):
+            lacking[self._rows[found[number]]] = number
+        # Whatever else is short: without more GPUs no job can have those that are left.
+        lacking[self._rows[lacking[self._rows] == 0]] = _GPUS if self._order is _GPUS_ORDER else _CPUS
+        # A job of another shape has room beside those of the best one.
+        lacking[self._rows[found[0]]] = 0
+        return lacking
+
+    def _lacks(self, shape: Shape, where: Mask) -> Iterator[tuple[int, Mask]]:
+        """Of what alone each of these nodes has too little left for a shape; 0 where it has enough of everything."""
+        if self._table.takes_whole_nodes(shape.partitions):
+            yield _WHOLE, where
+            return
+        _, cpus_free = self._table.cpus_for(shape.partitions)
+        cpus = cpus_free[self._rows] - self._best.taken["CPUs"][self._rows] >= shape.cpus
+        memory = self._left_mb >= shape.memory_mb
+        gpus = self._left_gpus(shape.gpu_type) >= shape.gpus if shape.gpus else np.ones_like(where)
+        yield 0, where & gpus & memory & cpus
+        yield _CPUS, where & gpus & memory & ~cpus
+        yield _MEMORY, where & gpus & cpus & ~memory
+        yield _GPUS, where & cpus & memory & ~gpus
+        yield _BOTH, where & gpus & ~cpus & ~memory
+
+    def _left_gpus(self, gpu_type: str) -> Counts:
+        _, free = self._table.devices("")
+        left = free - self._best.taken["GPUs"]
+        if gpu_type:
+            # What is taken of them may be of another type.
+            _, of_type = self._table.devices(gpu_type)
+            left = np.minimum(left, of_type - np.minimum(self._best.by_type.get(gpu_type, 0), self._best.taken["GPUs"]))
+        return left[self._rows]
+
+
+def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     """The shapes that can make a difference: of those alike in the unit, none that is larger than another in the rest.
 
     Where many remain, those of most jobs do. This is exact up to `MAX_SHAPES`, and makes thousands of shapes cheap.
@@ -316,7 +401,7 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> tuple[str, Sequence[Shape]]
                 kept.append(shape)
                 least_mb = shape.memory_mb
     kept.sort(key=lambda shape: -shape.num_jobs)
-    return unit, kept[:MAX_SHAPES]
+    return kept[:MAX_SHAPES]
 
 
 def _gpu_types(nodes: Sequence[Node]) -> tuple[GpuType, ...]:

@@ -59,11 +59,11 @@ end
 
 -- What the converter has to say of a script, each on a line of its own.
 local function notes_in(said)
-  local notes = ""
+  local notes = {}
   for line in said:gmatch("[^\n]+") do
-    if line:sub(1, 11) == "hetstream: " then notes = notes .. line .. "\n" end
+    if line:sub(1, 11) == "hetstream: " then notes[#notes + 1] = line .. "\n" end
   end
-  return notes
+  return table.concat(notes)
 end
 
 -- Returns the exit code, what was printed, the last line of what was said, and the notes in it.

@@ -67,6 +67,8 @@ _log = logging.getLogger(__name__)
 _UPGRADE_VALID_S = 120.0
 _PLACEHOLDER = "#!/bin/sh\nexec sleep infinity\n"
 _UPGRADE = "#!/bin/sh\nexit 0\n"
+# Of so many jobs Slurm is asked in a look what it gave them; each takes a few milliseconds.
+_MOST_ASKED = 200
 # Of a job of which Slurm does not say clearly what it has.
 _IN_DOUBT = (Gres("gpu", "", 1),)
 _WAITS = {Verdict.OFFER: "offered", Verdict.RESERVE: "reserved", Verdict.WAIT: "waits"}
@@ -160,11 +162,14 @@ class QuotaPacker:
             SlurmCommandError: Slurm does not answer.
         """
         given: dict[int, Job] = {}
-        asked = [job for job in tenants.unguarded(snapshot) if job.is_running and not takes_gpus(job)]
-        for job in asked:
-            start = job.job_id, job.num_restarts
-            if start in self._without:
-                continue
+        there = {
+            (job.job_id, job.num_restarts): job
+            for job in tenants.unguarded(snapshot)
+            if job.is_running and not takes_gpus(job)
+        }
+        self._without &= there.keys()
+        for start in list(there.keys() - self._without)[:_MOST_ASKED]:
+            job = there[start]
             try:
                 got = self._slurm.got(job.label)
             except SlurmCommandError as error:
@@ -176,7 +181,6 @@ class QuotaPacker:
                 given[job.job_id] = seen
             elif job.state == "RUNNING":
                 self._without.add(start)
-        self._without &= {(job.job_id, job.num_restarts) for job in asked}
         return replace(snapshot, jobs=tuple(given.get(job.job_id, job) for job in snapshot.jobs)) if given else snapshot
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:

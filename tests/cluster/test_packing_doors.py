@@ -270,10 +270,11 @@ WAYS_TO_GPUS = (
 )  # fmt: skip
 
 
-def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str) -> None:
+def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wait_until: WaitUntil) -> None:
+    by_task = [("--tres-per-task=gres/gpu:1", "-n2"), ("--tres-per-task=cpu=1,gres/gpu=1", "-n1")]
     (cluster.directory / "by_line.sh").write_text("#!/bin/sh\n#SBATCH -n2 --ntasks-per-gpu=1\nsleep 60\n")
     with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
-        for words in WAYS_TO_GPUS:
+        for words in (*WAYS_TO_GPUS, *(by_task if release != "host" else [])):
             script = [] if {"--wrap", "by_line.sh"} & {*words} else ["job.sh"]
             environ = ["env", "SBATCH_GRES=gpu:1"] if "--wrap" in words else []
             common = ("--parsable", "--time=5", "--mem=100", "--output=/dev/null", "-pgpu")
@@ -288,6 +289,10 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str) ->
                 assert is_held or not is_about_gpus, (words, record)
             if words == ("-n2", "--ntasks-per-gpu=1"):
                 assert re.search(r"TresPerJob=gres[:/]gpu:2 ", records[0]), "the packer counts what is written there"
+                job = done.stdout.strip()
+                assert cluster.run("scontrol", "release", job).returncode == 0
+                wait_until(lambda job=job: cluster.runs(job), 30, "its start")
+                assert cluster.seen(job, "batch")["CUDA_VISIBLE_DEVICES"] == "0,1"
             if records:
                 cluster.cancel(*{line.split()[0].removeprefix("JobId=") for line in records})
         job = cluster.submit("-pgpu", "--begin=now+1hour")

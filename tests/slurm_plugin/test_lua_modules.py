@@ -680,6 +680,27 @@ print(slurm_cli_pre_submit({{ type = "sbatch" }}, 0))
     assert (victim / "thesis").read_text() == "years of work"
 
 
+@pytest.mark.parametrize("flood", [*FLOODS, '"argv": ["', '"argv":', "\\\\", "hetstream: x\\n", "\\n", "#HETSTREAM\\n"])
+def test_no_text_holds_up_a_users_own_sbatch(lua: object, tmp_path: Path, flood: str) -> None:
+    """Of the options, of the script, and what the converter prints and says."""
+    script, converter, words = tmp_path / "job.sh", tmp_path / "converter", tmp_path / "words"
+    text = (flood.replace("\\n", "\n").replace("\\t", "\t") * 1_500_000)[:1_500_000]
+    script.write_text(f"#!/bin/sh\n#HETSTREAM --data-workers=2\n{text}")
+    words.write_text(text)
+    converter.write_text(f"#!/bin/sh\ncat {words}\ncat {words} >&2\nexit 1\n")
+    converter.chmod(0o755)
+    code = f"""
+io.stderr = {{ write = function() end }}
+local words = io.open("{words}"):read(1500000)
+slurm.json_cli_options = function() return '{{"argv": ["{script}"], "comment": "' .. words .. '"}}' end
+dofile("{LUA_DIR / "cli_filter.lua"}")({{}}, "{converter}")
+local began = os.clock()
+local rc = slurm_cli_pre_submit({{ type = "sbatch", comment = words }}, 0)
+print(rc, os.clock() - began < 1)
+"""
+    assert lua(code) == ["0\ttrue"]  # type: ignore[operator]
+
+
 def test_what_the_converter_notes_reaches_the_user_of_plain_sbatch(lua: object, tmp_path: Path) -> None:
     script, converter = tmp_path / "job.sh", tmp_path / "converter"
     script.write_text("#!/bin/sh\n#HETSTREAM: --data-workers=2\n")

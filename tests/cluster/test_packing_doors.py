@@ -289,10 +289,6 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
                 assert is_held or not is_about_gpus, (words, record)
             if words == ("-n2", "--ntasks-per-gpu=1"):
                 assert re.search(r"TresPerJob=gres[:/]gpu:2 ", records[0]), "the packer counts what is written there"
-                job = done.stdout.strip()
-                assert cluster.run("scontrol", "release", job).returncode == 0
-                wait_until(lambda job=job: cluster.runs(job), 30, "its start")
-                assert cluster.seen(job, "batch")["CUDA_VISIBLE_DEVICES"] == "0,1"
             if records:
                 cluster.cancel(*{line.split()[0].removeprefix("JobId=") for line in records})
         job = cluster.submit("-pgpu", "--begin=now+1hour")
@@ -305,6 +301,10 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
                     change,
                 )
         assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "OverSubscribe=NO").returncode == 1
+        of_tasks = cluster.submit("-pgpu", "-n2", "--ntasks-per-gpu=1")
+        assert cluster.run("scontrol", "release", of_tasks).returncode == 0
+        wait_until(lambda: cluster.runs(of_tasks), 30, "the start of a job whose GPUs the guard has written down")
+        assert cluster.seen(of_tasks, "batch")["CUDA_VISIBLE_DEVICES"] == "0,1"
     with policy_of(cluster, 'cpus_per_gpu = { max = { gpu = 1 }, action = "refuse" }'):
         for words in (
             ("-n2", "--gpus=1"),

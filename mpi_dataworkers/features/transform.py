@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from hetstream.mpi_dataworkers.compiled_cache import prepare_inductor
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
 from hetstream.mpi_dataworkers.features import native_choice as native_rules
@@ -386,4 +387,13 @@ def _compiler(wanted: bool) -> Callable[..., Any] | None:
     if native_code.compiler() is None:
         _log.warning("features: no C++ compiler (g++, clang++) on this host: the graph runs without torch.compile")
         return None
-    return partial(torch.compile, dynamic=True)
+    # Only here: it takes as long to import as the rest of torch.
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if why := prepare_inductor(default_cache_dir()):
+        _log.warning("features: the graph runs without torch.compile: %s", why)
+        return None
+    # Headers that torch compiles lie in its own place, whatever other place is named.
+    own_place = [name for name in ("cpp_cache_precompile_headers",) if hasattr(config, name)]  # torch 2.8 and newer
+    return partial(torch.compile, dynamic=True, options=dict.fromkeys(own_place, False))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
@@ -127,8 +128,10 @@ def triton_launch() -> Launch:
     """What runs the kernel with Triton.
 
     Raises:
-        FeatureError: it is not installed.
+        FeatureError: it is not installed, or somebody else could change what it compiles and loads.
     """
+    if why := prepare_triton():
+        raise FeatureError(f"features on a GPU are compiled by Triton: {why}")
     try:
         from hetstream.mpi_dataworkers.gpu_features.kernel import launch
     except ImportError as exc:

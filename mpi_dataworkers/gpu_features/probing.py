@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource
 from hetstream.mpi_dataworkers.gpu_features.checks import check_callable
@@ -51,6 +52,8 @@ class GpuProbing:
         device: str = "cuda",
     ) -> None:
         check_callable("train_step", train_step, "a function that trains on one batch")
+        if why := prepare_triton():
+            raise FeatureError(f"probes on a GPU are compiled by Triton: {why}")
         try:
             from hetstream.mpi_dataworkers.gpu_features import probes
         except ImportError as exc:

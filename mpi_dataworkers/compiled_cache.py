@@ -1,0 +1,98 @@
+"""Where torch and Triton keep what they compile, and load again as programs of whoever runs them.
+
+torch's own place is `TMPDIR/torchinductor_USER`, a name that anybody can take first. It asks nobody whose the files are
+that it finds there, and loads them. So before hetstream has either compile, the place is looked at: one that the user
+has set is used as it is, or not at all; else it is a directory with mode 0700 that is his.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from hetstream.base.access import unsafe_above
+from hetstream.base.files import Directory
+from hetstream.base.private import temporary_place
+
+_INDUCTOR, _TRITON, _TRITON_HOME = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"
+
+
+def prepare_inductor(own_default: str) -> str:
+    """Have torch.compile keep what it makes where nobody else has a hand in it. Any thread, any number of times.
+
+    Args:
+        own_default: torch's own place, which torch writes into the environment as if the user had chosen it.
+
+    Returns:
+        Why nothing may be compiled; "" if all is well.
+    """
+    if why := _why_not_temporary():
+        return why
+    chosen = os.environ.get(_INDUCTOR)
+    if chosen and os.path.abspath(chosen) != os.path.abspath(own_default):
+        return _why_not(Path(chosen), _INDUCTOR)
+    os.environ[_INDUCTOR] = str(_private("inductor"))
+    return ""
+
+
+def prepare_triton() -> str:
+    """The same of Triton, whose own place is in the home directory.
+
+    Returns:
+        Why nothing may be compiled; "" if all is well.
+    """
+    if why := _why_not_temporary():
+        return why
+    chosen, home = os.environ.get(_TRITON), os.environ.get(_TRITON_HOME)
+    if chosen:
+        return _why_not(Path(chosen), _TRITON)
+    if home:
+        return _why_not(Path(home) / ".triton" / "cache", _TRITON_HOME)
+    if _why_not(Path.home() / ".triton" / "cache", "HOME"):
+        os.environ[_TRITON] = str(_private("triton"))
+    return ""
+
+
+def _why_not_temporary() -> str:
+    """Why compilers may not write for each other where this process's temporary files are."""
+    place = Path(tempfile.gettempdir())
+    why = unsafe_above(place / "compiled")
+    return f"compilers make their files in {place}: {why}. Set TMPDIR to another place" if why else ""
+
+
+def _why_not(place: Path, variable: str) -> str:
+    try:
+        with Directory.open_safe(place, make=True) as directory:
+            why = directory.strangers()
+    except OSError as error:
+        why = error.strerror or str(error)
+    return f"{variable} leads to {place}, and what is compiled is loaded from there: {why}" if why else ""
+
+
+def _private(name: str) -> Path:
+    """A directory that nobody else can enter; the same one for all processes of this user, unless somebody took it."""
+    path = temporary_place() / f"hetstream-{name}-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return path
+    return _of_this_process(name)
+
+
+@functools.cache
+def _of_this_process(name: str) -> Path:
+    made = Path(tempfile.mkdtemp(prefix=f"hetstream-{name}-", dir=temporary_place()))
+    atexit.register(_remove, made, os.getpid())
+    return made
+
+
+def _remove(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process goes on with the directory of its parent
+        shutil.rmtree(path, ignore_errors=True)

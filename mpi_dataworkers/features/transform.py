@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import torch
 
-from hetstream.mpi_dataworkers.compiled_cache import prepare_inductor
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features import native as native_code
 from hetstream.mpi_dataworkers.features import native_choice as native_rules
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
 from hetstream.mpi_dataworkers.features.chains import Chain, groups_of
+from hetstream.mpi_dataworkers.features.compiled_cache import prepare_inductor
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, Output
 from hetstream.mpi_dataworkers.features.kernel import TORCH_DTYPES, ByValue, Kernel
 from hetstream.mpi_dataworkers.features.kernels import KERNELS, Run

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hetstream.mpi_dataworkers.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.errors import FeatureError
 from hetstream.mpi_dataworkers.features.batches import Jagged, JaggedBatch
+from hetstream.mpi_dataworkers.features.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph
 from hetstream.mpi_dataworkers.features.reading import Reader
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hetstream.mpi_dataworkers.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features.compiled_cache import prepare_triton
 from hetstream.mpi_dataworkers.gpu_features.capacity import LayerTime, Probe, Resource
 from hetstream.mpi_dataworkers.gpu_features.checks import check_callable
 from hetstream.mpi_dataworkers.gpu_features.layer_hooks import CudaClock, LayerHooks, LayerTimes

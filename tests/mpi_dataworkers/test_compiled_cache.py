@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetstream.mpi_dataworkers import compiled_cache
 from hetstream.mpi_dataworkers.errors import FeatureError
+from hetstream.mpi_dataworkers.features import compiled_cache
 from hetstream.mpi_dataworkers.features import operators as ops
 from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform

@@ -12,7 +12,8 @@ from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
-from hetstream.slurm_plugin.client.counted import held_by
+from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
+from hetstream.slurm_plugin.client.held import without_types
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -21,7 +22,8 @@ from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
 
 EPILOG = f"""\
-CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. One
+CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. A MIG
+instance counts as its share of a GPU. One
 that completes has given everything back, and one that is suspended its CPUs, as sinfo counts them, too. WAITS FOR is
 worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
 heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are jobs themselves, and COMPANION OF
@@ -124,7 +126,7 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
         "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
         "num_pending": sum(job.num_records for job in jobs if job.is_pending),
         "cpus_held": sum(part.cpus for part in held),
-        "gpus_held": sum(part.gpus for part in held),
+        "gpus_held": whole_if_near(sum(part.gpus for part in held)),
     }
     completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
     line = (
@@ -149,7 +151,8 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
             for share in job.shares
         ]
         sections.append(Section("shares", _SHARE_COLUMNS, shares, title="Held on each node", hosts="node"))
-    return Report(meta_of("jobs", snapshot), summary, [line], sections)
+    notes = without_types(sum(job.holds_resources and not job.gpu_types_known for job in jobs))
+    return Report(meta_of("jobs", snapshot), summary, [line], sections, notes)
 
 
 def _order(job: Job) -> tuple[bool, int, int]:
@@ -162,7 +165,7 @@ def _order(job: Job) -> tuple[bool, int, int]:
 def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
     since_s = job.submit_s if job.is_pending else job.start_s
     held = held_by(job)
-    has = (job.num_cpus, job.count("gpu"), job.memory_mb) if job.is_pending else (held.cpus, held.gpus, held.memory_mb)
+    has = (job.num_cpus, job.gpus, job.memory_mb) if job.is_pending else (held.cpus, held.gpus, held.memory_mb)
     return {
         "job": job.label,
         "job_id": job.job_id,
@@ -174,7 +177,7 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),
         "cpus": has[0],
-        "gpus": has[1],
+        "gpus": whole_if_near(has[1]),
         "memory_mb": has[2],
         "time_s": max(0, round(now_s - since_s)) if since_s else None,
         "time_limit_s": job.time_limit_s,

@@ -14,6 +14,7 @@ from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.counted import counted
+from hetstream.slurm_plugin.client.held import without_types
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
@@ -146,16 +147,16 @@ def report_of(
         "prices": asdict(prices) if prices else None,
         **whole,
     }
-    return Report(
-        meta_of("util", snapshot), summary, lines, (section,), _notes(window, snapshot, whole["num_gpus_unknown"])
-    )
+    notes = [*without_types(whole["num_gpu_types_unknown"]), *_notes(window, snapshot, whole["num_gpus_unknown"])]
+    return Report(meta_of("util", snapshot), summary, lines, (section,), notes)
 
 
-def _row(usage: Utilisation, window: Window, cpus: int, gpus: int, prices: Prices | None) -> dict[str, Any]:
+def _row(usage: Utilisation, window: Window, cpus: int, gpus: float, prices: Prices | None) -> dict[str, Any]:
     hours = window.length_s / 3600
     row = {
         "num_jobs": usage.num_jobs,
         "num_gpus_unknown": usage.num_gpus_unknown,
+        "num_gpu_types_unknown": usage.num_gpu_types_unknown,
         "gpu_hours": usage.gpu_hours,
         "gpu_allocated_share": share(usage.gpu_hours, gpus * hours),
         "gpu_effective_share": share(usage.gpu_hours_used, usage.gpu_hours_measured),

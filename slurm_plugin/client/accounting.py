@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.held import gpus_by_type, untyped_share
+from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.jobstats import told_by_jobstats
-from hetstream.slurm_plugin.client.model import Job, Snapshot, gpu_share, total
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, gpu_share, total
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, new_separators
 from hetstream.slurm_plugin.client.read import plain_environ
 from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
@@ -23,7 +25,7 @@ from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 SACCT_FIELDS = (
     "JobIDRaw", "User", "Account", "Partition", "State", "Start", "End", "ElapsedRaw", "AllocCPUS", "AllocTRES",
-    "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "AdminComment", "JobName",
+    "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "NodeList", "AdminComment", "JobName",
 )  # fmt: skip
 # A month of a large site's jobs in one answer is more than slurmdbd gives: each question is for a day at the most, and
 # all of them together have a deadline.
@@ -45,6 +47,9 @@ class Usage:
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
         gpus_known: False where it may have held more, and nothing says how many.
         wait_share: share of their time that its trainers wait for data, told by hetstream itself; None for other jobs.
+        nodes: where it ran; empty where that is not known.
+        untyped_gpus: of `gpus` those of which nothing says the type: whole ones, until `with_mig` has looked.
+        gpu_types_known: False where some count as the average of what their nodes have.
     """
 
     job: str
@@ -61,6 +66,9 @@ class Usage:
     wait_share: float | None = None
     gpus_known: bool = True
     elapsed_s: float | None = None
+    nodes: tuple[str, ...] = ()
+    untyped_gpus: int = 0
+    gpu_types_known: bool = True
 
     @property
     def ran_s(self) -> float | None:
@@ -158,7 +166,8 @@ def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
 def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
     reported = told_by_jobstats(row["AdminComment"])
     used_s = _cpu_seconds(row["TotalCPU"]) or (reported.cpu_used_s if reported else 0.0)
-    gpus = _gpus(row["AllocTRES"])
+    untyped, parts = _gpus(row["AllocTRES"])
+    gpus = untyped + parts
     return Usage(
         job=job,
         name=row["JobName"],
@@ -173,6 +182,8 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
         gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else _gpu_share(row, steps, gpus),
+        nodes=expand(row["NodeList"]) if untyped else (),
+        untyped_gpus=untyped,
     )
 
 
@@ -190,19 +201,58 @@ def _gpu_share(job: Row, steps: Sequence[Row], gpus: float) -> float | None:
         said = tres(step["TRESUsageInAve"]).get("gres/gpuutil")
         if said:
             is_known = True
-            own = min(gpus, _gpus(step["AllocTRES"]) or gpus)
+            own = min(gpus, sum(_gpus(step["AllocTRES"])) or gpus)
             busy = float(said) / 100
             share = min(1.0, max(0.0, busy / own if busy > 1 else busy))
             used += share * own * min(elapsed_s, float(step["ElapsedRaw"] or elapsed_s))
     return min(1.0, used / (gpus * elapsed_s)) if is_known else None
 
 
-def _gpus(allocated: str) -> float:
-    """`gres/gpu=2,gres/gpu:h200=2` are two GPUs: the types add up to the whole. Parts by MIG count as such."""
+def _gpus(allocated: str) -> tuple[int, float]:
+    """GPUs of no type, and those of one, of which a part by MIG counts as that part.
+
+    `gres/gpu=2,gres/gpu:h200=2` are two GPUs: the types add up to the whole.
+    """
     found = parse_gres(allocated)
     typed = [gres for gres in found if gres.name == "gpu" and gres.type]
     untyped = total((gres for gres in found if not gres.type), "gpu") - sum(gres.count for gres in typed)
-    return max(0, untyped) + sum(gpu_share(gres.type) * gres.count for gres in typed)
+    return max(0, untyped), sum(gpu_share(gres.type) * gres.count for gres in typed)
+
+
+def with_mig(
+    usages: Sequence[Usage], snapshot: Snapshot, ask: Callable[[], Mapping[int, tuple[Gres, ...] | None]]
+) -> tuple[Usage, ...]:
+    """The jobs of sacct, where its TRES name no type and MIG divides GPUs of their nodes: with what these were.
+
+    A running job is as the queue has it. Of others slurmctld is asked, as long as it remembers them. Of those before,
+    instances of one size leave no doubt; of several sizes each counts as the average of what the nodes have now.
+
+    Args:
+        usages: all.
+        snapshot: the nodes, and the running jobs.
+        ask: what jobs held, by their numbers; called if there is need.
+    """
+    divided = {node.name for node in snapshot.nodes if node.mig}
+    in_doubt = [usage for usage in usages if usage.untyped_gpus and not divided.isdisjoint(usage.nodes)]
+    if not in_doubt:
+        return tuple(usages)
+    running = {str(job.job_id): job for job in snapshot.jobs if job.holds_resources}
+    of_nodes = {node.name: gpus_by_type(node.gres) for node in snapshot.nodes}
+    held: Mapping[int, tuple[Gres, ...] | None] | None = None
+    found = {}
+    for usage in in_doubt:
+        job = running.get(usage.job)
+        share, is_known = untyped_share([of_nodes], usage.nodes, usage.gpus)
+        if job and job.count("gpu") == usage.gpus:
+            share, is_known = job.gpus / usage.gpus, job.gpu_types_known
+        if not is_known:
+            held = ask() if held is None else held
+            types = gpus_by_type(held.get(int(usage.job)) or () if usage.job.isdecimal() else ())
+            if "" not in types and sum(types.values()) == usage.gpus:
+                share, is_known = untyped_share([{"": types}], [""], usage.gpus)[0], True
+        typed = usage.gpus - usage.untyped_gpus
+        found[usage.job] = replace(usage, gpus=typed + share * usage.untyped_gpus, gpu_types_known=is_known)
+    return tuple(found.get(usage.job, usage) for usage in usages)
 
 
 def _cpu_seconds(text: str) -> float:
@@ -231,10 +281,11 @@ def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tup
             account=job.account,
             partition=job.partitions[0],
             cpus=job.num_cpus,
-            gpus=job.count("gpu"),
+            gpus=job.gpus,
             start_s=job.start_s,
             end_s=None if job.holds_resources else job.end_s,
             gpus_known=job.job_id not in gpus_unknown,
+            gpu_types_known=job.gpu_types_known,
         )
         for job in jobs
         if job.start_s is not None and not job.is_pending

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from hetstream.slurm_plugin.client.model import Job, Node
 
@@ -20,6 +21,7 @@ class Counted:
 
     Attributes:
         cpus, gpus, mig, memory_mb: those that jobs hold or can be given.
+        gpus_with_mig: GPUs, where an instance of MIG counts as its share of one.
         cpus_held, gpus_held, mig_held, memory_held_mb: those that jobs hold; a GPU of which one has a shard is held.
     """
 
@@ -31,26 +33,29 @@ class Counted:
     gpus_held: int = 0
     mig_held: int = 0
     memory_held_mb: int = 0
+    gpus_with_mig: float = 0
+    gpus_with_mig_held: float = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What jobs hold, on all their nodes together."""
+    """What jobs hold, on all their nodes together; an instance of MIG counts as its share of a GPU."""
 
     cpus: int = 0
-    gpus: int = 0
+    gpus: float = 0
     memory_mb: int = 0
 
 
 def counted(nodes: Iterable[Node]) -> Counted:
     """What counts of some nodes."""
-    total = dict.fromkeys((field.name for field in fields(Counted)), 0)
+    total: dict[str, Any] = dict.fromkeys((field.name for field in fields(Counted)), 0)
     for node in nodes:
         for name, all_of_it, free in (
             ("cpus", node.cpus, node.cpus_free),
             ("gpus", node.gpus, node.gpus_free()),
             ("mig", node.mig, node.mig_free()),
             ("memory_mb", node.memory_mb, node.memory_free_mb),
+            ("gpus_with_mig", node.gpus_with_mig(), node.gpus_with_mig_free()),
         ):
             held = max(0, all_of_it - free)
             total[_HELD[name]] += held
@@ -58,7 +63,8 @@ def counted(nodes: Iterable[Node]) -> Counted:
     return Counted(**total)
 
 
-_HELD = {"cpus": "cpus_held", "gpus": "gpus_held", "mig": "mig_held", "memory_mb": "memory_held_mb"}
+_HELD = {"cpus": "cpus_held", "gpus": "gpus_held", "mig": "mig_held", "memory_mb": "memory_held_mb",
+         "gpus_with_mig": "gpus_with_mig_held"}  # fmt: skip
 
 
 def held_by(job: Job) -> Held:
@@ -69,4 +75,9 @@ def held_by(job: Job) -> Held:
     """
     if not job.holds_resources:
         return Held()
-    return Held(0 if job.state == "SUSPENDED" else job.num_cpus, job.count("gpu"), job.memory_mb)
+    return Held(0 if job.state == "SUSPENDED" else job.num_cpus, job.gpus, job.memory_mb)
+
+
+def whole_if_near(gpus: float) -> float:
+    """A number of GPUs to be shown: sevenths that make up whole ones are whole."""
+    return round(gpus) if abs(gpus - round(gpus)) < 1e-6 else round(gpus, 4)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, total
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, gpu_share, total
 
 _JOB_ID = re.compile(r"JobId=(\d+) ")
 _JOB_GRES = re.compile(r"(?<!\S)JOB_GRES=(\S+)")
@@ -49,6 +49,84 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
     gpus = tuple(Gres(name, kind, count) for (name, kind), count in held.items())
     asked = job.count("gpu")
     return replace(job, gres_held=gpus) if sum(gres.count for gres in gpus if gres.name == "gpu") > asked else job
+
+
+def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ...]:
+    """The jobs, with what each GPU without a type is on nodes that MIG divides.
+
+    Slurm accounts for gres/gpu without types unless the site names each (AccountingStorageTRES). What is in use on the
+    node, less what jobs hold that asked for a type, are the instances of the others; of an ended job it is all that the
+    node has. Instances of one size leave no doubt; of several sizes each counts as their average, so that together they
+    are what is in use.
+    """
+    divided = {node.name: node for node in nodes if node.mig}
+    if not divided:
+        return tuple(jobs)
+    jobs = [_with_asked_types(job) if not divided.keys().isdisjoint(job.nodes) else job for job in jobs]
+    left = {node.name: gpus_by_type(node.gres_used) for node in nodes}
+    for job in jobs:
+        if job.holds_resources and len(job.nodes) == 1 and job.nodes[0] in divided:
+            left[job.nodes[0]] -= Counter({kind: num for kind, num in gpus_by_type(job.amounts("gpu")).items() if kind})
+    everything = {node.name: gpus_by_type(node.gres) for node in nodes}
+    found = []
+    for job in jobs:
+        if not divided.keys().isdisjoint(job.nodes) and job.gpus and job.has_untyped_gpus:
+            counts = [left if job.holds_resources else everything, everything]
+            share, is_known = untyped_share(counts, job.nodes, job.count("gpu"))
+            job = replace(job, untyped_gpu_share=share, gpu_types_known=is_known)
+        found.append(job)
+    return tuple(found)
+
+
+def untyped_share(
+    counts: Iterable[Mapping[str, Counter[str]]], nodes: Collection[str], num_gpus: float
+) -> tuple[float, bool]:
+    """Which share of a GPU one is on average, and whether that leaves no doubt: all are alike, or a job has them all.
+
+    Args:
+        counts: of each node GPUs by type; the first that have any count.
+        nodes: of which.
+        num_gpus: that the job has.
+    """
+    for of_nodes in counts:
+        sums = sum((of_nodes.get(name, Counter[str]()) for name in nodes), Counter[str]())
+        shares = {kind: gpu_share(kind) for kind, num in sums.items() if num > 0}
+        if shares:
+            num = sum(sums[kind] for kind in shares)
+            weighed = sum(share * sums[kind] for kind, share in shares.items())
+            return weighed / num, len(set(shares.values())) == 1 or num == num_gpus
+    return 1.0, True
+
+
+def without_types(num_jobs: int) -> list[str]:
+    """The line about jobs whose GPUs count as an average; none where there are no such jobs."""
+    if not num_jobs:
+        return []
+    return [
+        f"of {num_jobs:,} job(s) on nodes with MIG instances of several sizes Slurm does not say which they held: each "
+        "counts as the average there. It says so with AccountingStorageTRES=gres/gpu,gres/gpu:TYPE for each type"
+    ]
+
+
+def _with_asked_types(job: Job) -> Job:
+    """Where all that a job holds is without a type, and it has, or asked for, as many of some types: these."""
+    held = gpus_by_type(job.gres_held or ())
+    has = gpus_by_type(gres for share in job.shares for gres in share.gres)
+    asked = gpus_by_type(replace(job, gres_held=None).amounts("gpu"))
+    others = tuple(gres for gres in job.gres_held or () if gres.name != "gpu")
+    for typed in (has, asked):
+        if set(held) == {""} and "" not in typed and sum(typed.values()) == held[""]:
+            return replace(job, gres_held=(*others, *(Gres("gpu", kind, num) for kind, num in typed.items())))
+    return job
+
+
+def gpus_by_type(gres: Iterable[Gres]) -> Counter[str]:
+    """How many GPUs of each type; of none under the empty name."""
+    found = Counter[str]()
+    for resource in gres:
+        if resource.name == "gpu":
+            found[resource.type] += resource.count
+    return found
 
 
 def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozenset[int]:

@@ -95,6 +95,8 @@ class Job:
         gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
         gres_held: what it holds on all nodes together, which is more than it asks for with `--exclusive`; None where
             nothing says so.
+        untyped_gpu_share: which share of a GPU each of those without a type is: 1, or less on nodes that MIG divides.
+        gpu_types_known: False where that share is an average, since nothing says which instances it holds.
         cpus_per_gpu: `--cpus-per-gpu` or its partition's DefCpuPerGPU. Of a pending job they are not in `num_cpus`.
         uid: of its user, by number; None where the source does not say. Owners are compared by it where it is known.
         nodes: where it runs.
@@ -145,6 +147,8 @@ class Job:
     num_restarts: int = 0
     work_dir: str = ""
     uid: int | None = None
+    untyped_gpu_share: float = 1.0
+    gpu_types_known: bool = True
 
     @property
     def label(self) -> str:
@@ -207,12 +211,31 @@ class Job:
 
     def count(self, name: str) -> int:
         """How many of one GRES it holds, or asks for, on all nodes together."""
+        return total(self.amounts(name), name)
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that it holds, or asks for, on all nodes together, where an instance of MIG counts as its share."""
+        return sum(
+            gres.count * (gpu_share(gres.type) if gres.type else self.untyped_gpu_share)
+            for gres in self.amounts("gpu")
+            if gres.name == "gpu"
+        )
+
+    @property
+    def has_untyped_gpus(self) -> bool:
+        """Whether nothing says of which type some of these are."""
+        return any(gres.name == "gpu" and not gres.type and gres.count for gres in self.amounts("gpu"))
+
+    def amounts(self, name: str) -> tuple[Gres, ...]:
+        """What of a GRES it holds, or asks for in one of the ways, on all nodes together."""
         if self.gres_held is not None:
-            return total(self.gres_held, name)
-        if self.gres_per_job and any(gres.name == name for gres in self.gres_per_job):
-            return total(self.gres_per_job, name)
-        per_node = total(self.gres_per_node, name) * max(1, self.num_nodes)
-        return per_node or total(self.gres_per_task, name) * max(1, self.num_tasks)
+            return self.gres_held
+        if any(gres.name == name for gres in self.gres_per_job):
+            return self.gres_per_job
+        if total(self.gres_per_node, name):
+            return self.gres_per_node * max(1, self.num_nodes)
+        return self.gres_per_task * max(1, self.num_tasks)
 
     def type_of(self, name: str) -> str:
         """The type of a GRES that it insists on; empty if any will do."""
@@ -324,15 +347,18 @@ class Node:
         """Parts of GPUs that a job could have now."""
         return sum(self.devices_free(kind) for kind in self._mig_types())
 
-    def gpu_capacity(self) -> float:
-        """How many GPUs it has, in use or to be had, where an instance of MIG counts as its share of one."""
+    def gpus_with_mig(self) -> float:
+        """GPUs, in use or to be had, where an instance of MIG counts as its share of one."""
         return sum(gpu_share(kind) * self._devices_of(kind) for kind in self.gpu_types)
+
+    def gpus_with_mig_free(self) -> float:
+        """Of these as many as jobs could have now."""
+        return self.gpus_free() + sum(gpu_share(kind) * self.devices_free(kind) for kind in self._mig_types())
 
     def gpu_share_free(self) -> float | None:
         """Which share of its GPUs is free, MIG instances by their slices; None without GPUs."""
-        free = self.gpus_free() + sum(gpu_share(kind) * self.devices_free(kind) for kind in self._mig_types())
-        whole = self.gpu_capacity()
-        return free / whole if whole else None
+        whole = self.gpus_with_mig()
+        return self.gpus_with_mig_free() / whole if whole else None
 
     def gpus_in_use(self) -> int:
         """Whole GPUs and parts of them that jobs hold, by GresUsed."""

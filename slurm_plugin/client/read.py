@@ -17,7 +17,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
-from hetstream.slurm_plugin.client.held import parse_held, with_held_gpus
+from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
@@ -71,7 +71,7 @@ class CommandReader:
             taken_s=time.time(),
             version=version,
             source=source,
-            jobs=with_held_gpus(jobs, nodes),
+            jobs=with_gpu_shares(with_held_gpus(jobs, nodes), nodes),
             nodes=with_reservations(nodes, reservations),
             partitions=self._partitions(),
             config=config,

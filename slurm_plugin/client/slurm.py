@@ -19,8 +19,8 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.sbatch_options import refuse_other_words
-from hetstream.slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
-from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus, with_told_gpus
+from hetstream.slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting, with_mig
+from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_gpu_shares, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
@@ -81,12 +81,15 @@ class CommandSlurm:
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
         if has_accounting(snapshot):
-            return from_sacct(self._environ, start_s, end_s)
+            return with_mig(from_sacct(self._environ, start_s, end_s), snapshot, self._reader.held_gpus)
         jobs = with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions)
+        jobs = with_gpu_shares(jobs, snapshot.nodes)
         asked, unknown = ended_on_whole_nodes(jobs, snapshot.nodes), frozenset[int]()
-        if asked:
-            jobs, unknown = with_told_gpus(jobs, asked, self._reader.held_gpus(), snapshot.nodes)
-        return from_queue(jobs, unknown)
+        in_doubt = {job.job_id for job in jobs if not job.gpu_types_known}
+        if asked or in_doubt:
+            jobs, unknown = with_told_gpus(jobs, asked | in_doubt, self._reader.held_gpus(), snapshot.nodes)
+            jobs = with_gpu_shares(jobs, snapshot.nodes)
+        return from_queue(jobs, unknown & asked)
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetstream.slurm_plugin.client.counted import held_by
+from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
 from hetstream.slurm_plugin.insight.shapes import alike_jobs
@@ -34,7 +34,7 @@ class Waiting:
 
     num_jobs: int = 0
     cpus: int = 0
-    gpus: int = 0
+    gpus: float = 0
     waited_s: float = 0.0
     longest_s: float = 0.0
 
@@ -69,7 +69,7 @@ class Sample:
         indicator: the mean of GoldMiner's indicator without its sign; None without GPUs.
         classes: how many nodes with GPUs are in each class of the indicator; see `class_of`.
         num_running: jobs that hold something; one that completes does not.
-        gpus_measured: GPUs of the jobs whose trainers tell how long they wait for data.
+        gpus_measured: GPUs of the jobs whose trainers tell how long they wait; an instance of MIG as its share.
         gpus_starved: of those, as many as their wait shares make up.
         waiting: cause -> the jobs that wait for it.
     """
@@ -87,7 +87,7 @@ class Sample:
     indicator: float | None
     classes: tuple[int, ...]
     num_running: int
-    gpus_measured: int
+    gpus_measured: float
     gpus_starved: float
     waiting: dict[str, Waiting]
 
@@ -179,7 +179,7 @@ def _sample(
         indicator=found.mean_abs_indicator,
         classes=tuple(classes),
         num_running=len(running),
-        gpus_measured=sum(measured.values()),
+        gpus_measured=whole_if_near(sum(measured.values())),
         gpus_starved=sum(gpus * wait_shares[label] for label, gpus in measured.items()),
         waiting=waiting,
     )
@@ -192,7 +192,7 @@ def _together(alike: Sequence[WaitingJob]) -> Waiting:
     return Waiting(
         num_jobs=num_jobs,
         cpus=job.num_cpus * num_jobs,
-        gpus=job.count("gpu") * num_jobs,
+        gpus=whole_if_near(job.gpus * num_jobs),
         waited_s=sum(pending_job.waited_s * count for pending_job, count in zip(alike, counts, strict=True)),
         longest_s=max(pending_job.waited_s for pending_job in alike),
     )
@@ -202,7 +202,7 @@ def _sum(parts: Sequence[Waiting]) -> Waiting:
     return Waiting(
         num_jobs=sum(part.num_jobs for part in parts),
         cpus=sum(part.cpus for part in parts),
-        gpus=sum(part.gpus for part in parts),
+        gpus=whole_if_near(sum(part.gpus for part in parts)),
         waited_s=sum(part.waited_s for part in parts),
         longest_s=max(part.longest_s for part in parts),
     )

@@ -46,12 +46,14 @@ class Utilisation:
         cpu_hours_used: of the hours below, those that the processes used.
         cpu_hours_measured: allocated hours of the jobs whose use is known.
         gpu_hours_used, gpu_hours_measured: the same for GPUs.
+        num_gpu_types_unknown: jobs whose instances of MIG count as an average.
         num_gpus_unknown: jobs that may have held more GPUs than they are counted with.
         wait_gpu_hours: GPU hours in which trainers waited for data, of hetstream's own jobs.
     """
 
     num_jobs: int = 0
     num_gpus_unknown: int = 0
+    num_gpu_types_unknown: int = 0
     cpu_hours: float = 0.0
     gpu_hours: float = 0.0
     cpu_hours_used: float = 0.0
@@ -69,6 +71,7 @@ class Utilisation:
         cpu_hours, gpu_hours = usage.cpus * hours, usage.gpus * hours
         self.num_jobs += 1
         self.num_gpus_unknown += not usage.gpus_known
+        self.num_gpu_types_unknown += not usage.gpu_types_known
         self.cpu_hours += cpu_hours
         self.gpu_hours += gpu_hours
         if usage.cpu_used_s is not None:
@@ -112,10 +115,10 @@ def together(usages: Iterable[Usage], window: Window) -> Utilisation:
     return everything
 
 
-def capacity(nodes: Sequence[Node], partition: str | None = None) -> tuple[int, int]:
-    """CPUs and GPUs that count now, of the nodes of one partition or of all."""
+def capacity(nodes: Sequence[Node], partition: str | None = None) -> tuple[int, float]:
+    """CPUs and GPUs that count now, of the nodes of one partition or of all; an instance of MIG as its share of one."""
     there = counted(node for node in nodes if partition is None or partition in node.partitions)
-    return there.cpus, there.gpus
+    return there.cpus, there.gpus_with_mig
 
 
 def share(part: float, whole: float) -> float | None:

@@ -16,6 +16,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from hetstream.slurm_plugin.client.counted import whole_if_near
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
@@ -301,7 +302,7 @@ def _longest_waits(seen: Observation) -> str:
             pending_job.job.label,
             pending_job.job.user,
             _short(pending_job.job.name),
-            pending_job.job.count("gpu"),
+            whole_if_near(pending_job.job.gpus),
             pending_job.job.num_cpus,
             pending_job.cause,
             duration(pending_job.waited_s),

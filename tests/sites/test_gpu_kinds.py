@@ -89,3 +89,32 @@ def test_shards_count_against_the_type_of_their_gpu(site: Any) -> None:
     assert site.blockers(waiting) == [
         ("GPUs", "it needs 2 GPUs on a node; of 1 node(s) with enough CPUs and memory the most free is 1 (gpu2)")
     ]
+
+
+def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site: Any, wait_until: Any) -> None:
+    """Three of the four instances, two large ones and a small one, are 7 sevenths, also on a drained node.
+
+    After the job's end, too: slurmctld is asked what the job had.
+    """
+    job = site.submit("-wgpu3", "--gpus=h100_3g.40gb:2,h100_1g.10gb:1", "-N1", "-c1", *SMALL)
+    site.settle(**{job: "RUNNING"})
+    assert site.told("jobs")["summary"]["gpus_held"] == 1
+    site.run("scontrol", "update", "NodeName=gpu3", "State=DRAIN", "Reason=test")
+    try:
+        told = site.told("jobs", "--details")
+        assert (told["summary"]["gpus_held"], told["notes"]) == (1, [])
+
+        def hours() -> tuple[float, float]:
+            summary = site.told("util", "-S", "now-1minute")["summary"]
+            return summary["gpu_hours"], summary["cpu_hours"]
+
+        # As many GPU hours as CPU hours: the job has one of each.
+        wait_until(lambda: hours()[1] > 0.002, 60, "seven seconds on record")
+        gpu_hours, cpu_hours = hours()
+        assert gpu_hours == pytest.approx(cpu_hours, rel=0.01)
+        site.run("scancel", job)
+        wait_until(lambda: not site.run("squeue", "--noheader", f"--jobs={job}"), 60, "its end")
+        gpu_hours, cpu_hours = hours()
+        assert gpu_hours == pytest.approx(cpu_hours, rel=0.01)
+    finally:
+        site.run("scontrol", "update", "NodeName=gpu3", "State=RESUME")

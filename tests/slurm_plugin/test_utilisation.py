@@ -78,7 +78,7 @@ def sacct_line(**more: str) -> str:
         "JobIDRaw": "7", "User": "alice", "Account": "lab", "Partition": "gpu", "State": "COMPLETED",
         "Start": "2026-11-20T16:00:00", "End": "2026-11-20T18:00:00", "ElapsedRaw": "7200", "AllocCPUS": "4",
         "AllocTRES": "billing=4,cpu=4,gres/gpu:h200=2,gres/gpu=2,mem=8G,node=1", "TotalCPU": "1-02:03:04",
-        "TRESUsageInAve": "", "TimelimitRaw": "60", "AdminComment": "", "JobName": "train",
+        "TRESUsageInAve": "", "TimelimitRaw": "60", "NodeList": "g1", "AdminComment": "", "JobName": "train",
     } | more  # fmt: skip
     return "\x1f".join(row[name] for name in SACCT_FIELDS) + "\n"
 

@@ -21,6 +21,7 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
+from hetstream.slurm_plugin.insight.het_job import explain_together
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
 from hetstream.slurm_plugin.insight.why import Blocker, Explainer, Explanation, Verdict, find_jobs
@@ -118,17 +119,20 @@ def report_of(
     explainer = Explainer(snapshot)
     found = [_with_packing(explainer.explain(job), packing or {}) for job in jobs]
     lines: list[str] = []
-    for explanation in found:
+    named = [(explanation.job.label, blocker) for explanation in found for blocker in explanation.blockers]
+    is_het = len(found) > 1 and all(explanation.job.het and explanation.job.is_pending for explanation in found)
+    if is_het:
+        found.sort(key=lambda explanation: explanation.job.het.offset if explanation.job.het else 0)
+        named = list(explain_together(snapshot, found))
+        lines = _het_lines(found, named, snapshot.taken_s)
+    for explanation in [] if is_het else found:
         lines += [*([""] if lines else []), *_lines(explanation, snapshot.taken_s)]
         if not explanation.job.is_pending and (reason := (packing or {}).get(explanation.job.label)):
             lines.append(f"packer    {reason}")
         lines += _told_lines(notices.get(explanation.job.label, Told()))
-    if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
-        lines.append("all components start together, and only when the backfill scheduler has a turn")
     blockers = [
-        {"job": explanation.job.label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
-        for explanation in found
-        for blocker in explanation.blockers
+        {"job": label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
+        for label, blocker in named
     ]
     facts = [
         {
@@ -144,7 +148,7 @@ def report_of(
         for explanation in found
     ]
     summary = {"job": name, "jobs": facts}
-    section = Section("blockers", _COLUMNS, blockers)
+    section = Section("blockers", _COLUMNS, blockers, most_lines=0 if is_het else None)
     return Report(meta_of("why", snapshot), summary, lines, (section,))
 
 
@@ -203,6 +207,29 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     lines.append(f"data workers would let it start now  {helps}{explanation.conversion.text}")
     if explanation.conversion.directive:
         lines.append(f"          add to the script: {explanation.conversion.directive}")
+    return lines
+
+
+def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]], now_s: float) -> list[str]:
+    """Lines on a pending heterogeneous job, four on the usual one: what all wait for, and what each component asks."""
+    leader = parts[0].job
+    number = leader.het.het_job_id if leader.het else leader.job_id
+    waiting = f", for {duration(now_s - leader.submit_s)}" if leader.submit_s else ""
+    planned = max((part.job.start_s for part in parts if part.job.start_s), default=0.0)
+    start = f", planned by Slurm to start in {duration(planned - now_s)}" if planned > now_s else ""
+    reasons = ", ".join(dict.fromkeys(part.job.reason or "no reason yet" for part in parts))
+    lines = [f"job {number} ({leader.name}) of {leader.user}: PENDING ({reasons}){waiting}{start}"]
+    if named:
+        label, blocker = named[0]
+        step = f"; next: {blocker.next_step}" if blocker.next_step else ""
+        lines.append(f"waits for {blocker.kind} (job {label}): {blocker.text}{step}")
+    lines += [
+        f"job {part.job.label} in {','.join(part.job.partitions)}: {part.job.num_nodes} node(s), each with "
+        f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {part.shape.memory_mb:,} MB; room now "
+        f"{compress(part.fits_on) or 'on no node'}"
+        for part in parts
+    ]
+    lines[-1] += "; all components start together, and only when the backfill scheduler has a turn"
     return lines
 
 

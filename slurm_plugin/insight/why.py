@@ -102,6 +102,7 @@ class Explainer:
         self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
         self._queue: list[Job] | None = None
+        self._components: dict[int, list[Job]] | None = None
         # By how many reservations begin before a job's end, and its own.
         self._kept_nodes: dict[tuple[int, str], Mask] = {}
         self._workers: dict[int, dict[str, int]] = {}
@@ -134,17 +135,24 @@ class Explainer:
 
     def _held_up_by_component(self, job: Job) -> Blocker | None:
         """The component that keeps one which has room from starting: all of them start together."""
-        if job.het is None:
-            return None
-        for other in self._snapshot.jobs:
-            if other.het is None or other.het.het_job_id != job.het.het_job_id or other is job or not other.is_pending:
-                continue
+        for other in self._other_components(job):
             _, lacking = self._room(shape_of(other), other)
             first = self._too_large_for_partition(other) or _said_by_slurm(other) or next(iter(lacking), None)
             if first is not None:
                 text = f"there is room now, but it starts together with {other.label}, and that waits: {first.text}"
                 return Blocker("component", text, first.next_step or f"hetstream why {other.label}")
         return None
+
+    def _other_components(self, job: Job) -> Iterable[Job]:
+        """The other components of a heterogeneous job that are pending, too."""
+        if job.het is None:
+            return ()
+        if self._components is None:
+            self._components = {}
+            for part in self._snapshot.jobs:
+                if part.het is not None and part.is_pending:
+                    self._components.setdefault(part.het.het_job_id, []).append(part)
+        return (other for other in self._components.get(job.het.het_job_id, ()) if other is not job)
 
     def conversion(self, job: Job) -> Verdict:
         """Whether data workers would let a pending job start now."""
@@ -184,6 +192,10 @@ class Explainer:
             said = _said_by_slurm(job)
             return (said.kind,) if said else ()
         return self._lacking(job) or (self._turn(job),)
+
+    def _is_held_up(self, job: Job) -> bool:
+        """Whether another component of it waits for something."""
+        return any(not other.waits_for_resources or self._lacking(other) for other in self._other_components(job))
 
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
@@ -303,7 +315,9 @@ class Explainer:
         return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
 
     def _turn(self, job: Job) -> str:
-        """The kind of what `_in_line` says, found without looking at all the jobs ahead."""
+        """The kind of what a job with room waits for, found without looking at all the jobs ahead."""
+        if job.het is not None and self._is_held_up(job):
+            return "component"
         place, turn = self._place(job), "scheduler"
         for name in job.partitions:
             if self._first_planned.get(name, place) < place:

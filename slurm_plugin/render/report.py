@@ -49,7 +49,7 @@ class Section:
         title: a line above it.
         empty: the line in its place when there are no rows.
         hosts: key of a column of node names: rows that are shown alike but for it become one, with a hostlist.
-        most_lines: that the table shows; None for all. JSON and CSV have all in any case.
+        most_lines: that the table shows; None for all, and 0 for no table. JSON and CSV have all in any case.
     """
 
     name: str
@@ -84,6 +84,8 @@ def as_table(report: Report, color: bool) -> list[str]:
     """The lines for a terminal; names in them may be anybody's."""
     lines = [printable(line) for line in report.lines]
     for section in report.sections:
+        if section.most_lines == 0:
+            continue
         if lines:
             lines.append("")
         if section.title:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.own_lock import own_lock
 from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.locks import FileLock
@@ -31,6 +31,7 @@ from hetstream.checkpoint.memory.store_files import (
     StoreFiles,
     StoreIdentity,
     list_stores,
+    stores_prefix,
 )
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _GRACE_S = 1.0
 # Two trainers of one identity that start at the same moment look for stores one after the other.
 _ALONE_TIMEOUT_S = 10.0
 _POLL_S = 0.002
+_LOCK_NAMES = 8
 
 
 def own_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
@@ -78,6 +80,7 @@ def newest_attempt(identity: StoreIdentity, roots: Iterable[Path]) -> int:
 def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
     """The dead trainer's store with the newest generation; others of the same identity are deleted."""
     found: list[tuple[StoreFiles, FileLock]] = []
+    refused: list[ForeignOwner] = []
     try:
         for files in (files for root in roots for files in list_stores(root, identity.prefix)):
             if files.path.name.startswith("."):
@@ -85,7 +88,7 @@ def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, File
             try:
                 files.check_owner()
             except ForeignOwner as error:
-                _log.warning("%s", error)
+                refused.append(error)
                 continue
             lock = _lock_dead(files, identity)
             if lock:
@@ -94,6 +97,9 @@ def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, File
         for _, lock in found:
             lock.release()
         raise
+    if refused:
+        # Anybody can make as many as he likes.
+        _log.warning("%s%s", refused[0], f". So are {len(refused) - 1} more" if len(refused) > 1 else "")
     ours = [store for store in found if identity.lineage.knows(store[0].read_start_id())]
     for files, lock in (store for store in found if store not in ours):
         with lock:
@@ -242,27 +248,15 @@ def _write_holder(files: StoreFiles, identity: StoreIdentity) -> None:
 
 @contextlib.contextmanager
 def _alone_in(root: Path) -> Iterator[None]:
-    """One trainer of this host after the other looks for its store. Locks the directory itself: no file is left."""
-    try:
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        yield  # what is wrong with it is said where it is used
-        return
-    try:
-        deadline_s = time.monotonic() + _ALONE_TIMEOUT_S
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline_s:
-                # Any user can lock this directory. Without the lock only twins of the same instant go unnoticed.
-                _log.warning(
-                    "%s has been locked by another process for %g s: fuser -v %s", root, _ALONE_TIMEOUT_S, root
-                )
-                break
-            time.sleep(_POLL_S)
+    """One trainer of this user after the other looks for its store. No lock: only twins of one instant go unnoticed."""
+    with contextlib.ExitStack() as held:
+        # Anybody can have the first names; all of the user's trainers come to the same one.
+        for number in range(_LOCK_NAMES):
+            try:
+                held.enter_context(own_lock(root / f"{stores_prefix()}lock-{number}", _ALONE_TIMEOUT_S))
+            except TimeoutError as error:
+                _log.warning("%s", error)
+            except OSError:
+                continue
+            break
         yield
-    finally:
-        # By name, and not by closing: a forked child may have a copy.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)

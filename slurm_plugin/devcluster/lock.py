@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from hetstream.base.own_lock import own_lock
 from hetstream.slurm_plugin.errors import DevclusterError
 
-POLL_INTERVAL_S = 0.05
-
-# Locking a directory that is there anyway leaves no lock file behind.
+# Root alone can make files there.
 MACHINE = Path("/run")
+_NAME = "hetstream-devcluster.lock"
 
 
 @contextmanager
@@ -22,27 +19,16 @@ def locked(directory: Path, timeout_s: float, purpose: str) -> Iterator[None]:
     """Hold the lock of `directory`; it goes with the process that holds it.
 
     Args:
-        directory: what to lock; it must exist.
+        directory: in which it is; it must exist, and be this user's or root's.
         timeout_s: how long to wait for another holder.
         purpose: for the message.
 
     Raises:
         DevclusterError: another process held it all the time.
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DevclusterError(
-                        f"another process has held the lock of {directory} for {timeout_s:g} s ({purpose}): "
-                        f"look at `fuser {directory}`"
-                    ) from None
-                time.sleep(POLL_INTERVAL_S)
+    with ExitStack() as held:
+        try:
+            held.enter_context(own_lock(directory / _NAME, timeout_s))
+        except TimeoutError as error:
+            raise DevclusterError(f"{error} ({purpose})") from None
         yield
-    finally:
-        os.close(descriptor)

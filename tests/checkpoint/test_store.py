@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import resource
@@ -22,7 +23,7 @@ from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, Foreign
 from hetstream.checkpoint.memory.mapped_slots import MappedSlots
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus
+from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.mounted import mounted_memory
@@ -414,6 +415,38 @@ def test_another_users_directory_under_our_name_is_not_touched(
     assert (foreign / "slot-0").read_bytes() == b"not ours"
     (foreign / "slot-0").unlink()
     foreign.rmdir()
+
+
+@needs_root
+def test_a_crowd_of_squatted_names_is_one_line(
+    identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    squatted = [shared_memory / f"{identity.prefix}{number:08x}" for number in range(2000)]
+    squatted += [shared_memory / f"{stores_prefix()}lock-{number}" for number in range(20)]
+    for path in squatted:
+        path.mkdir(0o700)
+        os.chown(path, 65534, 65534)
+    Store.open(identity, shared_memory=shared_memory).close()
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "owner 65534" in lines[0]
+    assert "1999 more" in lines[0]
+    for path in squatted:
+        path.rmdir()
+
+
+def test_who_locks_shared_memory_holds_no_trainer_up(
+    identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any user can lock a directory that all can open."""
+    descriptor = os.open(shared_memory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        Store.open(identity, shared_memory=shared_memory).close()
+    finally:
+        os.close(descriptor)
+    assert "locked by another process" not in caplog.text
+    assert "has held the lock" not in caplog.text
 
 
 def test_a_directory_that_is_open_to_others_is_not_used(identity: StoreIdentity, shared_memory: Path) -> None:

@@ -1,0 +1,77 @@
+"""A lock among processes of one user, which nobody else can hold. Used by trainers of a host and by devclusters.
+
+flock(2) takes any descriptor of a file or directory, so whoever may open one may lock it, and hold up everybody else
+for as long as he likes: /run and /dev/shm are open to all. The file of this lock can be opened by its owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetstream.base.files import UntrustedFile
+
+_POLL_S = 0.005
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@contextlib.contextmanager
+def own_lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold a lock; its file is made, and is gone afterwards.
+
+    Args:
+        path: of the file, in a directory where nobody else can put another one in its place; that may be sticky.
+        timeout_s: how long to wait for another holder.
+
+    Raises:
+        TimeoutError: another process of this user held it all the time.
+        UntrustedFile: what has this name is somebody else's, or can be opened by others, or is no file.
+        OSError: it cannot be made or opened.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        descriptor = os.open(path, _FLAGS, 0o600)
+        try:
+            _check(path, os.fstat(descriptor))
+            _wait_for(path, descriptor, timeout_s, deadline_s)
+            if not _is_named(path, descriptor):
+                continue  # who held it before has removed it meanwhile, and another one may be there
+            try:
+                yield
+            finally:
+                if _is_named(path, descriptor):
+                    os.unlink(path)
+            return
+        finally:
+            # By name, and not by closing alone: a child that was forked meanwhile may have a copy.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UntrustedFile(
+            f"{path} is no file of user {os.geteuid()} that others cannot open (owner {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}): somebody else could hold the lock. See: ls -l {path}"
+        )
+
+
+def _wait_for(path: Path, descriptor: int, timeout_s: float, deadline_s: float) -> None:
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"another process has held the lock {path} for {timeout_s:g} s: fuser -v {path}")
+        time.sleep(_POLL_S)
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False

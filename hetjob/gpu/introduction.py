@@ -14,12 +14,14 @@ import select
 import socket
 import struct
 import time
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from hetstream.base.text import printable, shortened
 from hetstream.base.typed_json import decode, encode
+from hetstream.base.unix_sockets import stranger_at
 from hetstream.hetjob.errors import GpuCoordinatorError, GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics, Work
@@ -33,7 +35,6 @@ UPGRADED = b"^"
 OTHER_WORK = b"w"
 # A coordinator that is there answers within milliseconds.
 _ANSWER_S = 2.0
-_CREDENTIALS = struct.Struct("3i")
 _TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -235,7 +236,7 @@ def ask(
         connection.connect(path)
         connection.settimeout(_ANSWER_S)
         reach("agent.connected")
-        _check_user(path, peer_of(connection)[1], coordinator_uid)
+        _check_user(path, connection, coordinator_uid)
         connection.send(message)
         reach("agent.introduced")
         text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, num_descriptors, socket.MSG_CMSG_CLOEXEC)
@@ -250,15 +251,10 @@ def ask(
         raise
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket, by the kernel's word."""
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(pid), int(uid)
-
-
-def _check_user(path: str, uid: int, coordinator_uid: int | None) -> None:
+def _check_user(path: str, connection: socket.socket, coordinator_uid: int | None) -> None:
     """Whoever makes the pages can end their readers, and say when they run: not anybody may."""
-    if uid not in {0, os.geteuid(), coordinator_uid}:
+    uid = stranger_at(Path(path), connection, [coordinator_uid])
+    if uid is not None:
         raise GpuCoordinatorError(
             f"user {uid} listens at {path}, and the coordinator of GPUs would be root's, or of the user that "
             "HETSTREAM_GPU_COORDINATOR_UID names: it is not asked"

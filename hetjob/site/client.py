@@ -5,11 +5,13 @@ Every wait has a deadline. Nothing here decides anything.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
 from dataclasses import dataclass
 
+from hetstream.base.unix_sockets import stranger_at
 from hetstream.hetjob.errors import SiteClosed, SiteError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
@@ -83,6 +85,12 @@ def _connected(address: UnixAddress | TcpAddress, deadline: _Deadline) -> socket
         left_us = max(1, int(deadline.left_s() * 1e6))  # 0 would be no limit
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(left_us, 10**6)))
         connection.connect(str(address.path))
+        uid = stranger_at(address.path, connection)
+        if uid is not None:
+            raise SiteError(
+                f"user {uid} listens at {address}, who is neither root nor user {os.geteuid()}, nor has root given "
+                f"{address.path.parent} to him alone: he is not asked"
+            )
     except BaseException:
         connection.close()
         raise

@@ -6,12 +6,11 @@ import contextlib
 import os
 import resource
 import socket
-import struct
 import time
 
 from hetstream.base.places import Places
+from hetstream.base.unix_sockets import peer_of
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A connection that cannot be taken stays, and with it the listener's readiness: without a pause the thread would spin.
 _PAUSE_S = 0.01
 
@@ -29,8 +28,7 @@ def most_unproven(most: int) -> int:
 
 def is_own_user(connection: socket.socket) -> bool:
     """Whether the peer runs as this process's user (SO_PEERCRED, unix(7))."""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.geteuid())
+    return peer_of(connection)[1] == os.geteuid()
 
 
 def accept_peer(listener: socket.socket) -> socket.socket | None:

@@ -7,20 +7,21 @@ pieces, and a process that does not talk as it should is dropped: then it counts
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
 import socket
-import stat
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.base.access import unsafe_above
+from hetstream.base.access import UntrustedFile
 from hetstream.base.errors import HetstreamError
 from hetstream.base.places import Places
 from hetstream.base.typed_json import encode
+from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import GpuJobRefused, GpuTaken
 from hetstream.hetjob.gpu.faults import reach
 from hetstream.hetjob.gpu.introduction import (
@@ -30,7 +31,6 @@ from hetstream.hetjob.gpu.introduction import (
     UPGRADED,
     Answer,
     Introduction,
-    peer_of,
     read_introduction,
 )
 from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
@@ -494,32 +494,15 @@ class Coordinator:
 
 
 def _listen(path: Path) -> socket.socket:
-    if reason := unsafe_above(path):
-        raise HetstreamError(f"the coordinator does not listen at {path}: {reason}")
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise HetstreamError(f"{path} is there, and is no socket: it is not replaced. Give another --socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            probe.setblocking(False)  # one that is stopped, with a full queue, listens as well
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-            except BlockingIOError:
-                raise _taken(path) from None
-            else:
-                raise _taken(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(str(path))
-        os.chmod(path, _MODE)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _taken(path: Path) -> HetstreamError:
-    return HetstreamError(f"another coordinator of GPUs listens at {path}. Stop it, or give another --socket")
+        return listen_at(path, socket.SOCK_SEQPACKET, _MODE, _BACKLOG)
+    except UntrustedFile as error:
+        raise HetstreamError(f"the coordinator does not listen at {path}: {error.strerror}") from error
+    except FileExistsError as error:
+        raise HetstreamError(f"{path}: {error.strerror}. Give another --socket") from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise HetstreamError(
+            f"another coordinator of GPUs listens at {path}. Stop it, or give another --socket"
+        ) from error

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -23,6 +23,7 @@ import msgspec
 from hetstream.base.errors import ConfigError, HetstreamError
 from hetstream.base.places import Places
 from hetstream.base.turns import Turns
+from hetstream.base.unix_sockets import listen_at, peer_of
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import TcpAddress, UnixAddress
 from hetstream.hetjob.site.gpus import AskGpus, ReportGpus
@@ -67,6 +68,7 @@ log = logging.getLogger(__name__)
 # A question is asked within milliseconds; who takes longer is broken, or wants to be in the way.
 _CONNECTION_S = 5.0
 _MAX_CONNECTIONS = 256
+_BACKLOG = 128
 # More of one user (over TCP: of one host) make room for each other, and nobody waits behind more of them than these.
 _MAX_OF_ONE = 64
 # Questions of one user (over TCP: of one host) a second; whoever asks more waits for his turn. All jobs of a site
@@ -81,8 +83,6 @@ _SAY_AGAIN_S = 60.0
 _NUM_DECODERS = 4
 # Of an answer, what is handed to the kernel at once: many who read a large one slowly cost no memory.
 _PIECE_BYTES = 64 << 10
-# struct ucred: pid, uid, gid (unix(7)).
-_UCRED = struct.Struct("3i")
 
 
 class Daemon:
@@ -161,10 +161,9 @@ class Daemon:
         address = self._options.settings.address
         try:
             if isinstance(address, UnixAddress):
-                _refuse_taken(address)
-                server: asyncio.Server = await asyncio.start_unix_server(self._accept, address.path, backlog=128)
                 # Anybody may ask: the kernel says who it is.
-                address.path.chmod(0o666)
+                listener = listen_at(address.path, socket.SOCK_STREAM, 0o666, _BACKLOG)
+                server: asyncio.Server = await asyncio.start_unix_server(self._accept, sock=listener, backlog=_BACKLOG)
                 return server, str(address)
             if isinstance(address, TcpAddress):
                 if address.reader_uid() != os.geteuid():
@@ -173,10 +172,14 @@ class Daemon:
                         f"{os.geteuid()}. Start the daemon as {address.user}, or name its user in the address"
                     )
                 _check_munge(self._munge, address)
-                server = await asyncio.start_server(self._accept, address.host, address.port, backlog=128)
+                server = await asyncio.start_server(self._accept, address.host, address.port, backlog=_BACKLOG)
                 port = server.sockets[0].getsockname()[1]
                 return server, str(TcpAddress(address.user, address.host, port))
         except OSError as error:
+            if isinstance(address, UnixAddress) and error.errno == errno.EADDRINUSE:
+                raise ServeError(
+                    f"{address} is in use by another daemon. Stop that one, or give another --address"
+                ) from error
             raise ServeError(
                 f"{address} cannot be listened on: {error.strerror or error}. Give another --address"
             ) from error
@@ -402,8 +405,7 @@ class Daemon:
 def _user_of(writer: asyncio.StreamWriter) -> int:
     """The user id of the peer at a Unix socket, by the kernel's word."""
     peer: socket.socket = writer.get_extra_info("socket")
-    _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(uid)
+    return peer_of(peer)[1]
 
 
 def _check_munge(munge: Munge, address: TcpAddress) -> None:
@@ -415,13 +417,3 @@ def _check_munge(munge: Munge, address: TcpAddress) -> None:
             f"{address} needs MUNGE, here and on all nodes with jobs: {error}. A cluster with AuthType=auth/slurm may "
             "have none: run munged beside it, or listen at a unix: address, for jobs of this host alone"
         ) from error
-
-
-def _refuse_taken(address: UnixAddress) -> None:
-    """A socket that nobody listens at is a dead daemon's, and is replaced."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(address.path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise ServeError(f"{address} is in use by another daemon. Stop that one, or give another --address")

@@ -13,6 +13,7 @@
     ├── StillInUse               slurm.conf names files that were to be removed
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
+    ├── UnsafePlace              somebody else could change what is believed there
     ├── UnknownJob               no such job in the queue
     ├── HistoryError             the file with a cluster's history, or with that of its jobs, cannot be used
     ├── ModelError               the resource model has nothing to be fitted to, or lacks a library
@@ -54,6 +55,7 @@ __all__ = [
     "TeardownFailed",
     "UnknownJob",
     "UnreadableAnswer",
+    "UnsafePlace",
     "UnsupportedSlurm",
 ]
 
@@ -115,6 +117,10 @@ class UnreadableAnswer(HetstreamError):
 
 class UnsupportedSlurm(HetstreamError):
     """The cluster's Slurm is older than hetstream reads."""
+
+
+class UnsafePlace(HetstreamError):
+    """Somebody else than root and this user could change what is believed in a directory."""
 
 
 class UnknownJob(HetstreamError):

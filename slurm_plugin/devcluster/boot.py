@@ -116,6 +116,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
 
     Raises:
         ClusterExists: a cluster or something else is in the state directory.
+        UnsafePlace: somebody else than root could change what is there, or put another directory in its place.
         BootFailed: a daemon ended, the nodes were not idle in time, or there are no control groups where some were
             asked for; nothing is left behind.
         SlurmMissing: programs for its kind of site are not there.
@@ -304,7 +305,7 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
     munged = [
         str(programs.munged),
         "--foreground",
-        # munged refuses directories that it thinks others could write to; this one is root's own.
+        # munged refuses directories that it thinks others could write to; that this is root's own, `boot` has seen to.
         "--force",
         f"--key-file={run}/munge.key",
         f"--socket={spec.munge_socket}",

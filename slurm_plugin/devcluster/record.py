@@ -1,27 +1,36 @@
 """The files by which a cluster is found again: `cluster.json` (what it is) and `daemons.json` (what runs).
 
 Called by boot.py, supervisor.py, teardown.py and the command line. A directory without `cluster.json` is not a
-cluster's and is never removed.
+cluster's and is never removed. Commands that a record names are run, and processes that it names are killed, by root:
+so it is read only where nobody else could have written it, and each of its fields is checked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetstream.base.files import Directory, UntrustedFile
 from hetstream.hetjob.convert_class import PARTITIONS_VARIABLE
-from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost
-from hetstream.slurm_plugin.errors import DevclusterError
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost, plan_network
+from hetstream.slurm_plugin.devcluster.spec import NAME_RULE
+from hetstream.slurm_plugin.errors import DevclusterError, UnsafePlace
+from hetstream.slurm_plugin.safe_place import check_place
 
 RECORD_FILE = "cluster.json"
 DAEMONS_FILE = "daemons.json"
 
 # In the environment of every daemon: `down` finds the processes by it.
 MARKER_VARIABLE = "HETSTREAM_DEVCLUSTER"
+# A cluster of 64 nodes has 15 KiB.
+_MOST_BYTES = 1 << 20
+_TOKEN_RULE = re.compile(r"[0-9a-f]{8}")
+_PARTITION_RULE = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,12 @@ def write_record(record: ClusterRecord) -> None:
 
 
 def read_record(state_dir: Path) -> ClusterRecord | None:
-    """The record in `state_dir`, or None if no cluster was begun there."""
+    """The record in `state_dir`, or None if no cluster was begun there.
+
+    Raises:
+        UnsafePlace: somebody else than root and this user could have written it.
+        DevclusterError: it is not what `up` writes.
+    """
     fields = _read_json(state_dir / RECORD_FILE)
     if fields is None:
         return None
@@ -107,9 +121,28 @@ def read_record(state_dir: Path) -> ClusterRecord | None:
         if network := fields.get("network"):
             network["hosts"] = tuple(VirtualHost(**host) for host in network["hosts"])
             fields["network"] = ClusterNetwork(**network)
-        return ClusterRecord(**fields)
-    except (KeyError, TypeError) as exc:
+        record = ClusterRecord(**fields)
+        _check(record, state_dir)
+        return record
+    except (KeyError, TypeError, ValueError) as exc:
         raise _damaged(state_dir / RECORD_FILE, exc) from exc
+
+
+def _check(record: ClusterRecord, state_dir: Path) -> None:
+    """Whether each field that becomes part of a path or a command, or says what is killed, is what `up` writes."""
+    name, _, token = record.cluster_name.rpartition("-")
+    if not (NAME_RULE.fullmatch(record.name) and name == record.name and _TOKEN_RULE.fullmatch(token)):
+        raise ValueError(f"{record.cluster_name!r} is no ClusterName of a cluster called {record.name!r}")
+    for text in (*record.nodes, *record.partitions, record.opportunistic or "none"):
+        if not _PARTITION_RULE.fullmatch(text):
+            raise ValueError(f"{text!r} is no name of a node or partition")
+    if not os.path.samefile(record.state_dir, state_dir):
+        raise ValueError(f"it is of a cluster in {record.state_dir}")
+    network = record.network
+    if network is not None and network != plan_network(record.cluster_name, record.nodes, network.subnet):
+        raise ValueError("its network is none of this cluster's")
+    if record.path_prefix:
+        check_place(Path(record.path_prefix).absolute())
 
 
 def write_daemons(state_dir: Path, daemons: list[DaemonState]) -> None:
@@ -120,7 +153,7 @@ def write_daemons(state_dir: Path, daemons: list[DaemonState]) -> None:
 def read_daemons(state_dir: Path) -> list[DaemonState]:
     """What the supervisor last wrote; nothing before it wrote."""
     fields = _read_json(state_dir / DAEMONS_FILE) or {"daemons": []}
-    return [DaemonState(**daemon) for daemon in fields["daemons"]]
+    return [DaemonState(**{**daemon, "pid": int(daemon["pid"])}) for daemon in fields["daemons"]]
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
@@ -130,11 +163,15 @@ def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
+    check_place(path.parent)
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        with Directory.open(path.parent) as directory:
+            fields: dict[str, Any] = json.loads(directory.read(path.name, _MOST_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as exc:
+    except UntrustedFile as exc:
+        raise UnsafePlace(str(exc)) from exc
+    except (OSError, ValueError) as exc:
         raise _damaged(path, exc) from exc
     return fields
 

@@ -32,6 +32,7 @@ from hetstream.slurm_plugin.devcluster.programs import (
 from hetstream.slurm_plugin.devcluster.spec import RootPaths
 from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 from hetstream.slurm_plugin.install.umask import readable_by_all
+from hetstream.slurm_plugin.safe_place import check_place
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 
@@ -131,8 +132,11 @@ def prepare_root(version: str, cache_dir: Path, progress: Progress, *, accountin
     Raises:
         SlurmMissing: the machine lacks apt or Debian's keys.
         InstallFailed: apt failed, or the Debian release carries another Slurm by now.
+        UnsafePlace: somebody else than root and this user could have put programs there.
     """
     root = root_of(version, cache_dir, accounting=accounting)
+    check_place(root.directory)
+    check_place(cache_dir)
     if root.directory.exists():
         return root
     keyring = next((path for path in KEYRINGS if path.exists()), None)

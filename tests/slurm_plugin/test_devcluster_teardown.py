@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ SLEEP = ["sleep", "600"]
 def record_of(state_dir: Path, *, ready: bool = True) -> ClusterRecord:
     return ClusterRecord(
         name="unit",
-        cluster_name=f"unit-{os.getpid()}-{state_dir.name}",
+        cluster_name=f"unit-{zlib.crc32(str(state_dir).encode()):08x}",
         state_dir=str(state_dir),
         slurm_version="22.05.8",
         nodes=("gpu0",),

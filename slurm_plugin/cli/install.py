@@ -19,6 +19,7 @@ from hetstream.hetjob.gpu import STARTUP_DIRECTORY
 from hetstream.slurm_plugin.install.installation import (
     HOOKS,
     LUA_DIR,
+    SETTINGS_OF_USR,
     Action,
     as_json,
     hook_lines,
@@ -164,9 +165,8 @@ def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Na
 
 
 def _places(prefix: Path) -> tuple[Path, Path]:
-    # What belongs to /usr has its settings in /etc: https://refspecs.linuxfoundation.org/FHS_3.0/fhs/ch03s07.html
-    settings = Path("/etc") if prefix == Path("/usr") else prefix / "etc"
-    return prefix / "share/hetstream/lua", settings / "hetstream/policy.lua"
+    settings = SETTINGS_OF_USR if prefix == Path("/usr") else prefix / "etc/hetstream"
+    return prefix / "share/hetstream/lua", settings / "policy.lua"
 
 
 def _notes(prefix: Path, slurm_dir: Path | None, actions: list[Action]) -> list[str]:

@@ -2,7 +2,9 @@
 
 Only what it placed itself, and nobody has changed since, is ever replaced or removed: a record beside the files holds
 their checksums. A site's own Lua file is moved aside, loaded first by the hook that takes its name, and moved back.
-It never touches slurm.conf and starts no daemon.
+It never touches slurm.conf and starts no daemon. Root runs it, and what it places is run by slurmctld and by jobs: so
+nobody but root and this user may be able to change anything where files and record are, and the record cannot name
+what `install` does not place.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
+from hetstream.base.files import Directory, UntrustedFile
+from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse, UnsafePlace
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for, programs_asked_for
 from hetstream.slurm_plugin.install.umask import readable_by_all
+from hetstream.slurm_plugin.safe_place import check_place
 
 LUA_DIR = Path(__file__).parents[1] / "lua"
 HOOKS = {
@@ -27,6 +31,9 @@ HOOKS = {
 }
 RECORD = "share/hetstream/install.json"
 RECORD_VERSION = 1
+_MOST_RECORD_BYTES = 1 << 20
+# What belongs to /usr has its settings in /etc: https://refspecs.linuxfoundation.org/FHS_3.0/fhs/ch03s07.html
+SETTINGS_OF_USR = Path("/etc/hetstream")
 _LUA_PATH_FORBIDS = set('"\\\n\r\0')
 
 
@@ -116,12 +123,17 @@ def read_record(prefix: Path) -> Record | None:
 
     Raises:
         DamagedRecord: the record is not what install writes.
+        UnsafePlace: somebody else than root and this user could have written it, or changed what it names.
     """
     path = prefix / RECORD
+    _check_place(prefix, path)
     try:
-        text = path.read_text()
-    except FileNotFoundError:
+        with Directory.open(path.parent) as directory:
+            text = directory.read(path.name, _MOST_RECORD_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except UntrustedFile as error:
+        raise UnsafePlace(f"{error}. Nothing was changed") from error
     try:
         fields: dict[str, Any] = json.loads(text)
         if fields["version"] != RECORD_VERSION:
@@ -130,11 +142,51 @@ def read_record(prefix: Path) -> Record | None:
                 "changed: uninstall with the release of hetstream that installed, then install this (docs/upgrade.md)"
             )
         files, moved = ({str(key): str(fields[name][key]) for key in fields[name]} for name in ("files", "moved"))
-        return Record(files, moved, tuple(str(directory) for directory in fields["directories"]))
+        record = Record(files, moved, tuple(str(directory) for directory in fields["directories"]))
+        _check_record(record, prefix)
+        return record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedRecord(
             f"{path} is not a record of hetstream install ({error}). Nothing was changed; compare the files by hand"
         ) from error
+
+
+def _check_record(record: Record, prefix: Path) -> None:
+    """Whether it names only what `install` places: files below the prefix, settings, and hooks.
+
+    Raises:
+        ValueError: it names something else.
+        UnsafePlace: somebody else could have a hand in what it names.
+    """
+    roots = [prefix, *([SETTINGS_OF_USR] if prefix == Path("/usr") else [])]
+    for name in (*record.files, *record.moved.values(), *record.directories):
+        if name != os.path.normpath(name) or not name.startswith("/"):
+            raise ValueError(f"{name!r} is no path that install writes")
+    for name, aside in record.moved.items():
+        if name not in record.files or Path(name).name not in HOOKS or aside != str(site_name(Path(name))):
+            raise ValueError(f"{aside!r} is no place of what was moved from {name!r}")
+    for path in map(Path, record.files):
+        if path.name not in HOOKS and not any(path.is_relative_to(root) for root in roots):
+            raise ValueError(f"{str(path)!r} is not below {prefix}")
+        _check_place(prefix, path)
+    for directory in map(Path, record.directories):
+        if not any(directory.is_relative_to(root) or root.is_relative_to(directory) for root in roots):
+            raise ValueError(f"{str(directory)!r} is not below {prefix}")
+
+
+def _check_place(prefix: Path, path: Path) -> None:
+    """Refuse the directory of a file in which somebody else could do something, or that a link takes out of the prefix.
+
+    Raises:
+        UnsafePlace: it is such a one.
+    """
+    check_place(path.parent)
+    root = Path(os.path.realpath(prefix))
+    if path.is_relative_to(prefix) and not Path(os.path.realpath(path.parent)).is_relative_to(root):
+        raise UnsafePlace(
+            f"{path.parent} leads by a link to {os.path.realpath(path.parent)}, out of {prefix}: nothing is placed or "
+            "removed there. Give the directory as --prefix in which the files are to be"
+        )
 
 
 def install(
@@ -150,8 +202,37 @@ def install(
 
     Returns:
         What was done, or would be.
+
+    Raises:
+        DamagedRecord: the record of an earlier installation is not what install writes.
+        UnsafePlace: somebody else than root and this user could change something where a file is to be.
     """
     record = read_record(prefix) or Record({}, {}, ())
+    for path in {path.parent: path for path in (*files, *hooks)}.values():
+        _check_place(prefix, path)
+    actions, texts, moved = _plan(record, files, hooks)
+    if dry_run:
+        return actions
+    writes = [action.path for action in actions if action.what in ("create", "replace")]
+    with readable_by_all():
+        parents = [parent for path in (*writes, str(prefix / RECORD)) for parent in _missing_parents(Path(path))]
+        directories = tuple(dict.fromkeys((*record.directories, *map(str, parents))))
+        for parent in parents:
+            parent.mkdir(exist_ok=True)
+        # The record comes first: whatever interrupts the rest, uninstall knows what to look for.
+        digests = {**record.files, **{path: _sha256(texts[path]) for path in writes}}
+        _write(prefix / RECORD, _record_text(Record(digests, moved, directories)))
+        for name in writes:
+            if name in moved and name not in record.moved:
+                os.link(name, moved[name], follow_symlinks=False)
+            _write(Path(name), texts[name])
+    return actions
+
+
+def _plan(
+    record: Record, files: Mapping[Path, str], hooks: Mapping[Path, tuple[str, str]]
+) -> tuple[list[Action], dict[str, str], dict[str, str]]:
+    """What `install` does, with the texts of all files and where sites' own files go, by path."""
     actions: list[Action] = []
     placed: dict[Path, str] = {}
     moved = dict(record.moved)
@@ -179,23 +260,7 @@ def install(
             actions.append(Action("replace", str(path)))
         else:
             actions.append(Action("keep", str(path), "not placed by hetstream, or changed since"))
-    if dry_run:
-        return actions
-    texts = {str(path): text for path, text in {**files, **placed}.items()}
-    writes = [action.path for action in actions if action.what in ("create", "replace")]
-    with readable_by_all():
-        parents = [parent for path in (*writes, str(prefix / RECORD)) for parent in _missing_parents(Path(path))]
-        directories = tuple(dict.fromkeys((*record.directories, *map(str, parents))))
-        for parent in parents:
-            parent.mkdir(exist_ok=True)
-        # The record comes first: whatever interrupts the rest, uninstall knows what to look for.
-        digests = {**record.files, **{path: _sha256(texts[path]) for path in writes}}
-        _write(prefix / RECORD, _record_text(Record(digests, moved, directories)))
-        for name in writes:
-            if name in moved and name not in record.moved:
-                os.link(name, moved[name], follow_symlinks=False)
-            _write(Path(name), texts[name])
-    return actions
+    return actions, {str(path): text for path, text in {**files, **placed}.items()}, moved
 
 
 def put_below(destdir: Path, files: Mapping[Path, str], *, dry_run: bool) -> list[Action]:
@@ -228,6 +293,7 @@ def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Actio
 
     Raises:
         StillInUse: slurm.conf still asks for a hook that would be gone. Nothing was changed.
+        DamagedRecord, UnsafePlace: as `read_record`.
     """
     record = read_record(prefix)
     if record is None:

@@ -27,6 +27,7 @@ from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
+from hetstream.slurm_plugin.safe_place import check_place
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +55,16 @@ class Store:
 
     Raises:
         DaemonStateError: another daemon has it, or the file is damaged or another program's.
+        UnsafePlace: somebody else than root and this user could change what is there.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / STATE_FILE
         self._has_said_damage = False
+        check_place(directory.absolute())
         with self._named():
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._take_lock(directory)
             with self._named():

@@ -1,4 +1,4 @@
-"""Directories whose files services and root believe: records, programs, state. Used by `devcluster`, `install` and the daemon."""
+"""Directories whose files are believed: records, programs, state. Used by `devcluster`, `install` and the daemon."""
 
 from __future__ import annotations
 

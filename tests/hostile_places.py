@@ -1,0 +1,303 @@
+"""Places that somebody else has prepared, or changes at any moment: entry points run in them as root or as a user.
+
+A `Scenario` says what is opened by name, what it should be, what a stranger would put there, and how it is used. Each
+runs in every kind of `Dirt`. Where a stranger can put one thing in the place of another, he does so once before the
+entry point begins, and once at each moment at which it opens, makes, lists, renames or runs something: Python tells of
+those moments (`sys.addaudithook`), so no race has to be won. The stranger is a process of another user, and does what
+the kernel lets him do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError
+from tests.base.users import STRANGER, VICTIM
+
+# A group of both of them that no account has.
+TEAM = 54400
+EVIL = "EVIL"
+PRECIOUS = "what root has kept for years"
+# Moments at which something is reached by its name: https://docs.python.org/3/library/audit_events.html
+_MOMENTS = (
+    "open", "os.", "shutil.", "tempfile.", "subprocess.Popen", "sqlite3.connect", "socket.connect", "socket.bind",
+    "ctypes.dlopen", "glob.glob", "pathlib.Path.glob", "fcntl.flock",
+)  # fmt: skip
+_MOST_MOMENTS = 80
+_OWN_FILES = (
+    sys.prefix,
+    sys.base_prefix,
+    str(Path(__file__).resolve().parents[1]),
+    "/proc/",
+    "/usr/",
+    "/dev/",
+    "/etc/",
+)
+
+
+class Dirt(enum.Enum):
+    """What is wrong with a place."""
+
+    FOREIGN = "it is a stranger's"
+    LINKED = "a stranger has put a link there"
+    STICKY = "it is in a sticky directory, which is a stranger's"
+    GROUP = "it is in a directory of a group, in which a stranger is"
+    SWAPPED = "it is in a directory in which all can write"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One entry point.
+
+    Attributes:
+        plant: as a stranger, put what harms at a path.
+        act: use what is at a path; what it returns is what the user would believe. Errors of hetstream and of the
+            operating system are refusals.
+        prepare: make what should be at a path, as the user; nothing by default.
+        uid: who the user is.
+        must_refuse: also where nothing of the stranger's was believed: what is made there would be in his hands.
+        kinds: of dirt.
+    """
+
+    plant: Callable[[Path, Place], object]
+    act: Callable[[Path], object]
+    prepare: Callable[[Path], object] = lambda _: None
+    uid: int = VICTIM
+    must_refuse: bool = False
+    kinds: tuple[Dirt, ...] = tuple(Dirt)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a scenario runs.
+
+    Attributes:
+        base: root's; others may look.
+        loot: a directory of the user's, with a file that nobody may change.
+        marks: where programs of the stranger's say that they ran, and as whom.
+    """
+
+    base: Path
+    parent: Path = field(init=False)
+    evil: Path = field(init=False)
+    loot: Path = field(init=False)
+    marks: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("parent", "evil", "loot", "marks"):
+            object.__setattr__(self, name, self.base / name)
+
+    @property
+    def target(self) -> Path:
+        return self.parent / "thing"
+
+    @property
+    def precious(self) -> Path:
+        return self.loot / "precious"
+
+    def script(self) -> str:
+        """A program of the stranger's."""
+        return f"#!/bin/sh\nid -u > {self.marks}/ran-$(id -u)\necho {EVIL}\n"
+
+
+@contextlib.contextmanager
+def place_of(dirt: Dirt, scenario: Scenario) -> Iterator[Place]:
+    """A place of one kind, with what should be there, or what a stranger has put there."""
+    place = Place(Path(tempfile.mkdtemp(prefix="hetstream-hostile-", dir="/tmp")))
+    place.base.chmod(0o755)
+    owner, mode, group = {
+        Dirt.FOREIGN: (STRANGER, 0o755, STRANGER), Dirt.LINKED: (scenario.uid, 0o1777, scenario.uid),
+        Dirt.STICKY: (STRANGER, 0o1777, STRANGER), Dirt.GROUP: (scenario.uid, 0o775, TEAM),
+        Dirt.SWAPPED: (scenario.uid, 0o777, scenario.uid),
+    }[dirt]  # fmt: skip
+    if dirt is Dirt.LINKED:
+        owner = 0
+    for directory, uid, gid, bits in (
+        (place.parent, owner, group, mode), (place.evil, STRANGER, STRANGER, 0o755),
+        (place.loot, scenario.uid, scenario.uid, 0o755), (place.marks, 0, 0, 0o777),
+    ):  # fmt: skip
+        directory.mkdir()
+        os.chown(directory, uid, gid)
+        directory.chmod(bits)
+    place.precious.write_text(PRECIOUS)
+    os.chown(place.precious, scenario.uid, scenario.uid)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place.base)
+
+
+def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bool]:
+    """Let a scenario run once.
+
+    Args:
+        dirt: of the place.
+        scenario: what runs.
+        moment: at which the stranger acts: 0 before it begins, 1 at the first moment, and so on.
+
+    Returns:
+        What harm was done, or nothing; and whether the moment came.
+    """
+    with place_of(dirt, scenario) as place:
+        is_there = dirt in (Dirt.FOREIGN, Dirt.LINKED)
+        evil = place.target if dirt is Dirt.FOREIGN else place.evil / "thing"
+        _run_as(STRANGER, lambda: scenario.plant(evil, place))
+        if dirt is Dirt.LINKED:
+            _run_as(STRANGER, lambda: place.target.symlink_to(evil))
+        elif not is_there:
+            _run_as(scenario.uid, lambda: scenario.prepare(place.target))
+        with _Stranger(place) as stranger:
+            if moment == 0 and not is_there:
+                stranger.strike()
+            result = _Result()
+            result.run(scenario, place.target, stranger if moment and not is_there else None, moment or 0)
+        return _harm(place, scenario, result), result.came
+
+
+def moments(dirt: Dirt) -> range:
+    """At which the stranger acts, as far as they come."""
+    return range(1) if dirt in (Dirt.FOREIGN, Dirt.LINKED) else range(_MOST_MOMENTS)
+
+
+def _harm(place: Place, scenario: Scenario, result: _Result) -> str:
+    ran = [path.name for path in place.marks.iterdir() if path.name != f"ran-{STRANGER}"]
+    if ran:
+        return f"a program of the stranger's ran: {ran}"
+    if sorted(os.listdir(place.loot)) != ["precious"] or place.precious.read_text() != PRECIOUS:
+        return f"files were changed that are no business of it: {os.listdir(place.loot)}"
+    if result.fault:
+        return f"it ended with a fault:\n{result.fault}"
+    if EVIL in result.text:
+        return f"what the stranger says is believed: {result.text}"
+    if scenario.must_refuse and not result.refused:
+        return f"it works where a stranger can have a hand in: {result.text}"
+    return ""
+
+
+class _Result:
+    """How an entry point ended in a process of its own."""
+
+    def __init__(self) -> None:
+        self.text, self.fault, self.refused, self.came = "", "", "", False
+
+    def run(self, scenario: Scenario, target: Path, stranger: _Stranger | None, moment: int) -> None:
+        reading, writing = os.pipe()
+        came_reading, came_writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            _become(scenario.uid)
+            if stranger:
+                _strike_at(moment, stranger, came_writing)
+            said = b""
+            try:
+                said = b"=" + str(scenario.act(target)).encode()
+            except (HetstreamError, OSError) as error:
+                said = b"!" + f"{type(error).__name__}: {error}".encode()
+            except SystemExit as error:
+                said = b"!" + str(error).encode()
+            except BaseException:  # noqa: BLE001, the end of a process
+                said = b"?" + traceback.format_exc().encode()
+            os.write(writing, said[:60000])
+            os._exit(0)
+        os.close(writing)
+        os.close(came_writing)
+        with open(reading, "rb") as pipe:
+            said = pipe.read().decode()
+        with open(came_reading, "rb") as pipe:
+            self.came = bool(pipe.read()) or moment == 0
+        os.waitpid(child, 0)
+        kind, text = said[:1], said[1:]
+        self.text, self.refused, self.fault = (text if kind == mark else "" for mark in "=!?")
+
+
+def _strike_at(moment: int, stranger: _Stranger, came: int) -> None:
+    """Let the stranger act when this process is about to reach something by its name for so many times."""
+    count = 0
+    is_at_it = False
+
+    def look(event: str, args: tuple[object, ...]) -> None:
+        nonlocal count, is_at_it
+        if is_at_it or not event.startswith(_MOMENTS):
+            return
+        if args and isinstance(args[0], str) and args[0].startswith(_OWN_FILES):
+            return
+        is_at_it = True
+        count += 1
+        if count == moment:
+            os.write(came, b"!")
+            stranger.strike()
+        is_at_it = False
+
+    sys.addaudithook(look)
+
+
+class _Stranger:
+    """A process of another user that puts his thing in the place of what is there when he is told to."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> _Stranger:
+        asked, self._ask = os.pipe()
+        self._told, tell = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._ask)
+            _become(STRANGER)
+            while os.read(asked, 1):
+                with contextlib.suppress(OSError):
+                    self._place.target.rename(self._place.parent / "aside")
+                with contextlib.suppress(OSError):
+                    (self._place.evil / "thing").rename(self._place.target)
+                os.write(tell, b"!")
+            os._exit(0)
+        os.close(asked)
+        os.close(tell)
+        return self
+
+    def strike(self) -> None:
+        os.write(self._ask, b"!")
+        os.read(self._told, 1)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._ask)
+        os.close(self._told)
+        os.waitpid(self._child, 0)
+
+
+def _become(uid: int) -> None:
+    if uid:
+        os.setgroups([TEAM])
+        os.setgid(uid)
+        os.setuid(uid)
+    os.environ["HOME"] = "/nonexistent"
+    os.umask(0o022)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+
+
+def _run_as(uid: int, act: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _become(uid)
+            act()
+            code = 0
+        except BaseException:  # noqa: BLE001, the end of a process
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"user {uid} failed; see stderr"

@@ -1,0 +1,245 @@
+"""Each call that reaches something by its name has a row that says why that is safe; what others may have prepared is
+used in every kind of hostile place (`hostile_places.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hetstream.base.own_lock import own_lock
+from hetstream.base.private import own_directory
+from hetstream.base.unix_sockets import listen_at
+from hetstream.hetjob.site.address import SiteSettings, UnixAddress
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import LENGTH, AskStatus, GrantLimit, decode_request, encode_answer
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli.packer import alone
+from hetstream.slurm_plugin.cli.report import write_whole
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
+from hetstream.slurm_plugin.daemon.store import Store
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, write_record
+from hetstream.slurm_plugin.devcluster.roots import prepare_root
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from hetstream.slurm_plugin.install.installation import RECORD, install
+from tests.base.users import STRANGER, needs_root
+from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, harm_in, moments
+
+CLUSTER = "production-0123abcd"
+
+
+def made(path: Path, content: str = "", mode: int = 0o644) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+def verb(line: str) -> str:
+    """What a command says, by its exit code."""
+    code = main(line.split())
+    if code:
+        raise SystemExit(f"exit code {code}")
+    return "done"
+
+
+# Throw-away clusters
+
+
+def forged_cluster(path: Path, place: Place) -> None:
+    """A record that names programs of the stranger's, and processes and directories of others'."""
+    record = ClusterRecord(
+        "production", CLUSTER, str(place.target), "22.05.8", ("gpu0",), ("gpu",), str(place.target / "bin"), True, 1.0,
+        1.0,
+    )  # fmt: skip
+    made(path / "cluster.json", json.dumps(record.__dict__))
+    made(path / "daemons.json", json.dumps({"daemons": []}))
+    for name in ("hetstream-probe", "sinfo"):
+        made(path / "bin" / name, place.script(), 0o755)
+    for number in range(20):
+        made(path / "log" / f"{number}", EVIL)
+
+
+def own_cluster(path: Path) -> None:
+    path.mkdir()
+    write_record(
+        ClusterRecord("own", "own-0123abcd", str(path), "22.05.8", ("gpu0",), ("gpu",), "", False, time.time(), 0.0)
+    )
+
+
+def downs(path: Path) -> str:
+    """Root's own process carries the name of the cluster that the stranger's record names."""
+    environment = {"PATH": os.defpath, "SLURM_CLUSTER_NAME": CLUSTER}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        try:
+            said = verb(f"devcluster down --state-dir {path}")
+            return EVIL if process.poll() is not None else said
+        finally:
+            process.kill()
+
+
+def boots(path: Path) -> str:
+    programs = SlurmPrograms("22.05.8", *[Path("/bin/false")] * 3)
+    boot(BootRequest("hostile", path, ClusterShape(1, 1, 0, 1)), programs, lambda _: None)
+    return "up"
+
+
+def own_cache(path: Path) -> None:
+    made(path / "debian-trixie-slurm-24.11/commands/slurmctld", "#!/bin/sh\necho slurm-wlm 24.11.5\n", 0o755)
+
+
+def forged_cache(path: Path, place: Place) -> None:
+    made(path / "debian-trixie-slurm-24.11/commands/slurmctld", place.script(), 0o755)
+
+
+# Installations
+
+
+def installs(path: Path) -> None:
+    install(path, {path / "share/hetstream/lua/x.lua": "-- ours"}, {}, dry_run=False)
+
+
+def own_prefix(path: Path) -> None:
+    made(path / RECORD, json.dumps({"version": 1, "files": {}, "moved": {}, "directories": []}))
+
+
+def forged_prefix(path: Path, place: Place) -> None:
+    import hashlib
+
+    digest = hashlib.sha256(PRECIOUS.encode()).hexdigest()
+    stolen = str(place.loot / "cron")
+    files, moved = {str(place.precious): digest, stolen: "00"}, {stolen: str(made(path / "evil", EVIL))}
+    made(path / RECORD, json.dumps({"version": 1, "files": files, "moved": moved, "directories": []}))
+
+
+def linked_prefix(path: Path, place: Place) -> None:
+    path.mkdir()
+    (path / "share").symlink_to(place.loot)
+
+
+# Services
+
+
+def listening(path: Path, place: Place) -> None:
+    """A stranger's daemon, which says what it likes to whoever asks."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    path.chmod(0o666)
+    listener.listen(8)
+    if os.fork():
+        return
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, 0)
+    listener.settimeout(2.0)
+    try:
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                (length,) = LENGTH.unpack(connection.recv(LENGTH.size))
+                request = decode_request(connection.recv(length))
+                answer = encode_answer(GrantLimit(0, EVIL, 300.0), request.reply_key)
+                connection.sendall(LENGTH.pack(len(answer)) + answer)
+    except OSError:
+        os._exit(0)
+
+
+def grant(path: Path, _: Place) -> None:
+    made(path / "7.json", json.dumps({"uid": STRANGER, "job_class": "guaranteed", "gpus": ["GPU-1"]}))
+
+
+def locked(path: Path, _: Place) -> None:
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if os.fork() == 0:
+        os.setsid()
+        signal.alarm(3)
+        signal.pause()
+
+
+def holds(path: Path) -> str:
+    try:
+        with own_lock(path, 0.05):
+            return "held"
+    except TimeoutError:
+        return f"{EVIL}: a stranger holds it"
+
+
+def writes_key(path: Path) -> str:
+    with own_directory(path) as directory:
+        directory.write_whole("key", b"secret")
+        status = os.stat(path / "key")
+    return "done" if status.st_uid == os.geteuid() else EVIL
+
+
+def linked_files(*names: str) -> object:
+    """A directory in which names that will be written to are links to what others may not write."""
+
+    def plant(path: Path, place: Place) -> None:
+        path.mkdir()
+        for name in names:
+            (path / name).symlink_to(place.precious)
+
+    return plant
+
+
+def packs(path: Path) -> None:
+    with alone(path / "lock"):
+        pass
+
+
+def linked_page(path: Path, place: Place) -> None:
+    path.symlink_to(place.precious)
+
+
+SCENARIOS = {
+    "devcluster exec": Scenario(
+        forged_cluster, lambda path: verb(f"devcluster exec --state-dir {path} -- hetstream-probe"), own_cluster, 0
+    ),
+    "devcluster status": Scenario(
+        forged_cluster, lambda path: verb(f"devcluster status --state-dir {path}"), own_cluster, 0
+    ),
+    "devcluster down": Scenario(forged_cluster, downs, own_cluster, 0, must_refuse=True),
+    "devcluster up": Scenario(forged_cluster, boots, lambda _: None, 0, must_refuse=True),
+    "devcluster cache": Scenario(
+        forged_cache, lambda path: prepare_root("24.11", path, lambda _: None).programs(), own_cache, 0
+    ),
+    "uninstall": Scenario(forged_prefix, lambda path: verb(f"uninstall --prefix {path}"), own_prefix, 0),
+    "install": Scenario(linked_prefix, installs, lambda path: path.mkdir(), 0, must_refuse=True),
+    "service": Scenario(
+        listening, lambda path: listen_at(path, socket.SOCK_STREAM, 0o666, 1).close(), must_refuse=True
+    ),
+    "client": Scenario(listening, lambda path: ask(SiteSettings(UnixAddress(path), None), AskStatus(), 2.0)),
+    "grants": Scenario(grant, lambda path: EVIL * GrantedJobs(path).is_reserved("GPU-1"), Path.mkdir, 0),
+    "lock": Scenario(locked, holds),
+    "own directory": Scenario(linked_files("key"), writes_key, must_refuse=True),
+    "daemon state": Scenario(
+        linked_files("lock", "state.sqlite"), lambda path: Store(path).close(), uid=0, must_refuse=True
+    ),
+    "page": Scenario(linked_page, lambda path: write_whole(path, "a page"), uid=0),
+    "packer": Scenario(linked_files("lock"), packs, uid=0),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("dirt", Dirt, ids=lambda dirt: dirt.name.lower())
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_a_stranger_prepares_or_swaps_does_no_harm(name: str, dirt: Dirt) -> None:
+    scenario = SCENARIOS[name]
+    if dirt not in scenario.kinds:
+        pytest.skip("not asked of this")
+    for moment in moments(dirt):
+        harm, came = harm_in(dirt, scenario, moment)
+        assert not harm, f"{name}: {dirt.value}; the stranger acts at moment {moment}: {harm}"
+        if not came:
+            break

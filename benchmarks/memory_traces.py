@@ -25,6 +25,7 @@ class MemoryTrace:
         limit_bytes: that it may have.
         times_s, resident_bytes: readings, shape (n,).
         full: index of the first reading at the limit; None if there is none.
+        epoch_s: how long an epoch takes; None for a process of which that is not known.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class MemoryTrace:
     times_s: NDArray[np.float64]
     resident_bytes: NDArray[np.float64]
     full: int | None
+    epoch_s: float | None = None
 
 
 def memory_traces(num: int, seed: int) -> Iterator[MemoryTrace]:

@@ -8,12 +8,13 @@ their limit is the partition's, which is not known here: then memory is only not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetstream.hetjob.elastic.first_pass import FirstPass
 from hetstream.hetjob.elastic.memory_growth import Forecast, MemoryGrowth, memory_to_ask_for
 from hetstream.hetjob.master.memory_warning import MemoryWarning
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus
 
 _MB = 1 << 20
 # Data worker processes count their memory this often.
@@ -52,6 +53,7 @@ class CompanionMemory:
         self._first_mb_per_cpu = mb_per_cpu
         self._limit_mb: dict[str, float] = {}
         self._watched: dict[str, MemoryGrowth] = {}
+        self._passes: dict[str, FirstPass] = {}  # of those that are watched
         self._forecasts: dict[str, tuple[int, Forecast]] = {}
         self._answers: dict[str, str] = {}  # what was done about those for which nothing more is to be done
         self._most_mb: dict[int, int] = {}
@@ -62,13 +64,20 @@ class CompanionMemory:
         if mb_per_cpu is not None:
             self._limit_mb[job_id] = float(mb_per_cpu * cpus)
 
-    def take_in(self, workers: Iterable[DataWorkerStatus], cpus_of: Mapping[str, int], now: float) -> None:
+    def take_in(
+        self,
+        workers: Iterable[DataWorkerStatus],
+        cpus_of: Mapping[str, int],
+        now: float,
+        loaders: Sequence[LoaderStatus] = (),
+    ) -> None:
         """Take in what data worker processes say of their memory.
 
         Args:
             workers: processes.
             cpus_of: companions that work, and the CPUs of each.
             now: on any clock.
+            loaders: as the dispatcher knows them.
         """
         if now - self._read_at < _EVERY_S:
             return
@@ -78,13 +87,15 @@ class CompanionMemory:
             if worker.slurm_job in cpus_of:
                 used[worker.slurm_job] = used.get(worker.slurm_job, 0) + worker.resident_bytes
         for job_id in self._watched.keys() - cpus_of.keys():
-            del self._watched[job_id]
+            del self._watched[job_id], self._passes[job_id]
             self._forecasts.pop(job_id, None)
         for job_id, resident in used.items():
             if resident:
-                self._note(job_id, cpus_of[job_id], resident, now)
+                self._note(job_id, cpus_of[job_id], resident, loaders, now)
 
-    def _note(self, job_id: str, cpus: int, resident_bytes: int, now: float) -> None:
+    def _note(
+        self, job_id: str, cpus: int, resident_bytes: int, loaders: Sequence[LoaderStatus], now: float
+    ) -> None:  # fmt: skip
         self._most_mb[cpus] = max(self._most_mb.get(cpus, 0), math.ceil(resident_bytes / _MB))
         limit_mb = self._limit_mb.get(job_id) or (self._first_mb_per_cpu or 0.0) * cpus
         if not limit_mb:
@@ -92,7 +103,8 @@ class CompanionMemory:
         growth = self._watched.get(job_id)
         if growth is None:
             growth = self._watched[job_id] = MemoryGrowth(limit_mb * _MB)
-        forecast = growth.reading(now, resident_bytes)
+            self._passes[job_id] = FirstPass()
+        forecast = growth.reading(now, resident_bytes, data_left_s=self._passes[job_id].left_s(loaders, now))
         self._forecasts.pop(job_id, None)
         if forecast is not None:
             self._forecasts[job_id] = cpus, forecast

@@ -199,7 +199,7 @@ class Elastic:
         decision = self._controller.decide(snapshot, now)
         measured = self._measured(snapshot, status)
         if self._companions.device == "cpu":
-            self.memory_watch.look_at_trainer(measured, now)
+            self.memory_watch.look_at_trainer(measured, now, status.loaders)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
@@ -209,7 +209,7 @@ class Elastic:
             for job_id, companion in self._tracked.items()
             if companion.state is CompanionState.WORKING
         }
-        self._memory.take_in(status.data_workers, working, now)
+        self._memory.take_in(status.data_workers, working, now, status.loaders)
         if not decision.is_change:
             decision = self._leave_in_time(snapshot, now) or decision
         if not decision.is_change:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import msgspec
 
+from hetstream.hetjob.elastic.first_pass import FirstPass
 from hetstream.hetjob.master.companion_memory import CompanionMemory
 from hetstream.hetjob.master.memory_warning import MemoryWarning
 from hetstream.hetjob.master.migration import Migration
 from hetstream.hetjob.master.trainer_memory import TrainerMemory, counted_left_s
 from hetstream.hetjob.site.measured import Measured
+from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +37,19 @@ class MemoryWatch:
         self.trainer = trainer
         self.migration: Migration | None = None
         self._companions = companions
+        self._first_pass = FirstPass()
 
-    def look_at_trainer(self, measured: Measured | None, now: float) -> None:
-        """Read its memory if it is time to; say and do what follows."""
-        is_first = self.trainer.look(now, counted_left_s(measured))
+    def look_at_trainer(
+        self, measured: Measured | None, now: float, loaders: Sequence[LoaderStatus] = ()
+    ) -> None:  # fmt: skip
+        """Read its memory if it is time to; say and do what follows.
+
+        Args:
+            measured: of the job's speed and its remaining work; None if nothing was.
+            now: on any clock that does not go back.
+            loaders: as the dispatcher knows them.
+        """
+        is_first = self.trainer.look(now, counted_left_s(measured), self._first_pass.left_s(loaders, now))
         if is_first:
             log.warning("%s", self.trainer.warning)
         if self.migration is not None:

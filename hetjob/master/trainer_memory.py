@@ -19,7 +19,7 @@ _GIB = 1 << 30
 # Memory is read this often.
 _EVERY_S = 10.0
 # A job that takes over must get through the queue first, and somebody must read the line.
-_OPTIONS = GrowthOptions(ahead_s=1800.0)
+TRAINER_OPTIONS = GrowthOptions(ahead_s=1800.0)
 # Who says how much is left, and counts it. By others a job could seem to end before its memory does.
 _COUNTED_SOURCES = ("directive", "loader", "integration")
 
@@ -65,12 +65,13 @@ class TrainerMemory:
         found = self.open_warning
         return f"{found.text}. If it has checkpoints, move it to more: {found.command}" if found else ""
 
-    def look(self, now: float, remaining_s: float = math.inf) -> bool:
+    def look(self, now: float, remaining_s: float = math.inf, data_left_s: float | None = None) -> bool:
         """Read memory if it is time to; whether there is a first warning now.
 
         Args:
             now: on any clock that does not go back.
             remaining_s: of the job; infinite if that is not known.
+            data_left_s: until each sample was read once; None if that is not known.
         """
         if now - self._read_at < _EVERY_S:
             return False
@@ -80,8 +81,8 @@ class TrainerMemory:
             self._growth = self.open_warning = None
             return False
         if self._growth is None or self._growth.limit_bytes != reading.limit_bytes:
-            self._growth = MemoryGrowth(reading.limit_bytes, _OPTIONS)
-        forecast = self._growth.reading(now, reading.used_bytes, remaining_s)
+            self._growth = MemoryGrowth(reading.limit_bytes, TRAINER_OPTIONS)
+        forecast = self._growth.reading(now, reading.used_bytes, remaining_s, data_left_s)
         self.open_warning = None
         if forecast is not None:
             self.needed = f"{math.ceil(memory_to_ask_for(forecast, reading.limit_bytes) / _GIB)}G"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetstream.hetjob.elastic.memory_growth import (
     Forecast,
+    GrowthOptions,
     MemoryGrowth,
     memory_to_ask_for,
     theil_sen,
@@ -72,6 +73,109 @@ def test_clocks_that_go_back_and_limits_of_nothing() -> None:
     assert growth.reading(5.0, GIB) is None
     with pytest.raises(ValueError, match="above 0"):
         MemoryGrowth(0.0)
+
+
+COMPANION, TRAINER = GrowthOptions(), GrowthOptions(ahead_s=1800.0)
+
+
+def alarms(
+    share: Callable[[float], float],
+    options: GrowthOptions,
+    minutes: float = 180.0,
+    epoch: float | None = None,
+    noise: float = 0.002,
+) -> list[float]:
+    """In which minutes there is an alarm, reading every 10 s until memory is full.
+
+    Args:
+        share: of the limit, over minutes.
+        options: of the forecast.
+        minutes: how long at the most.
+        epoch: minutes of the first one; None where that is not known.
+        noise: of each reading, as a share of the limit.
+    """
+    growth, random = MemoryGrowth(16 * GIB, options), np.random.default_rng(1)
+    found = []
+    for minute in np.arange(0.0, minutes, 1 / 6):
+        used = share(float(minute)) + random.normal(0, noise)
+        if used >= 1:
+            break
+        left_s = None if epoch is None else max(0.0, epoch - minute) * 60
+        if growth.reading(float(minute) * 60, used * 16 * GIB, data_left_s=left_s):
+            found.append(float(minute))
+    return found
+
+
+@pytest.mark.parametrize("options", [COMPANION, TRAINER], ids=["companion", "trainer"])
+@pytest.mark.parametrize("filling", [5, 8, 10, 12, 15, 20, 30, 45, 60])
+@pytest.mark.parametrize("plateau", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_first_epoch_that_fills_a_cache(options: GrowthOptions, filling: float, plateau: float) -> None:
+    def share(minute: float) -> float:
+        return 1 / 16 + (plateau - 1 / 16) * min(1.0, minute / filling)
+
+    minutes = filling + 40
+    assert alarms(share, options, minutes, epoch=filling) == [], "the loader says when its data was read"
+    # Without that it is a leak until it ends: in time to do something, and not before.
+    full_in = (0.95 - plateau) * filling / (plateau - 1 / 16)
+    believed = min(options.ahead_s / 60, max(8.0, filling / 8))
+    if full_in > believed + 2:
+        assert alarms(share, options, minutes) == []
+    if full_in < believed - 2 and filling > 12:
+        assert alarms(share, options, minutes), "a leak of this rate would be foreseen"
+
+
+@pytest.mark.parametrize("options", [COMPANION, TRAINER], ids=["companion", "trainer"])
+@pytest.mark.parametrize(
+    ("name", "share", "full"),
+    [
+        ("1 GiB every 3 minutes", lambda m: (4 + m // 3) / 16, 36),
+        ("1 GiB every 7 minutes", lambda m: (4 + m // 7) / 16, 84),
+        ("1 GiB every 15 minutes", lambda m: (4 + m // 15) / 16, 180),
+        ("2 GiB every 30 minutes", lambda m: (4 + 2 * (m // 30)) / 16, 180),
+        ("1.5 GiB each epoch of 20 minutes", lambda m: (4 + 1.5 * (m // 20)) / 16, 160),
+        ("a leak", lambda m: 0.2 + 0.8 * m / 25, 25),
+        ("a slow leak", lambda m: 0.2 + 0.8 * m / 300, 300),
+        ("a leak under a sawtooth", lambda m: 0.2 + 0.25 * (m / 9 % 1) + 0.55 * m / 150, 150),
+        ("a leak that begins late", lambda m: 0.5 + max(0.0, m - 60) * 0.02, 85),
+    ],
+)
+def test_growth_is_foreseen_whether_steady_or_in_rare_steps(
+    options: GrowthOptions, name: str, share: Callable[[float], float], full: float
+) -> None:
+    found = alarms(share, options, full)
+    assert found, name
+    assert full - found[0] >= 5, name
+    assert full - found[0] <= 75, "and not at any growth"
+
+
+@pytest.mark.parametrize("epoch", [10.0, 60.0, 100.0, 400.0])
+@pytest.mark.parametrize("full", [40.0, 150.0])
+def test_a_leak_is_foreseen_whenever_the_data_was_read(epoch: float, full: float) -> None:
+    found = alarms(lambda minute: 0.1 + 0.9 * minute / full, TRAINER, full, epoch)
+    assert found
+    assert full - found[0] >= 5
+
+
+@pytest.mark.parametrize("options", [COMPANION, TRAINER], ids=["companion", "trainer"])
+@pytest.mark.parametrize("period", [4.0, 9.0, 20.0, 50.0])
+@pytest.mark.parametrize("peak", [0.6, 0.8, 0.92])
+def test_memory_that_is_freed_again_is_an_alarm_in_its_first_rise_at_most(
+    options: GrowthOptions, period: float, peak: float
+) -> None:
+    def share(minute: float) -> float:
+        return peak * (0.4 + 0.6 * (minute / period % 1))
+
+    assert all(minute <= period for minute in alarms(share, options)), "it ends when memory is freed"
+    assert alarms(share, options, epoch=period) == []
+
+
+def test_what_is_asked_for_follows_what_was_seen() -> None:
+    growth = MemoryGrowth(16 * GIB, TRAINER)
+    forecast = None
+    for second in range(0, 1200, 10):
+        forecast = forecast or growth.reading(float(second), (1 + 14.2 * second / 900) * GIB)
+    assert forecast is not None
+    assert 24 <= memory_to_ask_for(forecast, 16 * GIB) / GIB <= 32, "not for hours at the rate of some minutes"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,12 +15,14 @@ from hetstream.hetjob.site.measured import Measured, RemainingSource, RemainingW
 GIB = 1 << 30
 
 
-def warnings(used: Iterator[float], limit_gib: float = 64.0, remaining_s: float = math.inf) -> list[tuple[float, str]]:
+def warnings(
+    used: Iterator[float], limit_gib: float = 64.0, remaining_s: float = math.inf, until_s: int = 7200
+) -> list[tuple[float, str]]:  # fmt: skip
     """When it is said for the first time, and how it is at the end."""
     now = [0.0]
     memory = TrainerMemory("8123", lambda: MemoryReading(int(next(used) * GIB), int(limit_gib * GIB)))
     said = []
-    for second in range(0, 7200, 5):
+    for second in range(0, until_s, 5):
         now[0] = float(second)
         if memory.look(now[0], remaining_s):
             said.append((now[0], memory.warning))
@@ -56,18 +58,29 @@ def test_no_other_trainer_is_told_of(used: Iterator[float], remaining_s: float) 
     assert warnings(used, remaining_s=remaining_s) == []
 
 
+def test_a_first_epoch_that_fills_half_of_the_memory_is_not_told_of() -> None:
+    filling = (2 + 6 * min(1.0, second / 1200) for second in range(0, 100_000, 10))
+    assert warnings(filling, limit_gib=16.0) == []
+
+
+def test_steps_of_each_epoch_are_told_of_before_memory_is_full() -> None:
+    steps = (4 + 1.5 * (second // 1200) for second in range(0, 100_000, 10))
+    ((when, _),) = warnings(steps, limit_gib=16.0, until_s=9600)
+    assert 9600 - when >= 300
+
+
 def test_where_nothing_is_known_nothing_is_said_and_a_new_limit_begins_anew() -> None:
     readings: list[MemoryReading | None] = [None] * 100
     memory = TrainerMemory("1", lambda: readings.pop())
     assert not any(memory.look(float(second)) for second in range(0, 500, 10))
     assert (memory.warning, memory.first_warning) == ("", "")
-    used, limits = growing(0.5), iter([64 * GIB] * 451 + [640 * GIB] * 2)
+    used, limits = growing(0.5), iter([64 * GIB] * 571 + [640 * GIB] * 2)
     memory = TrainerMemory("1", lambda: MemoryReading(int(next(used) * GIB), next(limits)))
-    for second in range(0, 4510, 10):
+    for second in range(0, 5710, 10):
         memory.look(float(second))
     assert memory.warning
     assert memory.first_warning
-    memory.look(4510.0)
+    memory.look(5710.0)
     assert memory.warning == "", "there is room again"
     assert memory.first_warning
 

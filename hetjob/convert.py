@@ -55,7 +55,9 @@ from hetstream.hetjob.sbatch_options import (
     words_of,
 )
 from hetstream.hetjob.spec import JobSpec
+from hetstream.hetjob.step_demand import Surroundings
 
+_NOTHING_AROUND = Surroundings()
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 
 
@@ -152,6 +154,7 @@ def convert(
     *,
     command_line: Sequence[SbatchOption] = (),
     cluster: Cluster = UNKNOWN_CLUSTER,
+    surroundings: Surroundings = _NOTHING_AROUND,
 ) -> HetPlan:
     """Convert one script.
 
@@ -162,6 +165,7 @@ def convert(
         command_line: sbatch options from the environment and the command line, in sbatch's order; they win over the
             script's. hetstream's own options among them are dropped from the result.
         cluster: what is known of the cluster.
+        surroundings: of the script.
 
     Raises:
         ConversionError: one of the limits above.
@@ -179,15 +183,13 @@ def convert(
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        overrides, changes = trainer_overrides(spec, script, options, _max_mb_per_cpu(options, cluster))
-        worker = worker_options(spec, partition)
+        max_mb_per_cpu = _max_mb_per_cpu(options, cluster)
+        overrides, changes = trainer_overrides(spec, script, options, max_mb_per_cpu, foreign, surroundings)
         _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
-        components, added = data_worker_component(spec, options, worker, partition, cluster, foreign)
+        components, added = data_worker_component(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
         longest_s = _longest_s(spec, options, partition, cluster, name)
-        worker = [*worker, *memory_per_cpu(spec, worker_megabytes(spec, options))]
-        gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
-        master_options = tuple(_master_options(spec, worker, gpu_worker, options, longest_s))
+        master_options = tuple(_master_options(spec, partition, options, longest_s, cluster))
     if spec.checkpoint is not None:
         more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
         # Of two with one name the checkpoint's is the last word: it was made from the other.
@@ -357,12 +359,10 @@ def _writer_options(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _master_options(
-    spec: JobSpec,
-    worker: Sequence[str],
-    gpu_worker: Sequence[str],
-    options: SbatchOptions,
-    longest_s: float | None,
+    spec: JobSpec, partition: str, options: SbatchOptions, longest_s: float | None, cluster: Cluster
 ) -> list[str]:
+    worker = [*worker_options(spec, partition), *memory_per_cpu(spec, worker_megabytes(spec, options))]
+    gpu_worker = gpu_companion_options(spec, options, cluster.default_partition)
     arguments = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
         arguments.append(f"--data-worker-python={spec.data_worker_python}")

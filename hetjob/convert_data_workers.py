@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from hetstream.hetjob.plan import Change, Component
 from hetstream.hetjob.ports import Cluster
@@ -27,7 +26,6 @@ _SINGLETON_SINCE = (23, 11)
 def data_worker_component(
     spec: JobSpec,
     options: SbatchOptions,
-    worker: Sequence[str],
     partition: str,
     cluster: Cluster,
     foreign: int | None,
@@ -37,7 +35,6 @@ def data_worker_component(
     Args:
         spec: what the directives ask for.
         options: of the script, the environment and the command line.
-        worker: sbatch options of every data worker.
         partition: where they run.
         cluster: what is known of it.
         foreign: line with options of another batch system, if there is one.
@@ -54,7 +51,7 @@ def data_worker_component(
         worker_mb = worker_megabytes(spec, options, is_default=foreign is not None)
         memory = _component_memory(spec, worker_mb, per_group if is_per_node else None)
         apart, added = _kept_apart(options, cluster, foreign)
-        arguments = (*worker, f"--ntasks={spec.data_workers_min}", *memory, *apart)
+        arguments = (*worker_options(spec, partition), f"--ntasks={spec.data_workers_min}", *memory, *apart)
         components.append(Component(1, "data_workers", arguments))
         changes.append(
             Change(

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from hetstream.hetjob.plan import Change
-from hetstream.hetjob.request import asks_for_gpus, count, gpus_per_task
+from hetstream.hetjob.request import asks_for_gpus, count, gpus_per_task, tasks_and_nodes
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
 from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
+from hetstream.hetjob.step_demand import Allocation, Surroundings, least_cpus
+
+_NOTHING_AROUND = Surroundings()
 
 # The CPUs among the resources of --tres-per-task: `cpu:8,gres/gpu:1`, or with `=` as some releases write it.
 _TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)
@@ -48,7 +51,12 @@ def _asked_for(options: SbatchOptions) -> _Asked | None:
 
 
 def trainer_overrides(
-    spec: JobSpec, script: str, options: SbatchOptions, max_mb_per_cpu: float | None
+    spec: JobSpec,
+    script: str,
+    options: SbatchOptions,
+    max_mb_per_cpu: float | None,
+    foreign: int | None = None,
+    surroundings: Surroundings = _NOTHING_AROUND,
 ) -> tuple[list[SbatchOption], list[Change]]:
     """What component 0 gets instead of what the script asks for, with the reasons.
 
@@ -57,6 +65,8 @@ def trainer_overrides(
         script: the whole text.
         options: of the script and the command line.
         max_mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`); None without one.
+        foreign: line with options of another batch system, if there is one.
+        surroundings: of the script.
     """
     if options.has("exclusive"):
         why = "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
@@ -67,9 +77,18 @@ def trainer_overrides(
     asked = _asked_for(options)
     if asked is None:
         return [], [Change("trainer: CPUs unchanged", f"the script asks for no CPUs per task or GPU{_hint(options)}")]
-    kept, why = _kept_for_task(spec, script, options)
+    if foreign is not None:
+        why = f"line {foreign} asks for resources in the way of another batch system, which only sbatch reads"
+        return [], [Change("trainer: CPUs unchanged", why)]
+    kept, why = _kept_for_task(spec, options)
     if asked.option == "cpus-per-gpu":
         kept = math.ceil(kept / max(gpus_per_task(options), Fraction(1)))
+    if kept < asked.cpus:
+        least, reason = least_cpus(script, _allocation(options, asked.option), kept, asked.cpus, surroundings)
+        if least is not None:
+            kept, why = least, reason or why
+        elif not spec.trainer_cpus:
+            kept, why = asked.cpus, reason
     per_cpu = megabytes(options.value("mem-per-cpu") or "") or 0.0
     if max_mb_per_cpu and kept < (needed := math.ceil(per_cpu * asked.cpus / max_mb_per_cpu)):
         kept = needed
@@ -88,15 +107,18 @@ def trainer_overrides(
     return overrides, changes
 
 
-def _kept_for_task(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[int, str]:
+def _kept_for_task(spec: JobSpec, options: SbatchOptions) -> tuple[int, str]:
     """How many CPUs one task keeps, and why."""
     default = math.ceil(DEFAULT_TRAINER_CPUS_PER_GPU * max(gpus_per_task(options), Fraction(1)))
     kept = spec.trainer_cpus or max(1, default)
-    fixed = _srun_cpus_per_task(script)
-    if fixed and fixed[0] > kept:
-        return fixed[0], f"line {fixed[1]} runs srun with {fixed[0]} CPUs per task, which needs as many in the job"
     share = f"--trainer-cpus={kept}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
     return kept, f"data workers do the preprocessing; the trainer keeps {share}"
+
+
+def _allocation(options: SbatchOptions, unit: str) -> Allocation:
+    tasks, nodes = tasks_and_nodes(options)
+    gpus = math.ceil(gpus_per_task(options) * tasks)
+    return Allocation(unit, gpus if unit == "cpus-per-gpu" else tasks, tasks, nodes, gpus)
 
 
 def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[list[SbatchOption], list[Change]]:
@@ -109,14 +131,3 @@ def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[
 def _hint(options: SbatchOptions) -> str:
     tasks, gpus = options.number("ntasks") or 1, count(options.value("gpus")) or 0
     return " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > max(1, gpus) else ""
-
-
-def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:
-    """The largest number of CPUs that an `srun` line asks for, and its line: srun cannot get more than the job has."""
-    largest: tuple[int, int] | None = None
-    for number, line in enumerate(script.split("\n"), start=1):
-        if re.search(r"\bsrun\b", line) and not line.lstrip().startswith("#"):
-            for match in re.finditer(r"\s(?:-c\s*|--cpus-per-task[=\s]\s*)(\d+)(?=\s|$)", line, re.ASCII):
-                if largest is None or int(match[1]) > largest[0]:
-                    largest = (int(match[1]), number)
-    return largest

@@ -49,6 +49,16 @@ def tasks_per_node(options: SbatchOptions) -> int:
     return math.ceil((tasks or 1) / nodes) if tasks else 1
 
 
+def tasks_and_nodes(options: SbatchOptions) -> tuple[int, int | None]:
+    """Trainer tasks in all, and nodes; None where the request leaves their number open."""
+    given = options.number("nodes")
+    nodes = given or _first_number(options.value("nodes")) or 1
+    tasks = options.number("ntasks") or nodes * tasks_per_node(options)
+    if given is None and (options.has("nodes") or tasks > 1):
+        return tasks, None
+    return tasks, nodes
+
+
 def count(text: str | None) -> int | None:
     """The number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
     if not text:

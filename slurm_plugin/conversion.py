@@ -33,10 +33,13 @@ from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_environment import exports, from_environment
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.step_demand import Surroundings
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.values import seconds
 from hetstream.slurm_plugin.render.report import duration
 
+# A longer file is no script that somebody wrote.
+_MOST_READ_BYTES = 1 << 20
 # Of hetstream's commands with a command line of sbatch.
 _OWN_FLAGS = ("dry-run", "json", "auto", "no-wait")
 
@@ -98,7 +101,8 @@ def convert_script(
     cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))
     check_cluster(spec, cluster)
     try:
-        plan = convert(spec, text, name, command_line=options, cluster=cluster)
+        around = _surroundings(environ, all_options)
+        plan = convert(spec, text, name, command_line=options, cluster=cluster, surroundings=around)
     except MissingPartition as exc:
         if silence is None:
             raise
@@ -124,6 +128,27 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
         place = Path.cwd() / IN_SUBMIT_DIR
     text = str(place or "")
     return named or (text if is_directory_pattern(text) and "%" not in text else None), why
+
+
+def _surroundings(environ: Mapping[str, str], options: SbatchOptions) -> Surroundings:
+    """What a script finds where it runs: files, from its working directory on, and variables."""
+    directory = Path(options.value("chdir") or ".")
+
+    def read(path: str) -> str | None:
+        place = directory / Path(path).expanduser()
+        try:
+            if not place.is_file() or place.stat().st_size > _MOST_READ_BYTES:
+                return None
+            return place.read_text()
+        except (OSError, ValueError, RuntimeError):
+            return None
+
+    export = (options.value("export") or environ.get("SBATCH_EXPORT") or "ALL").split(",")
+    said = dict(word.split("=", 1) for word in export if "=" in word)
+    is_whole = any(word.upper() == "ALL" for word in export)
+    # What Slurm says of a job around this submission it will say of that job alone.
+    known = {name: value for name, value in environ.items() if is_whole and not name.startswith("SLURM_")}
+    return Surroundings(read, {**known, **said, "SLURM_SUBMIT_DIR": str(Path.cwd())})
 
 
 def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:

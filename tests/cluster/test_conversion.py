@@ -236,3 +236,33 @@ def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
     assert devcluster.run(["squeue", "-h", "-a"]).stdout == before
     with pytest.raises(SlurmCommandError):
         devcluster.run(["sbatch", "--no-such"])
+
+
+STEPS = """#!/bin/bash
+#SBATCH {options} --gres=gpu:1 -o {log}
+{body}
+echo done $?
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "body"),
+    [
+        ("-c 8", "srun \\\n  --cpus-per-task=8 \\\n  true"),
+        ("-c 8", 'cmd="srun \\\n -c 8 true"\neval "$cmd"'),
+        ("-c 8", "export SRUN_CPUS_PER_TASK=8\nsrun true"),
+        ("-c 8", "N=8; srun -c $N true && srun -n 4 -c 2 true"),
+        ("-n 2 --cpus-per-gpu=4", "srun --cpus-per-gpu=4 true"),
+        ("-c 8", "for i in 1 2; do srun --immediate=20 --exact -n1 -c4 sleep 1 & done; wait -n && wait -n"),
+    ],
+)
+def test_steps_have_room_in_a_converted_job(
+    devcluster: Any, wait_until: Callable[..., None], request: pytest.FixtureRequest, options: str, body: str
+) -> None:
+    name = f"steps-{os.getpid()}-{abs(hash(request.node.name))}"
+    log, path = (devcluster.out_dir / f"{name}.{end}" for end in ("log", "sh"))
+    path.write_text(STEPS.format(options=options, log=log, body=body))
+    devcluster.run([str(HETSTREAM), "sbatch", *OWN, f"--jobs-dir={devcluster.out_dir}/jobs", str(path)])
+    wait_until(lambda: log.exists() and "done" in log.read_text(), 120, "the script has ended")
+    assert "done 0" in log.read_text()
+    wait_until(lambda: not devcluster.run(["squeue", "-h", f"--name={path.name}"]).stdout, 60, "the job is over")

@@ -1,0 +1,131 @@
+"""srun's command line: where its options end, and which of them say how many CPUs a step takes. Pure.
+
+Called by `step_demand.py`.
+
+Source: the option table of Slurm 22.05 to 26.05 (src/common/slurm_opt.c, https://slurm.schedmd.com/srun.html).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetstream.hetjob.sbatch_options import LETTERS, TAKES_VALUE
+from hetstream.hetjob.shell_text import Word, unquoted
+from hetstream.hetjob.shell_values import Unknown, Values
+
+_WITH_VALUE = """
+    accel-bind bcast-exclude cpu-bind cpu_bind epilog het-group ignore-signals jobid mpi msg-timeout pack-group prolog
+    relative slurmd-debug task-epilog task-prolog threads treewidth wait
+"""
+_WITHOUT = """
+    async bcast compress debugger-test disable-status exact immediate interactive kill-on-bad-exit label multi-prog
+    no-allocate overlap preserve-env pty quit-on-interrupt send-libs unbuffered wait-for-children whole
+    external-launcher
+"""
+_TAKES_VALUE: Mapping[str, bool] = {
+    **TAKES_VALUE,
+    **dict.fromkeys(_WITHOUT.split(), False),
+    **dict.fromkeys(_WITH_VALUE.split(), True),
+}
+_LETTERS: Mapping[str, str] = {
+    **LETTERS, "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
+    "X": "disable-status", "Z": "no-allocate", "l": "label", "r": "relative", "u": "unbuffered",
+}  # fmt: skip
+_OPTIONAL = ("I", "K", "k")  # their value stands in the same word
+# Of these the number of CPUs depends on the node's hardware.
+_OF_HARDWARE = [
+    "core-spec",
+    "cores-per-socket",
+    "extra-node-info",
+    "hint",
+    "mincpus",
+    "ntasks-per-core",
+    "ntasks-per-gpu",
+    "ntasks-per-socket",
+    "ntasks-per-tres",
+    "resources",
+    "sockets-per-node",
+    "thread-spec",
+    "threads-per-core",
+]
+_MOST_READINGS = 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """An option's value in a word: behind so many characters of it, or behind `=` (None)."""
+
+    word: Word
+    skipped: int | None = 0
+
+    def texts(self, values: Values) -> list[str]:
+        """All that it may be.
+
+        Raises:
+            Unknown: that is not known.
+        """
+        texts = values.of(self.word.text)
+        return [text.partition("=")[2] if self.skipped is None else text[self.skipped :] for text in texts]
+
+
+Step = Mapping[str, Given | None]
+
+
+def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
+    """The options of an srun, by their long names, in each reading that the variables among its words allow.
+
+    Raises:
+        Unknown: a word may hold options, and nobody knows which; or they ask for hardware.
+    """
+    found: list[Step] = []
+    pending: list[tuple[dict[str, Given | None], list[Word]]] = [({}, list(arguments))]
+    while pending:
+        options, unread = pending.pop()
+        while unread:
+            word = unread.pop(0)
+            if re.match(r'"?[$`]', word.text):
+                if re.match(r'"?\$\((which|command -v|type -p)\s', word.text):
+                    break
+                pending += [(dict(options), [*_split(text, word), *unread]) for text in values.of(word.text)]
+                options = {"": None}
+                break
+            text = unquoted(word.text)
+            if not text.startswith("-") or text == "--":
+                if text == ":":
+                    raise Unknown("it starts a heterogeneous step")
+                break
+            _read_option(text, word, unread, options)
+        if "" not in options:
+            found.append(options)
+        if len(found) + len(pending) > _MOST_READINGS:
+            raise Unknown("it can be read in too many ways")
+    for name in (name for options in found for name in options if name in _OF_HARDWARE):
+        raise Unknown(f"--{name} depends on the nodes' hardware")
+    return found
+
+
+def _split(text: str, word: Word) -> list[Word]:
+    return [Word(piece, word.line) for piece in text.split()]
+
+
+def _read_option(text: str, word: Word, unread: list[Word], options: dict[str, Given | None]) -> None:
+    if text.startswith("--"):
+        name, equals, _ = text[2:].partition("=")
+        if name not in _TAKES_VALUE:
+            matches = [known for known in _TAKES_VALUE if known.startswith(name)]
+            name = matches[0] if len(matches) == 1 else name
+        # Of a plugin's option nobody knows whether the next word is its value: too much is read rather than too little.
+        takes_next = _TAKES_VALUE.get(name, bool(unread) and not unread[0].text.startswith("-"))
+        options[name] = Given(word, None) if equals else Given(unread.pop(0)) if takes_next and unread else None
+        return
+    for place, letter in enumerate(text[1:], start=2):
+        name = _LETTERS.get(letter, letter)
+        if _TAKES_VALUE.get(name, False):
+            # An equals sign is part of a letter's value, and no number.
+            options[name] = Given(word, place) if text[place:] else Given(unread.pop(0)) if unread else None
+            return
+        options[name] = None
+        if letter in _OPTIONAL:
+            return

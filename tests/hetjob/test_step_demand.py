@@ -1,0 +1,227 @@
+"""The trainer keeps the CPUs that its script's steps ask for, and all of them where nobody can know what that is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hetstream.hetjob.convert import convert
+from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.spec import JobSpec
+from hetstream.hetjob.step_demand import Surroundings
+
+SPEC = JobSpec(2, 2, data_worker_partition="cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def plan_of(
+    options: str, body: str, files: Mapping[str, str] = {}, environ: Mapping[str, str] = {}
+) -> HetPlan:  # fmt: skip
+    around = Surroundings(lambda path: files.get(path.removeprefix("./")), environ)
+    return convert(SPEC, f"#!/bin/bash\n#SBATCH {options}\n{body}\n", "train.sbatch", surroundings=around)
+
+
+def cpus_of(plan: HetPlan) -> int | None:
+    """CPUs per task or GPU that the trainer has now; None where they are unchanged."""
+    words = [word for word in plan.components[0].options if word.startswith("--cpus-per-")]
+    return int(words[0].partition("=")[2]) if words else None
+
+
+ONE = "--gres=gpu:1 --cpus-per-task=8"  # keeps 2 unless more is needed
+FOUR = "-N1 -n1 -c 16 --gres=gpu:4"  # keeps 8
+RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each rank
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "cpus"),
+    [
+        # Ordinary scripts give CPUs away.
+        (ONE, "srun python train.py", 2),
+        (ONE, "python train.py", 2),
+        (ONE, "module load cuda\nsource ~/venv/bin/activate\nsource /opt/conda/etc/profile.d/conda.sh\npython x.py", 2),
+        (ONE, "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun --cpus-per-task=$SLURM_CPUS_PER_TASK python x.py", 2),
+        (ONE, 'srun -c "${SLURM_CPUS_PER_TASK:-1}" --jobid $SLURM_JOB_ID -o "$LOG" python x.py "$@"', 2),
+        (ONE, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\nsrun python x.py", 2),
+        (ONE, 'echo "now srun -c 8 starts"; srun -K1 -l --wait 60 --cpu-bind=cores python x.py -c 8 -n 9', 2),
+        (ONE, "# srun -c 8\nsrun python x.py # -c 8", 2),
+        (RANKS, "torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d x.py", 2),
+        (RANKS, "head=$(srun --nodes=1 --ntasks=1 -w $first hostname --ip-address)\nsrun python x.py", 2),
+        (RANKS, "for h in $(scontrol show hostnames); do srun -N1 -n1 -w $h hostname; done", 2),
+        (RANKS, 'CMD="python x.py --batch 8"\nARGS=" --wait=60 --kill-on-bad-exit=1 "\nsrun $ARGS bash -c "$CMD"', 2),
+        (RANKS, 'srun -N1 -n1 ray start --head --num-cpus "$SLURM_CPUS_PER_TASK" &\nsleep 5\npython x.py', 2),
+        (RANKS, "mpirun -np $SLURM_NTASKS python x.py", 2),
+        (RANKS, "srun $(which python) x.py", 2),
+        (FOUR, "for i in 0 1 2 3; do srun --exact -n1 -c $((SLURM_CPUS_PER_TASK / 4)) --gpus=1 x & done; wait", 8),
+        # A step that asks for more keeps what it needs.
+        (ONE, "srun --cpus-per-task=5 python x.py", 5),
+        (ONE, "srun \\\n    --ntasks=1 \\\n    --cpus-per-task=5 \\\n    python x.py", 5),
+        (ONE, "srun -c5 python x.py", 5),
+        (ONE, "srun -lc 5 python x.py", 5),
+        (ONE, "srun --cpus-per-t 5 python x.py", 5),
+        (ONE, "srun -n 3 -c 2 hostname", 6),
+        (ONE, "srun -n 7 hostname", 7),
+        (ONE, "srun --ntasks-per-node=7 hostname", 7),
+        (ONE, "srun > out.log -c 5 python x.py", 5),
+        (ONE, "/usr/bin/srun -c 5 x", 5),
+        (ONE, "exec time nohup env A=1 srun -c 5 x", 5),
+        (ONE, 'cmd="srun -n 1 \\\n  -c 5 python x.py"\neval "$cmd"', 5),
+        (ONE, "bash -c 'cd x && srun -c 5 python x.py'", 5),
+        (ONE, "out=$(srun -c 5 hostname)", 5),
+        (ONE, "out=`srun -c 5 hostname`", 5),
+        (ONE, 'echo "host: $(srun -c 5 hostname)"', 5),
+        (ONE, 'echo "srun -c 5 python x.py" | bash', 5),
+        (ONE, "run() {\n  srun -c 5 x\n}\nrun", 5),
+        (ONE, "args=(srun -c 5 python x.py)\n${args[@]}", 5),
+        (ONE, 'args=(-c 5 --mpi=none)\nsrun "${args[@]}" python x.py', 5),
+        (ONE, 'OPTIONS="--mpi=none"\nOPTIONS+=" -c 5"\nsrun $OPTIONS python x.py', 5),
+        (ONE, "LAUNCHER=srun\n$LAUNCHER -c 5 python x.py", 5),
+        (ONE, 'LAUNCHER="srun -l"\n$LAUNCHER -c 5 python x.py', 5),
+        (ONE, '"$(which srun)" -c 5 x', 5),
+        (ONE, 'L="srun --jobid $SLURM_JOB_ID"\n$L -c 5 x', 5),
+        (ONE, "cmd=(srun)\ncmd+=(-c 5)\n${cmd[*]} x", 5),
+        (ONE, "trap 'srun -c 5 x' EXIT", 5),
+        (ONE, "N=5; srun -c $N x", 5),
+        (ONE, "N=5; srun --cpus-per-task=${N} x", 5),
+        (ONE, "for n in 1 3 5; do srun -c $n x; done", 5),
+        (ONE, "A=2; N=$((A + 3)); srun -c $N x", 5),
+        (ONE, "export SRUN_CPUS_PER_TASK=5\nsrun python x.py", 5),
+        (ONE, "SRUN_CPUS_PER_TASK=5 srun python x.py", 5),
+        (ONE, "export SLURM_NTASKS=5\nsrun hostname", 5),
+        (ONE, "srun --tres-per-task=cpu:5 x", 5),
+        (ONE, "srun --cpus-per-gpu=5 x", 5),
+        (ONE, "cat > step.txt <<EOF\nsrun -c 5 python x.py\nit's an apostrophe\nEOF", 5),
+        (ONE, "mpirun -np 5 python x.py", 5),
+        (ONE, "torchrun --nproc_per_node=5 x.py", 5),
+        (ONE, "srun --of-a-plugin value -c 5 x", 5),
+        (RANKS, "srun -n 4 -c 5 x", 5),
+        (RANKS, "srun -N 1 -n 2 -c 5 x", 5),
+        (RANKS, "srun -N 1 -n 1 -c 6 x", 3),
+        ("--gpus=4 -n 4 -c 8", "srun -n 1 -c 5 x", 5),
+        ("-n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=3 python x.py", 3),
+        ("-n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=$SLURM_CPUS_PER_GPU python x.py", 2),
+        (FOUR, "srun --exact -n1 -c 9 x\nsrun --exact -n1 -c 8 x", 9),
+    ],
+)
+def test_the_trainer_keeps_what_a_step_needs(options: str, body: str, cpus: int) -> None:
+    plan = plan_of(options, body)
+    assert cpus_of(plan) == cpus, plan.changes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "why"),
+    [
+        (FOUR, "for i in 0 1 2 3; do srun --exact -n1 -c4 --gpus=1 x & done; wait", "line 3 .* side by side"),
+        (FOUR, "run() { srun -n1 -c4 x; }\nfor i in 0 1 2 3; do run & done; wait", "line 3 .* side by side"),
+        (FOUR, "seq 4 | xargs -P 4 -I {} srun --exact -n1 x {}", "side by side"),
+        (FOUR, "parallel -j 4 srun --exclusive -n1 -c4 x ::: 1 2 3 4", "side by side"),
+        (ONE, "srun -c $CPUS x", r"line 3 .*\$CPUS is known only in the job"),
+        (ONE, "srun -c $1 x", "known only in the job"),
+        (ONE, "srun -c $(nproc) x", "known only in the job"),
+        (ONE, "srun $OPTIONS python x.py", "known only in the job"),
+        (ONE, 'srun "$@"', "known only in the job"),
+        (ONE, "read n < file; srun -c $n x", "changes while the script runs"),
+        (ONE, "n=1; while true; do srun -n $n x; ((n*=2)); done", "changes while the script runs"),
+        (ONE, "n=1; for i in a b; do srun -n $n x; n=$((n*2)); done", "refers to itself|several values"),
+        (ONE, "srun --cpu-bind=map_cpu:0,1,2,3 x", "by their numbers"),
+        (ONE, "srun --ntasks-per-core=1 x", "hardware"),
+        (ONE, "export SLURM_CPU_BIND=map_cpu:0,7\nsrun x", "sets SLURM_CPU_BIND"),
+        (ONE, "taskset -c 0-7 python x.py", "runs taskset"),
+        (ONE, "numactl --physcpubind=0-7 python x.py", "runs numactl"),
+        (ONE, "mpirun --map-by ppr:1:node:pe=8 python x.py", "chooses CPUs"),
+        (ONE, "alias s=srun\ns -c 8 x", "in an alias"),
+        (
+            ONE,
+            "python - <<EOF\nimport subprocess\nsubprocess.run(['srun', '-c', '8', 'x'])\nEOF",
+            "has srun|has a launcher",
+        ),
+        (ONE, "bash steps.sh", "runs steps.sh, which cannot be read"),
+        (ONE, "bash $DIR/steps.sh", "known only in the job"),
+        (ONE, "source $PROJECT/env.sh", "known only in the job"),
+        (ONE, "echo 'open\nsrun x", "cannot be split"),
+        (ONE, "srun -c 8 x", "8 CPUs per task"),
+        (ONE, "srun -n 4 -c 2 hostname\nsrun x", "4 tasks of 2 CPUs"),
+        (ONE, "#PBS -l nodes=1:ppn=8\nsrun x", "another batch system"),
+    ],
+)
+def test_what_nobody_can_know_leaves_all_cpus_and_says_so(options: str, body: str, why: str) -> None:
+    plan = plan_of(options, body)
+    assert cpus_of(plan) is None
+    assert plan.changes[0].change == "trainer: CPUs unchanged"
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(plan.changes[0].why)
+
+
+@pytest.mark.parametrize(
+    ("body", "files", "cpus"),
+    [
+        ("bash steps.sh 3", {"steps.sh": "srun -c 5 x\n"}, 5),
+        ("srun ./steps.sh", {"steps.sh": "python x.py\n"}, 2),
+        (". ./env.sh\nsrun python x.py", {"env.sh": "export A=1\nexport SRUN_CPUS_PER_TASK=5\n"}, 5),
+        (". ./env.sh\nsrun -c $N python x.py", {"env.sh": "N=5\n"}, 5),
+        ("sh a.sh", {"a.sh": "source b.sh", "b.sh": "srun -c 5 x"}, 5),
+        ("./launch 4", {"launch": "#!/bin/bash\nsrun -c 5 x"}, 5),
+        ("python run.py", {"run.py": '"""Usage: srun -c 8 python run.py"""\nimport torch\n'}, 2),
+        ("python run.py", {"run.py": "import os\nos.system('srun -c 8 x')\n"}, None),
+        ("python run.py", {"run.py": "import subprocess\nsubprocess.run(['srun', '-c', '8'])\n"}, None),
+        ("sh a.sh", {"a.sh": "sh b.sh", "b.sh": "sh a.sh"}, None),
+    ],
+)
+def test_what_a_script_calls_is_read_too(body: str, files: dict[str, str], cpus: int | None) -> None:
+    assert cpus_of(plan_of(ONE, body, files)) == cpus
+
+
+def test_a_variable_of_the_submission_counts() -> None:
+    assert cpus_of(plan_of(ONE, "srun python x.py", environ={"SRUN_CPUS_PER_TASK": "5"})) == 5
+    assert cpus_of(plan_of(ONE, "srun -c ${N:-3} python x.py", environ={"N": "5"})) == 5
+
+
+def test_a_user_who_says_how_many_cpus_is_told_what_a_step_needs() -> None:
+    spec = JobSpec(2, 2, data_worker_partition="cpu", trainer_cpus=3)
+    script = f"#!/bin/bash\n#SBATCH {ONE}\nsrun -c {{}} python x.py\n"
+    assert cpus_of(convert(spec, script.format("$N"), "x")) == 3
+    assert cpus_of(convert(spec, script.format(5), "x")) == 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sbatch_templates").glob("*.sbatch")), ids=lambda path: path.name)
+def test_the_templates_give_their_cpus_away(path: Path) -> None:
+    plan = convert(SPEC, path.read_text(), path.name)
+    assert "--cpus-per-" in " ".join(plan.components[0].options) or "no GPUs" in plan.changes[0].why
+
+
+def test_any_text_is_read_in_time_and_without_an_error() -> None:
+    draw = random.Random(7)
+    pieces = [
+        "srun",
+        " ",
+        " -c ",
+        "8",
+        "$N",
+        "${N}",
+        "N=",
+        "$((",
+        "))",
+        "(",
+        ")",
+        "'",
+        '"',
+        "`",
+        "\\",
+        "\n",
+        "<<E\n",
+        "E\n",
+        "&",
+        "|",
+    ]
+    for _ in range(400):
+        plan_of(ONE, "".join(draw.choices(pieces, k=draw.randint(1, 30))))
+    for many in (
+        "(" * 20_000,
+        "$(" * 20_000,
+        "srun -c 5 x\n" * 20_000,
+        "N=$N$N\n" * 500 + "srun -c $N x",
+        "'" * 99_999,
+    ):
+        plan_of(ONE, many)

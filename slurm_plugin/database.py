@@ -14,10 +14,14 @@ from typing import TypeVar
 
 import msgspec
 
-from hetstream.base.access import others_can_write
+from hetstream.base.access import others_can_write, unsafe_above
+from hetstream.base.files import Directory
 from hetstream.slurm_plugin.errors import HistoryError
 
 History = TypeVar("History", bound="HistoryFile")
+
+
+_BESIDE = ("-journal", "-wal", "-shm")
 
 
 class ForeignDatabase(Exception):
@@ -28,6 +32,42 @@ class OtherSchema(Exception):
     """Another release wrote it."""
 
 
+def check_beside(path: Path, *, is_own: bool = True) -> None:
+    """Refuse a database beside which somebody else could put a journal: SQLite plays that into the file, or reads it.
+
+    It takes for its own whatever has the name (https://sqlite.org/tempfiles.html, 2.1 to 2.3), and it looks at each
+    transaction. So it does not help to look before: nobody else may make names there, not even where a sticky bit
+    keeps him from taking others away.
+
+    Args:
+        path: of the database, which may be missing.
+        is_own: it is to be this user's, in his directory; else it is read where its owner has it.
+
+    Raises:
+        OSError: somebody else could, or has; or the directory cannot be looked at.
+    """
+    real = Path(os.path.realpath(path))
+    with Directory.open(real.parent) as directory:
+        status, owners = os.fstat(directory.descriptor), {0, os.geteuid(), *(() if is_own else (directory.owner,))}
+        if others_can_write(status, directory.descriptor):
+            text = (
+                f"others can make files in {real.parent} (mode {stat.S_IMODE(status.st_mode):04o}), and SQLite would "
+                f"read them as its own. Use a directory that others cannot write to, or: chmod go-w {real.parent}"
+            )
+            raise PermissionError(errno.EPERM, text, str(path))
+        if reason := unsafe_above(path, of_colleagues=not is_own):
+            raise PermissionError(errno.EPERM, reason, str(path))
+        for name in (f"{real.name}{suffix}" for suffix in _BESIDE):
+            if not directory.has(name):
+                continue
+            beside = directory.status(name)
+            is_own_file = stat.S_ISREG(beside.st_mode) and beside.st_uid in owners
+            if is_own_file and not others_can_write(beside, real.parent / name):
+                continue
+            text = f"user {beside.st_uid} or others may have made {real.parent / name}: it is not read. Remove it"
+            raise PermissionError(errno.EPERM, text, str(path))
+
+
 def create_private(path: Path) -> None:
     """Make sure that there is a file for a database which this user may use; a new one has mode 0600.
 
@@ -36,8 +76,9 @@ def create_private(path: Path) -> None:
 
     Raises:
         OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and
-            write; or it is another user's, or others can write to it.
+            write; or it is another user's, or others can write to it, or to its directory.
     """
+    check_beside(path)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     if path.is_dir():

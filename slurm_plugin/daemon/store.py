@@ -19,13 +19,21 @@ from typing import Annotated
 import msgspec
 
 from hetstream.base import typed_json
+from hetstream.base.private import own_directory
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.claimed_work import Promise
 from hetstream.slurm_plugin.daemon.jobs_table import Times
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
-from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
+from hetstream.slurm_plugin.database import (
+    ForeignDatabase,
+    OtherSchema,
+    check_beside,
+    create_private,
+    is_new,
+    transaction,
+)
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
 from hetstream.slurm_plugin.safe_place import check_place
 
@@ -62,9 +70,8 @@ class Store:
         self.path = directory / STATE_FILE
         self._has_said_damage = False
         check_place(directory.absolute())
-        with self._named():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with self._named(), own_directory(directory) as opened:
+            self._lock = opened.open_file("lock", os.O_RDWR | os.O_CREAT)
         try:
             self._take_lock(directory)
             with self._named():
@@ -281,6 +288,7 @@ def remembered_jobs(directory: Path) -> list[Registered]:
     with _named(path):
         if not path.exists():
             return []
+        check_beside(path, is_own=False)
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             _check(database, path)
             return _read(database)
@@ -296,6 +304,7 @@ def remembered_settings(directory: Path) -> PolicySettings:
     with _named(path):
         if not path.exists():
             return PolicySettings()
+        check_beside(path, is_own=False)
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             _check(database, path)
             # A daemon of before had no such table.

@@ -31,7 +31,7 @@ from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.hetjob.jobs_dir import for_user, setting
 from hetstream.hetjob.site.address import site_value
-from hetstream.slurm_plugin.database import HistoryFile, create_private, transaction
+from hetstream.slurm_plugin.database import HistoryFile, check_beside, create_private, transaction
 from hetstream.slurm_plugin.model.past_job import CLOCKS_DIFFER_S, PastJob, within_bounds
 
 JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY_USERS"
@@ -89,6 +89,7 @@ class JobHistory(HistoryFile):
     def _connect(self) -> sqlite3.Connection:
         self.is_read_only = self.path.exists() and not os.access(self.path, os.W_OK, effective_ids=True)
         if self.is_read_only:
+            check_beside(self.path, is_own=False)
             # Without its log beside it, nobody is writing: the file is whole, and read as it is.
             beside = "" if Path(f"{self.path}-wal").exists() else "&immutable=1"
             address = f"{self.path.absolute().as_uri()}?mode=ro{beside}"

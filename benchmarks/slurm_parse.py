@@ -62,7 +62,7 @@ def jobs_in_text(count: int) -> str:
             "MinMemory": f"{number % 500 + 1}G",
             "tres-alloc": f"cpu={number % 64 + 1},mem={number % 500 + 1}G,node=1,billing=2",
             "tres-per-node": f"gres:gpu:h200:{number % 8 + 1}", "tres-per-task": "N/A", "tres-per-job": "N/A",
-            "cpus-per-tres": "N/A",
+            "tres-per-socket": "N/A", "cpus-per-tres": "N/A",
             "NodeList": f"node{number % NUM_NODES:04}" if running else "",
             "SubmitTime": f"2026-11-20T10:{minute:02}:{second:02}",
             "EligibleTime": f"2026-11-20T11:{minute:02}:{second:02}", "EndTime": "N/A", "TimeLimit": "1-00:00:00",

@@ -68,10 +68,10 @@ def count(text: str | None) -> int | None:
 
 
 def _gres_gpus(text: str | None) -> int:
-    """GPUs per node in a --gres list (`gpu:2`, `gres/gpu:h200:4,shard:1`)."""
+    """GPUs per node in a --gres list (`gpu:2`, `gres/gpu:h200:4,shard:1`, since 23.02 also `gpu=2`)."""
     total = 0
     for part in (text or "").split(","):
-        resource = part.removeprefix("gres/").removeprefix("gres:")
+        resource = part.strip().removeprefix("gres/").removeprefix("gres:").replace("=", ":")
         if resource == "gpu" or resource.startswith("gpu:"):
             total += (count(resource.removeprefix("gpu").removeprefix(":")) or 1) if resource != "gpu" else 1
     return total

@@ -195,7 +195,8 @@ def class_of(job: Job, opportunistic: Collection[str]) -> str:
         job: of it.
         opportunistic: partitions of opportunistic jobs. They and Slurm's resources count before what its owner says.
     """
-    asked = (*job.gres_per_node, *job.gres_per_job, *job.gres_per_task, *(job.gres_held or ()))
+    ways = (job.gres_per_node, job.gres_per_job, job.gres_per_task, job.gres_per_socket, job.gres_held or ())
+    asked = [gres for way in ways for gres in way]
     if not set(opportunistic).isdisjoint(job.partitions) or any(gres.name == OPPORTUNISTIC_GRES for gres in asked):
         return OPPORTUNISTIC
     said = next((word for word in job.comment.split() if word.startswith(CLASS_MARK)), "").removeprefix(CLASS_MARK)

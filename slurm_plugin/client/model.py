@@ -33,9 +33,13 @@ RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"}
 _NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
-# Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the seven slices of a GPU.
-_MIG = re.compile(r"(?:^|[_.-])(\d)g\.\d+gb")
+# Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the slices of a GPU, which has seven. Some have
+# fewer, and of another size: four of 6 GB (A30) or of 24 (RTX PRO 6000), two of 16 (RTX PRO 4500). Of GPUs of
+# 96 GB with seven `1g.24gb` has double memory. Source: NVIDIA MIG User Guide, Supported MIG Profiles.
+_MIG = re.compile(r"(?:^|[_.-])(\d)g\.(\d+)gb")
 _MIG_SLICES = 7
+_FEWER_SLICES: Mapping[float, int] = {6: 4, 24: 4, 16: 2}
+_DOUBLE_MEMORY = "1g.24gb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,9 @@ class Job:
         num_cpus: on all nodes together.
         memory_mb: on all nodes together.
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
-        gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
+        gres_per_node, gres_per_task, gres_per_job, gres_per_socket: what it asks for in each way.
+        gpus_requested: how many GPUs Slurm says a pending one asks for, in whatever way, such as `--ntasks-per-gpu`;
+            None where the cluster does not account for gres/gpu.
         gres_held: what it holds on all nodes together, which is more than it asks for with `--exclusive`; None where
             nothing says so.
         untyped_gpu_share: which share of a GPU each of those without a type is: 1, or less on nodes that MIG divides.
@@ -147,6 +153,8 @@ class Job:
     num_restarts: int = 0
     work_dir: str = ""
     uid: int | None = None
+    gres_per_socket: tuple[Gres, ...] = ()
+    gpus_requested: int | None = None
     untyped_gpu_share: float = 1.0
     gpu_types_known: bool = True
 
@@ -211,16 +219,17 @@ class Job:
 
     def count(self, name: str) -> int:
         """How many of one GRES it holds, or asks for, on all nodes together."""
+        if name == "gpu" and self.gpus_requested is not None and self.gres_held is None:
+            return self.gpus_requested
         return total(self.amounts(name), name)
 
     @property
     def gpus(self) -> float:
         """GPUs that it holds, or asks for, on all nodes together, where an instance of MIG counts as its share."""
-        return sum(
-            gres.count * (gpu_share(gres.type) if gres.type else self.untyped_gpu_share)
-            for gres in self.amounts("gpu")
-            if gres.name == "gpu"
-        )
+        named = [gres for gres in self.amounts("gpu") if gres.name == "gpu"]
+        shares = sum(gres.count * (gpu_share(gres.type) if gres.type else self.untyped_gpu_share) for gres in named)
+        num, counted = sum(gres.count for gres in named), self.count("gpu")
+        return shares * counted / num if num else float(counted)
 
     @property
     def has_untyped_gpus(self) -> bool:
@@ -235,11 +244,14 @@ class Job:
             return self.gres_per_job
         if total(self.gres_per_node, name):
             return self.gres_per_node * max(1, self.num_nodes)
-        return self.gres_per_task * max(1, self.num_tasks)
+        if total(self.gres_per_task, name):
+            return self.gres_per_task * max(1, self.num_tasks)
+        # Of how many sockets no command says: of one on each node at least.
+        return self.gres_per_socket * max(1, self.num_nodes)
 
     def type_of(self, name: str) -> str:
         """The type of a GRES that it insists on; empty if any will do."""
-        wanted = (*self.gres_per_job, *self.gres_per_node, *self.gres_per_task)
+        wanted = (*self.gres_per_job, *self.gres_per_node, *self.gres_per_task, *self.gres_per_socket)
         return next((gres.type for gres in wanted if gres.name == name and gres.type), "")
 
 
@@ -487,7 +499,13 @@ def _of_type(gres: Iterable[Gres], kind: str) -> int:
 def gpu_share(gpu_type: str) -> float:
     """Which share of a GPU something of this type is: 1, or less for a profile of MIG."""
     found = _MIG.search(gpu_type)
-    return min(1.0, int(found[1]) / _MIG_SLICES) if found else 1.0
+    if not found:
+        return 1.0
+    num, memory_gb = int(found[1]), int(found[2])
+    slice_gb = memory_gb / num if num else 0.0
+    is_double = found[0].endswith(_DOUBLE_MEMORY) and "rtx" not in gpu_type.lower()
+    slices = _MIG_SLICES if is_double else _FEWER_SLICES.get(slice_gb, _MIG_SLICES)
+    return min(1.0, num / slices)
 
 
 def _range_length(text: str) -> int:

@@ -22,6 +22,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     in_use,
     node_states,
     readable,
+    requested_gpus,
 )
 from hetstream.slurm_plugin.client.values import megabytes, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
@@ -100,6 +101,7 @@ class _Job(msgspec.Struct):
     tres_per_node: str | None = ""
     tres_per_task: str | None = ""
     tres_per_job: str | None = ""
+    tres_per_socket: str | None = ""
     cpus_per_tres: str | None = ""
     array_job_id: _Num = None
     array_task_id: _Num = None
@@ -223,6 +225,8 @@ def _job(row: _Job) -> Job:
             gres_per_node=parse_gres(row.tres_per_node or ""),
             gres_per_task=parse_gres(row.tres_per_task or ""),
             gres_per_job=parse_gres(row.tres_per_job or ""),
+            gres_per_socket=parse_gres(row.tres_per_socket or ""),
+            gpus_requested=requested_gpus(state, row.tres_req_str or ""),
             cpus_per_gpu=total(parse_gres(row.cpus_per_tres or ""), "gpu"),
             gres_held=allocated_gres(state, row.tres_alloc_str or ""),
             nodes=expand(row.nodes or ""),

@@ -26,9 +26,9 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
-    "tres-per-node", "tres-per-task", "tres-per-job", "cpus-per-tres", "NodeList", "SubmitTime", "EligibleTime",
-    "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature",
-    "Reservation", "RestartCnt", "Name", "WorkDir", "Comment",
+    "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "NodeList", "SubmitTime",
+    "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
+    "Feature", "Reservation", "RestartCnt", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -131,6 +131,8 @@ def _job(row: Mapping[str, str]) -> Job:
         gres_per_node=parse_gres(row["tres-per-node"]),
         gres_per_task=parse_gres(row.get("tres-per-task", "")),
         gres_per_job=parse_gres(row.get("tres-per-job", "")),
+        gres_per_socket=parse_gres(row.get("tres-per-socket", "")),
+        gpus_requested=requested_gpus(row["State"], row["tres-alloc"]),
         cpus_per_gpu=total(parse_gres(row.get("cpus-per-tres", "")), "gpu"),
         gres_held=allocated_gres(row["State"], row["tres-alloc"]),
         nodes=expand(row["NodeList"]),
@@ -160,6 +162,13 @@ def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:
         typed[gres.name] += gres.count if gres.type else 0
     untyped = (gres if gres.type else replace(gres, count=gres.count - typed[gres.name]) for gres in found)
     return tuple(gres for gres in untyped if gres.count > 0) or None
+
+
+def requested_gpus(state: str, requested: str) -> int | None:
+    """GPUs among the requested TRES of a pending job, of all types; None where they are not accounted for."""
+    if state != "PENDING":
+        return None
+    return next((gres.count for gres in parse_gres(requested) if gres.name == "gpu" and not gres.type), None)
 
 
 def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:

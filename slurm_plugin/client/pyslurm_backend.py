@@ -23,7 +23,7 @@ from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
-from hetstream.slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states
+from hetstream.slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states, requested_gpus
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.values import megabytes, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
@@ -97,6 +97,8 @@ def job_of(row: Row, reason: str) -> Job:
         gres_per_node=parse_gres(row["tres_per_node"] or ""),
         gres_per_task=parse_gres(row["tres_per_task"] or ""),
         gres_per_job=parse_gres(row["tres_per_job"] or ""),
+        gres_per_socket=parse_gres(row.get("tres_per_socket") or ""),
+        gpus_requested=requested_gpus(row["job_state"], row["tres_req_str"] or ""),
         cpus_per_gpu=total(parse_gres(row.get("cpus_per_tres") or ""), "gpu"),
         gres_held=allocated_gres(row["job_state"], row["tres_alloc_str"] or ""),
         nodes=expand(row["nodes"] or ""),

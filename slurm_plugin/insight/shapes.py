@@ -41,8 +41,8 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
             # GRES by identity: those parsed of equal text are one object, and hashing them would cost more than all.
             key = (
                 job.reason, job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
-                id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), job.required_nodes, job.features,
-                job.reservation,
+                id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), id(job.gres_per_socket),
+                job.gpus_requested, job.required_nodes, job.features, job.reservation,
             )  # fmt: skip
             group = groups.get(key)
             if group is None:

@@ -82,7 +82,8 @@ class OpportunisticJob:
     @property
     def has_gres(self) -> bool:
         """Whether it asks for a GPU that the packer chose before."""
-        wanted = (*self.job.gres_per_node, *self.job.gres_per_job, *self.job.gres_per_task)
+        job = self.job
+        wanted = (*job.gres_per_node, *job.gres_per_job, *job.gres_per_task, *job.gres_per_socket)
         return any(gres.name == GRES for gres in wanted)
 
 

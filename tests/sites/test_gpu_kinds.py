@@ -118,3 +118,10 @@ def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site
         assert gpu_hours == pytest.approx(cpu_hours, rel=0.01)
     finally:
         site.run("scontrol", "update", "NodeName=gpu3", "State=RESUME")
+
+
+def test_gpus_that_slurm_works_out_itself_are_counted(site: Any) -> None:
+    """No text of the request names the four GPUs of a job with two tasks for each, or the two of two sockets."""
+    tasks = site.submit("--hold", "--ntasks-per-gpu=2", "-n8", *SMALL)
+    sockets = site.submit("--hold", "--gpus-per-socket=1", "--sockets-per-node=2", *SMALL)
+    assert {row["job"]: row["gpus"] for row in site.told("jobs")["jobs"]} == {tasks: 4, sockets: 2}

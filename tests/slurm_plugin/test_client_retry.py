@@ -227,6 +227,7 @@ def test_names_do_not_break_lines_of_sacct() -> None:
         "",
         "00:00",
         "",
+        "",
         "60",
         "",
     )

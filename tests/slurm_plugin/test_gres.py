@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Node, total
+from hetstream.slurm_plugin.insight.shapes import shape_of
 from hetstream.slurm_plugin.packing.nodes import _in_use
 
 RELEASES = ("22.05", "24.11", "26.05")
@@ -312,6 +313,27 @@ def test_a_list_of_devices_that_a_buffer_cuts_names_none() -> None:
     assert len(listed) == 63
     (gres,) = parse_gres(f"gpu:a100:{len(taken)}(IDX:{listed})")
     assert (gres.count, gres.indices) == (24, ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus"),
+    [
+        ({"tres-alloc": "cpu=8,node=1,gres/gpu=4"}, 4),  # --ntasks-per-gpu=2 -n8: nothing else says so
+        ({"tres-alloc": "cpu=2,node=1,gres/gpu=2", "tres-per-socket": "gres/gpu:1"}, 2),
+        ({"tres-alloc": "cpu=2,node=1", "tres-per-socket": "gres:gpu:1"}, 1),  # without accounting: as far as is said
+        ({"tres-alloc": "cpu=1,node=1,gres/gpu=1", "tres-per-node": "gres:gpu:a100=2"}, 1),  # as 22.05 understands it
+        ({"tres-alloc": "cpu=1,node=1", "tres-per-task": "cpu=1,gres/gpu=1", "NumTasks": "3"}, 3),
+    ],
+)
+def test_gpus_that_a_pending_job_asks_for_are_as_slurm_counts_them(fields: dict[str, str], gpus: int) -> None:
+    row = dict.fromkeys(parse_text.JOB_FIELDS, "N/A") | {
+        "JobID": "7", "UserName": "alice", "Partition": "gpu", "State": "PENDING", "Reason": "Resources",
+        "NumCPUs": "1", "PriorityLong": "1", "TimeLimit": "UNLIMITED", "NodeList": "",
+    }  # fmt: skip
+    end, last = parse_text.FIELD_END, parse_text.RECORD_END
+    text = end.join((row | fields)[name] for name in parse_text.JOB_FIELDS) + last
+    (job,) = parse_text.parse_jobs(text)
+    assert (job.count("gpu"), job.gpus, shape_of(job).gpus) == (gpus, gpus, gpus)
 
 
 def node(gres: str, used: str, allocated: int | None = None) -> Node:

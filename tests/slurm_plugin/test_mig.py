@@ -16,12 +16,26 @@ from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_q
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.held import with_gpu_shares
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Snapshot, gpu_share
 from hetstream.slurm_plugin.insight.utilisation import Window
 
 NOW_S = 1e9
 LARGE, SMALL = "nvidia_h100_80gb_hbm3_3g.40gb", "nvidia_h100_80gb_hbm3_1g.10gb"
 NO_TYPE = "AccountingStorageTRES=gres/gpu,gres/gpu:TYPE"
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "share"),
+    [
+        ("", 1), ("h200", 1), ("a100_1g.5gb", 1 / 7), ("1g.10gb+me", 1 / 7), ("nvidia_a100_80gb_pcie_7g.80gb", 1),
+        ("h100-3g.40gb", 3 / 7), ("nvidia_h200_2g.35gb", 2 / 7), ("gh200_1g.24gb", 1 / 7), ("1g.12gb", 1 / 7),
+        ("nvidia_a30_1g.6gb", 1 / 4), ("a30_2g.12gb+me", 2 / 4), ("4g.24gb", 1), ("a100_4g.20gb", 4 / 7),
+        ("nvidia_rtx_pro_6000_blackwell_server_edition_1g.24gb", 1 / 4), ("2g.48gb", 2 / 4), ("4g.96gb", 1),
+        ("rtx_pro_4500_1g.16gb", 1 / 2), ("0g.5gb", 0),
+    ],
+)  # fmt: skip
+def test_the_share_of_each_profile(gpu_type: str, share: float) -> None:
+    assert gpu_share(gpu_type) == pytest.approx(share)
 
 
 def node(name: str, gres: str, used: str = "", *states: str) -> Node:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
@@ -65,7 +65,7 @@ class Scenario:
         prepare: make what should be at a path, as the user; nothing by default.
         uid: who the user is.
         must_refuse: also where nothing of the stranger's was believed: what is made there would be in his hands.
-        kinds: of dirt.
+        works: where what `prepare` has made is as it should be.
     """
 
     plant: Callable[[Path, Place], object]
@@ -73,7 +73,7 @@ class Scenario:
     prepare: Callable[[Path], object] = lambda _: None
     uid: int = VICTIM
     must_refuse: bool = False
-    kinds: tuple[Dirt, ...] = tuple(Dirt)
+    works: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,18 @@ class Place:
 
 
 @contextlib.contextmanager
-def place_of(dirt: Dirt, scenario: Scenario) -> Iterator[Place]:
-    """A place of one kind, with what should be there, or what a stranger has put there."""
+def place_of(dirt: Dirt | None, scenario: Scenario) -> Iterator[Place]:
+    """A place of one kind; None: one with which nothing is wrong."""
     place = Place(Path(tempfile.mkdtemp(prefix="hetstream-hostile-", dir="/tmp")))
     place.base.chmod(0o755)
     owner, mode, group = {
-        Dirt.FOREIGN: (STRANGER, 0o755, STRANGER), Dirt.LINKED: (scenario.uid, 0o1777, scenario.uid),
-        Dirt.STICKY: (STRANGER, 0o1777, STRANGER), Dirt.GROUP: (scenario.uid, 0o775, TEAM),
+        None: (scenario.uid, 0o755, scenario.uid),
+        Dirt.FOREIGN: (STRANGER, 0o755, STRANGER),
+        Dirt.LINKED: (0, 0o1777, scenario.uid),
+        Dirt.STICKY: (STRANGER, 0o1777, STRANGER),
+        Dirt.GROUP: (scenario.uid, 0o775, TEAM),
         Dirt.SWAPPED: (scenario.uid, 0o777, scenario.uid),
-    }[dirt]  # fmt: skip
-    if dirt is Dirt.LINKED:
-        owner = 0
+    }[dirt]
     for directory, uid, gid, bits in (
         (place.parent, owner, group, mode), (place.evil, STRANGER, STRANGER, 0o755),
         (place.loot, scenario.uid, scenario.uid, 0o755), (place.marks, 0, 0, 0o777),
@@ -161,6 +162,15 @@ def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bo
             result = _Result()
             result.run(scenario, place.target, stranger if moment and not is_there else None, moment or 0)
         return _harm(place, scenario, result), result.came
+
+
+def refusal_of(scenario: Scenario) -> str:
+    """Why a scenario does not work, or does harm, where everything is root's or the user's; nothing if it works."""
+    with place_of(None, scenario) as place:
+        _run_as(scenario.uid, lambda: scenario.prepare(place.target))
+        result = _Result()
+        result.run(scenario, place.target, None, 0)
+        return result.refused or _harm(place, replace(scenario, must_refuse=False), result)
 
 
 def moments(dirt: Dirt) -> range:

@@ -3,13 +3,16 @@ used in every kind of hostile place (`hostile_places.py`)."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,11 @@ import pytest
 from hetstream.base.own_lock import own_lock
 from hetstream.base.private import own_directory
 from hetstream.base.unix_sockets import listen_at
+from hetstream.hetjob.master.server import MasterConfig
 from hetstream.hetjob.site.address import SiteSettings, UnixAddress
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import LENGTH, AskStatus, GrantLimit, decode_request, encode_answer
+from hetstream.hetjob.temporary import temporary_place
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.packer import alone
 from hetstream.slurm_plugin.cli.report import write_whole
@@ -30,9 +35,13 @@ from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord, write_record
 from hetstream.slurm_plugin.devcluster.roots import prepare_root
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import Sample
 from hetstream.slurm_plugin.install.installation import RECORD, install
 from tests.base.users import STRANGER, needs_root
-from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, harm_in, moments
+from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, harm_in, moments, refusal_of
+from tests.opened_by_name import ROOT, Sites, sites
+from tests.opened_by_name_rows import BY_RULE, HELD_BY, ROWS
 
 CLUSTER = "production-0123abcd"
 
@@ -63,7 +72,7 @@ def forged_cluster(path: Path, place: Place) -> None:
     )  # fmt: skip
     made(path / "cluster.json", json.dumps(record.__dict__))
     made(path / "daemons.json", json.dumps({"daemons": []}))
-    for name in ("hetstream-probe", "sinfo"):
+    for name in ("true", "sinfo"):
         made(path / "bin" / name, place.script(), 0o755)
     for number in range(20):
         made(path / "log" / f"{number}", EVIL)
@@ -198,19 +207,46 @@ def packs(path: Path) -> None:
         pass
 
 
+def forged_spec(path: Path, _: Place) -> None:
+    made(path / "spec.json", json.dumps({"program": [EVIL], "data_workers": 1, "data_worker_cpus": 1}))
+
+
+def own_spec(path: Path) -> None:
+    made(path / "spec.json", json.dumps({"program": ["/bin/true"], "data_workers": 1, "data_worker_cpus": 1}))
+
+
+def forged_history(path: Path, _: Place) -> None:
+    """Made by the stranger, with a number that nobody has measured, and open to all."""
+    with History(path) as history:
+        history.append(Sample(time.time(), 1, 0, 666666, 0, 1, 0, None, 0, 0, None, (0, 0, 0, 0, 0), 0, 0, 0.0, {}))
+    path.chmod(0o666)
+
+
+def shown_history(path: Path) -> object:
+    with History(path) as history:
+        return EVIL if any(sample.gpus == 666666 for sample in history.since(0.0)) else "a history"
+
+
+def uses_tmpdir(path: Path) -> object:
+    """Where TMPDIR leads to, or is in, a stranger's hands: scripts that this user will run are made elsewhere."""
+    tempfile.tempdir = str(path)
+    place = temporary_place()
+    return EVIL if place.resolve().is_relative_to(path.parent) else place
+
+
 def linked_page(path: Path, place: Place) -> None:
     path.symlink_to(place.precious)
 
 
 SCENARIOS = {
     "devcluster exec": Scenario(
-        forged_cluster, lambda path: verb(f"devcluster exec --state-dir {path} -- hetstream-probe"), own_cluster, 0
+        forged_cluster, lambda path: verb(f"devcluster exec --state-dir {path} -- true"), own_cluster, 0
     ),
     "devcluster status": Scenario(
-        forged_cluster, lambda path: verb(f"devcluster status --state-dir {path}"), own_cluster, 0
+        forged_cluster, lambda path: verb(f"devcluster status --state-dir {path}"), own_cluster, 0, works=False
     ),
     "devcluster down": Scenario(forged_cluster, downs, own_cluster, 0, must_refuse=True),
-    "devcluster up": Scenario(forged_cluster, boots, lambda _: None, 0, must_refuse=True),
+    "devcluster up": Scenario(forged_cluster, boots, lambda _: None, 0, must_refuse=True, works=False),
     "devcluster cache": Scenario(
         forged_cache, lambda path: prepare_root("24.11", path, lambda _: None).programs(), own_cache, 0
     ),
@@ -219,7 +255,9 @@ SCENARIOS = {
     "service": Scenario(
         listening, lambda path: listen_at(path, socket.SOCK_STREAM, 0o666, 1).close(), must_refuse=True
     ),
-    "client": Scenario(listening, lambda path: ask(SiteSettings(UnixAddress(path), None), AskStatus(), 2.0)),
+    "client": Scenario(
+        listening, lambda path: ask(SiteSettings(UnixAddress(path), None), AskStatus(), 2.0), works=False
+    ),
     "grants": Scenario(grant, lambda path: EVIL * GrantedJobs(path).is_reserved("GPU-1"), Path.mkdir, 0),
     "lock": Scenario(locked, holds),
     "own directory": Scenario(linked_files("key"), writes_key, must_refuse=True),
@@ -227,8 +265,68 @@ SCENARIOS = {
         linked_files("lock", "state.sqlite"), lambda path: Store(path).close(), uid=0, must_refuse=True
     ),
     "page": Scenario(linked_page, lambda path: write_whole(path, "a page"), uid=0),
+    "job directory": Scenario(forged_spec, lambda path: MasterConfig.read(path / "spec.json"), own_spec),
+    "history": Scenario(forged_history, shown_history),
+    "temporary": Scenario(lambda path, _: path.mkdir(), uses_tmpdir, Path.mkdir, works=False),
     "packer": Scenario(linked_files("lock"), packs, uid=0),
 }
+
+
+def rows() -> dict[str, Counter[str]]:
+    """The table, as `sites` has the syntax trees."""
+    found: dict[str, Counter[str]] = {}
+    for files in ROWS.values():
+        for file, functions in files.items():
+            for function in functions.split():
+                name, _, count = function.partition("*")
+                found.setdefault(file, Counter())[name.removeprefix("-")] += int(count or 1)
+    return found
+
+
+def test_each_call_that_reaches_something_by_its_name_has_a_row() -> None:
+    """A new one has somebody think of who else could have a hand in what it reaches."""
+    found, listed = sites(), rows()
+    amiss = [
+        f"{file} {function or '-'}: {found.get(file, Counter())[function]} such calls, and "
+        f"{listed.get(file, Counter())[function]} in tests/opened_by_name_rows.py"
+        for file in sorted({*found, *listed})
+        for function in sorted({*found.get(file, ()), *listed.get(file, ())})
+        if found.get(file, Counter())[function] != listed.get(file, Counter())[function]
+    ]
+    assert not amiss, "\n".join(amiss)
+
+
+def test_each_kind_of_row_says_why_it_is_safe() -> None:
+    assert ROWS.keys() == {*BY_RULE, *HELD_BY}
+    evidence = {held for names in HELD_BY.values() for held in names}
+    assert {name for name in evidence if not name.endswith(".py")} == SCENARIOS.keys()
+    assert all((ROOT / name).exists() for name in evidence if name.endswith(".py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("import os\nos.open('x', 0)", 1),
+        ("import os as o\no.open('x', 0)", 1),
+        ("from os import open as start\nstart('x', 0)", 1),
+        ("from pathlib import Path\nPath('x').read_text()\nPath('x').open()", 2),
+        ("import os\nmap(os.unlink, [])\nundo.callback(path.unlink)", 2),
+        ("from hetstream.base.files import Directory\nDirectory.open('x').enter('y')", 1),
+        ("from hetstream.x import SITE_FILE\nSITE_FILE.read_text()", 1),
+        ("import subprocess, sqlite3\nsubprocess.run([])\nsqlite3.connect('x')", 2),
+        ("import os\nos.mkdir('x', dir_fd=3)\ndirectory.unlink('x')\ndirectory.rename('x', 'y')", 0),
+        ("'a'.replace('b', 'c')\nsignature.bind(*words)", 0),
+    ],
+)
+def test_calls_are_found_however_they_are_written(text: str, number: int) -> None:
+    assert sum(Sites(ast.parse(text)).found.values()) == number
+
+
+@needs_root
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.works])
+def test_it_works_where_nobody_else_has_a_hand_in(name: str) -> None:
+    """So what is refused elsewhere is refused for that."""
+    assert not refusal_of(SCENARIOS[name])
 
 
 @needs_root
@@ -236,8 +334,6 @@ SCENARIOS = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_a_stranger_prepares_or_swaps_does_no_harm(name: str, dirt: Dirt) -> None:
     scenario = SCENARIOS[name]
-    if dirt not in scenario.kinds:
-        pytest.skip("not asked of this")
     for moment in moments(dirt):
         harm, came = harm_in(dirt, scenario, moment)
         assert not harm, f"{name}: {dirt.value}; the stranger acts at moment {moment}: {harm}"

@@ -1,0 +1,292 @@
+"""Why each call that reaches something by its name is safe: kind -> file -> functions; `*2`: two calls in one.
+
+`test_opened_by_name.py` compares the rows with the syntax trees. A kind of `BY_RULE` is safe whoever else is on the
+host. What the others reach, somebody may have prepared: they name scenarios of that test, or other files of tests.
+"""
+
+from __future__ import annotations
+
+BY_RULE = {
+    "kernel": "what the kernel shows (/proc, /sys, /dev), and libraries that the loader of root's system finds",
+    "network": "addresses of a network, or abstract names: who is there proves a key, or nothing of his is believed",
+    "installed": "files of hetstream's own installation",
+    "program": "programs by PATH or by this interpreter's own path, as a shell would start them",
+    "site": "what root's configuration names: /etc/hetstream, Slurm's files, policy-rc.d",
+    "named": "what whoever runs it names himself, at the command line or in his program, as behind a shell's < and >",
+    "descriptor": "what is open already, or lies by its plain name in a Directory that is",
+}
+HELD_BY: dict[str, tuple[str, ...]] = {
+    "job": (
+        "job directory",
+        "tests/base/test_private.py",
+    ),
+    "private": (
+        "temporary",
+        "tests/hetjob/test_temporary.py",
+    ),
+    "packer": ("packer",),
+    "page": ("page",),
+    "grants": ("grants",),
+    "socket": (
+        "service",
+        "client",
+    ),
+    "daemon state": ("daemon state",),
+    "history": ("history",),
+    "devcluster": (
+        "devcluster exec",
+        "devcluster status",
+        "devcluster down",
+        "devcluster up",
+    ),
+    "devcluster cache": ("devcluster cache",),
+    "install": (
+        "install",
+        "uninstall",
+    ),
+    "lock": ("lock",),
+    "own directory": ("own directory",),
+    "checkpoint": (
+        "tests/checkpoint/test_untrusted.py",
+        "tests/checkpoint/test_hostile.py",
+        "tests/checkpoint/test_replica_strangers.py",
+    ),
+    "store": (
+        "tests/checkpoint/test_store.py",
+        "tests/checkpoint/test_replica_strangers.py",
+    ),
+}
+
+# A module's own level is `-`.
+ROWS: dict[str, dict[str, str]] = {
+    "kernel": {
+        "checkpoint/disk/apart.py": "_read",
+        "checkpoint/flash/slurm_task.py": "_status",
+        "checkpoint/memory/segment.py": "boot_id",
+        "checkpoint/pages.py": "_libc",
+        "checkpoint/persist/writer.py": "_be_modest",
+        "hetjob/gpu/devices/host_pool.py": "HostPool.__init__",
+        "hetjob/gpu/start.py": "_environ_of",
+        "hetjob/master/job_cgroup.py": "_read*2 read_job_memory",
+        "hetjob/master/rates.py": "TrainerCpus._seconds",
+        "hetjob/processes.py": "-",
+        "hetstream/base/access.py": "Way.__init__ _uid_without_number*2",
+        "hetstream/base/limits.py": "_data_bytes _fields _groups*2 _left_in*2",
+        "mpi_dataworkers/config.py": "environment_at_start",
+        "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
+        "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
+        "mpi_dataworkers/ops/shared_memory.py": "_shared_lines",
+        "mpi_dataworkers/worker/children.py": "_state_of adopt_orphans begin_child",
+        "mpi_dataworkers/worker/own_memory.py": "OwnMemory._read",
+        "mpi_dataworkers/worker/watch.py": "count_oom_kills*2",
+        "slurm_plugin/cli/__init__.py": "_drop_stdout",
+        "slurm_plugin/cli/gpu_report.py": "_numbers*2",
+        "slurm_plugin/coordinator/admission.py": "slurm_job_of",
+        "slurm_plugin/coordinator/driver_checkpoint.py": "driver",
+        "slurm_plugin/coordinator/own_jobs.py": "_began _has_torch guaranteed_processes*2",
+        "slurm_plugin/devcluster/cgroups.py": "enter*2 groups_of remove_groups",
+        "slurm_plugin/devcluster/kernel.py": "- enter_namespace",
+        "slurm_plugin/devcluster/processes.py": "_command _environment _stat cluster_processes",
+        "slurm_plugin/insight/wait_shares.py": "_mount_points",
+    },
+    "network": {
+        "hetstream/base/web.py": "WebServer.__init__",
+        "mpi_dataworkers/transports/shm.py": "ShmReceiver.__init__ _Channel.__init__",
+        "mpi_dataworkers/transports/sockets.py": "SocketReceiver._listen _Channel.__init__ local_address_towards",
+        "mpi_dataworkers/transports/zmq.py": (
+            "ZmqDispatcherEndpoint.__init__ _Gate.__init__ _ZmqControl._connect _ZmqControl._look_for_port"
+        ),
+        "slurm_plugin/devcluster/boot.py": "_is_free",
+        "slurm_plugin/devcluster/supervisor.py": "_is_ready",
+    },
+    "installed": {
+        "hetstream/base/installed.py": "_requirement*2",
+        "slurm_plugin/cli/exporter.py": "run",
+        "slurm_plugin/cli/install.py": "planned*2",
+        "slurm_plugin/install/node_scripts.py": "node_script",
+    },
+    "program": {
+        "checkpoint/persist/writer.py": "spawn_writer",
+        "hetjob/gpu/startup/sitecustomize.py": "_run_hidden",
+        "hetjob/site/munge.py": "_run",
+        "hetstream/base/imports.py": "_Loader.exec_module",
+        "mpi_dataworkers/hook/path/sitecustomize.py": "_install_command*2 _run_hidden",
+        "mpi_dataworkers/interpreter.py": "take_hash_seed",
+        "slurm_plugin/cli/gpu_run.py": "run",
+        "slurm_plugin/client/run.py": "become run_slurm",
+        "slurm_plugin/devcluster/apt.py": "run_quietly",
+        "slurm_plugin/devcluster/namespaces.py": "_ip",
+        "slurm_plugin/install/doctor_gpus.py": "read_gpus",
+        "slurm_plugin/program.py": "become",
+    },
+    "site": {
+        "hetjob/master/hole_options.py": "hole_options",
+        "hetjob/site/address.py": "in_site_file read_settings",
+        "slurm_plugin/cli/doctor.py": "_lua _programs _text_of",
+        "slurm_plugin/cli/install.py": "_notes",
+        "slurm_plugin/devcluster/install.py": "_forbids_starts no_service_starts*8",
+        "slurm_plugin/install/lua_settings.py": "_texts missing_files modules_of",
+    },
+    "named": {
+        "hetjob/gpu/antman.py": "FileChannel.order*2 FileChannel.report*3",
+        "hetjob/gpu/devices/emulated_file.py": (
+            "EmulatedGpuFile.__init__ EmulatedGpuFile._living EmulatedGpuFile._locked*2 EmulatedGpuFile._try_lock "
+            "EmulatedGpuFile.create*2"
+        ),
+        "hetstream/base/faults.py": "_strike",
+        "mpi_dataworkers/loader/skipped.py": "SkippedSamples._write*3 writing_problem*3",
+        "mpi_dataworkers/ops/program.py": "_source_of enter_program",
+        "mpi_dataworkers/sources/csv.py": (
+            "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows"
+        ),
+        "mpi_dataworkers/sources/hdf5.py": "_open",
+        "mpi_dataworkers/sources/images.py": "ImageFolder._refuse_empty_classes _images decode",
+        "mpi_dataworkers/sources/parquet.py": "_opened",
+        "slurm_plugin/cli/convert.py": "run",
+        "slurm_plugin/cli/explain.py": "run",
+        "slurm_plugin/cli/pricing.py": "prices_of",
+        "slurm_plugin/cli/run.py": "run",
+        "slurm_plugin/cli/sbatch.py": "_read_script",
+        "slurm_plugin/cli/simulate.py": "_cluster _settings _traces",
+        "slurm_plugin/client/fake.py": "FakeSlurm.submit",
+        "slurm_plugin/conversion.py": "_surroundings.read",
+        "slurm_plugin/install/installation.py": "put_below",
+        "slurm_plugin/packaging/recipes.py": "_fill*2 main*2",
+        "slurm_plugin/packing/quota_file.py": "QuotaFile._read*2",
+    },
+    "descriptor": {
+        "checkpoint/flash/restore/source.py": "_open_shared",
+        "checkpoint/flash/restore/trial.py": "Trial._prepare*2",
+        "checkpoint/persist/store_writer.py": "StoreWriter.advance",
+        "hetjob/gpu/pages.py": "make_orders make_work",
+        "hetstream/base/files.py": "Directory.names Directory.open Directory.read",
+        "mpi_dataworkers/worker/exchange.py": "Exchange.keep _locked _opened",
+        "slurm_plugin/coordinator/look.py": "look",
+    },
+    "job": {
+        "hetjob/find_service.py": "_is_own _only_one*2 job_directory",
+        "hetjob/job_cleaning.py": "_files jobs_left remove*2",
+        "hetjob/master/companions.py": "CompanionJobs._number_after_those_of_before CompanionJobs.submit",
+        "hetjob/master/controller_state_file.py": "ControllerStateFile._directory told_by",
+        "hetjob/master/journal_place.py": "lead_to remove*2 remove_left",
+        "hetjob/master/migration.py": "Migration.begin",
+        "hetjob/master/server.py": "MasterConfig.read _tidy*6 start*2",
+        "hetjob/processes.py": "start_child*2",
+        "hetjob/summary.py": "load_summary write_summary",
+        "hetjob/writers.py": "_num_ready",
+        "mpi_dataworkers/dispatcher/event_log.py": "EventLog.__init__ _opened*2",
+        "mpi_dataworkers/dispatcher/journal.py": "Journal._open _locked remove_leftovers*2",
+        "mpi_dataworkers/dispatcher/server.py": "_write_summary",
+        "mpi_dataworkers/interpreter.py": "announce announced remove_announcement",
+        "mpi_dataworkers/wire/address.py": "read_address_file*2 remove_address_file write_address_file*2",
+        "mpi_dataworkers/wire/pipeline_transfer.py": "_write*6 read_into*2 remove_all remove_unused*2",
+        "slurm_plugin/cli/ckpt_writer.py": "run*3",
+        "slurm_plugin/cli/logs.py": "_last_lines _logs*2",
+        "slurm_plugin/cli/master.py": "_keep",
+        "slurm_plugin/insight/past_jobs.py": "_directories",
+    },
+    "private": {
+        "checkpoint/integrations/huggingface.py": "FlashCheckpointCallback.resume_folder*7",
+        "hetjob/local.py": "_await_dispatcher",
+        "hetjob/temporary.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",
+        "mpi_dataworkers/features/compiled_cache.py": "_of_this_process _private _remove _why_not",
+        "mpi_dataworkers/features/native.py": "_compiled _loaded library",
+        "mpi_dataworkers/gpu_features/offline.py": "_stack_bytes*2",
+        "mpi_dataworkers/partitioner/unmodified.py": "_explain",
+        "slurm_plugin/cli/explain.py": "_findings*3",
+        "slurm_plugin/cli/filter.py": "run*4",
+        "slurm_plugin/cli/migrate.py": "_submit*2",
+        "slurm_plugin/cli/sbatch.py": "_submit",
+        "slurm_plugin/client/slurm.py": "CommandSlurm.batch_script*2",
+    },
+    "packer": {
+        "slurm_plugin/cli/packer.py": "alone*3",
+    },
+    "page": {
+        "slurm_plugin/cli/report.py": "write_whole*4",
+    },
+    "grants": {
+        "slurm_plugin/coordinator/admission.py": "GrantedJobs._grant GrantedJobs.is_reserved",
+    },
+    "socket": {
+        "hetjob/gpu/introduction.py": "ask",
+        "hetjob/site/client.py": "_connected",
+        "hetstream/base/unix_sockets.py": "listen_at*4",
+        "slurm_plugin/coordinator/server.py": "Coordinator._close",
+        "slurm_plugin/daemon/server.py": "Daemon._listen Daemon.run",
+    },
+    "daemon state": {
+        "slurm_plugin/daemon/store.py": "Store.__init__ Store._take_lock remembered_jobs remembered_settings",
+    },
+    "history": {
+        "slurm_plugin/database.py": "check_beside create_private",
+        "slurm_plugin/insight/history.py": "History._connect",
+        "slurm_plugin/model/job_history.py": "JobHistory._connect*3 JobHistory._key_of_place _read_key*2",
+    },
+    "devcluster": {
+        "slurm_plugin/devcluster/boot.py": (
+            "_check_can_boot _log_tail _make_fake_gpu*2 _make_files*12 _start_supervisor*3"
+        ),
+        "slurm_plugin/devcluster/record.py": "_read_json _write_json*2",
+        "slurm_plugin/devcluster/site_setup.py": (
+            "_make_database*2 _make_own_run*4 _make_shared_gpus*4 _write_script*2 make_files*2"
+        ),
+        "slurm_plugin/devcluster/status.py": "_with_power",
+        "slurm_plugin/devcluster/supervisor.py": "_become*3 main",
+        "slurm_plugin/devcluster/teardown.py": "_remove_files*4 _remove_if_empty*2",
+    },
+    "devcluster cache": {
+        "slurm_plugin/devcluster/roots.py": "_adapt_programs*3 _build*9 loader prepare_root*5",
+    },
+    "install": {
+        "slurm_plugin/install/installation.py": "_digest _write*3 install*2 read_record uninstall*6",
+    },
+    "lock": {
+        "hetstream/base/own_lock.py": "_wait_for own_lock*3",
+    },
+    "own directory": {
+        "hetstream/base/private.py": "_own own_directory",
+    },
+    "checkpoint": {
+        "checkpoint/convert/dcp.py": "FlashStorageReader._object",
+        "checkpoint/convert/source.py": "attempt_on detect*3",
+        "checkpoint/convert/torch_file.py": "load_weights_only save_torch*2",
+        "checkpoint/convert/weights.py": "_Reader.read_metadata*2 _new_file _write_dcp*5 load_safetensors",
+        "checkpoint/convert/write.py": "plan_state",
+        "checkpoint/disk/bounds.py": "bytes_on_disk",
+        "checkpoint/disk/checkpoint.py": "mark",
+        "checkpoint/disk/commit.py": "_generations _own complete holding manifests_in",
+        "checkpoint/disk/directory.py": (
+            "CheckpointDirectory._look_at CheckpointDirectory.check_own CheckpointDirectory.check_start "
+            "CheckpointDirectory.go_back"
+        ),
+        "checkpoint/disk/files.py": "replacing*4 write_whole",
+        "checkpoint/disk/handover_request.py": "Claim.__init__ Claim.ask Claim.withdraw living_request read_request",
+        "checkpoint/disk/latest.py": "problem_of_latest target_of_latest",
+        "checkpoint/disk/lineage.py": "lineage_of",
+        "checkpoint/disk/ownership.py": "_append*2 _lock history prepare_directory*2 read_owner renumber take*2",
+        "checkpoint/disk/rank_file.py": "RankFile.check",
+        "checkpoint/formats/hdf5.py": "write_hdf5",
+        "checkpoint/replica/rendezvous.py": "_folder _read_private _remove",
+    },
+    "store": {
+        "checkpoint/flash/storage.py": "CheckpointStorage.close",
+        "checkpoint/locks.py": "FileLock._try FileLock.release FileLock.try_exclusive FileLock.try_shared",
+        "checkpoint/memory/adoption.py": "_adopt*2 _make*5 _write_holder give_up",
+        "checkpoint/memory/segment.py": "Segment.create*2 _open",
+        "checkpoint/memory/slot.py": (
+            "SlotMemory._create_in_fallback SlotMemory.replace*3 take_slots unlink_with_target*2"
+        ),
+        "checkpoint/memory/store.py": "Store.__init__ Store.close Store.forget Store.mark_closed",
+        "checkpoint/memory/store_files.py": (
+            "StoreFiles._called StoreFiles.delete*5 StoreFiles.forget_others*2 StoreFiles.holder "
+            "StoreFiles.outstanding_bytes*2 StoreFiles.read_start_id StoreFiles.read_status StoreFiles.reserve "
+            "StoreFiles.stop_reason StoreFiles.write_start_id*2 StoreFiles.write_status*3 "
+            "StoreFiles.write_stop_reason*4 list_stores make_fallback"
+        ),
+        "checkpoint/memory/view.py": "StoreView.fileno _is_orphaned",
+        "checkpoint/memory/wake_pipe.py": "WakePipe.__init__*2",
+        "checkpoint/replica/peers.py": "read_order",
+        "checkpoint/replica/slots.py": "forget_others make_slot*3",
+    },
+}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetstream.slurm_plugin.errors import ModelError
-from hetstream.slurm_plugin.model.identify import confused_terms
+from hetstream.slurm_plugin.model.identify import confused_terms, lost_directions
 from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
 from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Flags, Term, Workload
 
@@ -199,15 +199,24 @@ def _side(terms: Sequence[Term], columns: Array, times: Array, prior: float) -> 
     slopes, weights = _settled(columns, times, prior)
     rows = columns / times[:, None]
     condition, confused = confused_terms(rows, names)
-    active = slopes > 0
-    covariance, noise = np.zeros((num_terms, num_terms)), float("nan")
-    free = num - int(active.sum())
+    # Also of slopes at their bound of 0: they may be above it by as much as the observations leave open.
+    inverse, unseen, seen = lost_directions(rows * np.sqrt(weights)[:, None])
+    covariance, noise, half_width = np.zeros((num_terms, num_terms)), float("nan"), float("inf")
+    free = num - (num_terms - unseen.shape[1])
     if free > 0:
         noise = float(np.sqrt((((rows @ slopes) - 1) ** 2).sum() / free))
-        part = rows[:, active] * np.sqrt(weights)[:, None]
-        # Of a confused group the pseudoinverse shares the uncertainty out; predictions where it was seen stay right.
-        covariance[np.ix_(active, active)] = noise**2 * np.linalg.pinv(part.T @ part)
-    return Side(tuple(terms), slopes, covariance, noise, num, condition, confused)
+        covariance = noise**2 * inverse
+        half_width = _student_t95(free)
+    return Side(
+        tuple(terms), slopes, covariance, noise, num, condition, confused, half_width, unseen, seen
+    )  # fmt: skip
+
+
+def _student_t95(free: int) -> float:
+    """Half the width, in standard deviations, within which 95 of 100 lie with so many free observations."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(free, 0.975))
 
 
 def _nnls(rows: Array, target: Array) -> Array:

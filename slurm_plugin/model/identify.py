@@ -15,10 +15,36 @@ from hetstream.slurm_plugin.model.terms import Array, Configurations, Indices
 
 # A direction of the scaled columns with less than this share of the strongest one is lost in any noise.
 _LOST = 1e-3
+# A configuration is like the observed ones if it goes no further along a lost direction than so many times theirs.
+_AS_FAR = 3.0
 # A term takes part in such a direction with more than this weight.
 _PART = 0.2
 # As if the prior knew each slope to within a hundred times of what one observation tells: it only breaks ties.
 _RIDGE = 1e-4
+
+
+def lost_directions(columns: Array) -> tuple[Array, Array, Array]:
+    """What observations say of the slopes, and what not.
+
+    Args:
+        columns: shape (n, k), each row divided by its measured time.
+
+    Returns:
+        The inverse of what they say, shape (k, k), without the lost directions; those as columns, shape (k, m), of
+        unit length where each column has it; and how far rows like the observed ones go along them, shape (m,).
+    """
+    norms = np.linalg.norm(columns, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    _, strengths, directions = np.linalg.svd(columns / scale, full_matrices=True)
+    padded = np.zeros(columns.shape[1])
+    padded[: len(strengths)] = strengths
+    is_lost = padded <= _LOST * padded[0]
+    kept = directions[~is_lost] / scale
+    inverse: Array = (kept / padded[~is_lost, None] ** 2).T @ kept
+    lost = (directions[is_lost] / scale).T
+    # As far as any observation, and rounding; a column that no observation had counts as soon as it is there.
+    seen = np.maximum(_AS_FAR * np.abs(columns @ lost).max(axis=0, initial=0.0), _LOST / np.sqrt(len(columns)))
+    return inverse, lost, seen
 
 
 def confused_terms(columns: Array, names: tuple[str, ...]) -> tuple[float, tuple[tuple[str, ...], ...]]:

@@ -8,9 +8,6 @@ import numpy as np
 
 from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Term, Workload
 
-# Half the width of an interval that holds 95 of 100 of what is measured, in standard deviations.
-_Z95 = 1.96
-
 
 @dataclass(frozen=True)
 class Side:
@@ -19,12 +16,18 @@ class Side:
     Attributes:
         terms: whose slopes these are.
         slopes: shape (k,), none negative.
-        covariance: of the slopes, shape (k, k); zero for those that are at their bound of 0.
+        covariance: of the slopes, shape (k, k), also of those that are at their bound of 0; without what the
+            observations say nothing of.
         noise: standard deviation of a measurement around the model, relative to it; NaN where the observations are too
             few to say.
         num_observations: that this side was fitted to.
         condition: of the scaled columns: above 1e8 or so some slopes mean nothing by themselves.
         confused: names of terms that these observations cannot tell apart, a tuple for each group.
+        half_width: of an interval that holds 95 of 100 of what is measured, in standard deviations: Student's t of the
+            observations beyond what the slopes need.
+        unseen: directions of the slopes of which the observations say nothing, shape (k, m): so far may the columns of
+            a step of one second go along each at the most for its prediction to be known: `seen`, shape (m,).
+        seen: see there.
     """
 
     terms: tuple[Term, ...]
@@ -34,6 +37,9 @@ class Side:
     num_observations: int
     condition: float
     confused: tuple[tuple[str, ...], ...] = ()
+    half_width: float = 1.96
+    unseen: Array | None = None
+    seen: Array | None = None
 
     @property
     def is_known(self) -> bool:
@@ -73,20 +79,29 @@ class StepTimeModel:
         return configurations.trainers * self.workload.batch / self.step_s(configurations)
 
     def interval_s(self, configurations: Configurations) -> tuple[Array, Array]:
-        """Within which 95 of 100 measurements of a step lie, as (n,) and (n,); infinite where too little is known."""
+        """Within which 95 of 100 measurements of a step lie, as (n,) and (n,); infinite where too little is known.
+
+        That is: with no more observations than slopes, or where a configuration differs from all that were measured in
+        something that they cannot tell apart.
+        """
         step = self.step_s(configurations)
         compute, loading = self.sides(configurations)
         spread = self._spread(self.compute, configurations)
         if self.loading is not None:
             spread = np.where(loading > compute, self._spread(self.loading, configurations), spread)
-        return np.maximum(0.0, step - _Z95 * spread), step + _Z95 * spread
+        return np.maximum(0.0, step - spread), step + spread
 
     def _spread(self, side: Side, configurations: Configurations) -> Array:
+        """Half the width of the interval of one side."""
         if not np.isfinite(side.noise):
             return np.full(len(configurations), np.inf)
         columns = self.family.columns(side.terms, configurations, self.workload)
         of_slopes = np.einsum("ni,ij,nj->n", columns, side.covariance, columns)
-        found: Array = np.sqrt(np.maximum(0.0, of_slopes) + (side.noise * (columns @ side.slopes)) ** 2)
+        times = columns @ side.slopes
+        found: Array = side.half_width * np.sqrt(np.maximum(0.0, of_slopes) + (side.noise * times) ** 2)
+        if side.unseen is not None and side.seen is not None:
+            along = np.abs(columns @ side.unseen) > side.seen * np.maximum(times, 1e-300)[:, None]
+            found[along.any(axis=1)] = np.inf
         return found
 
 

@@ -1,8 +1,10 @@
 """DLRover-RM's weighted selection, as upgrades: RE x WG, gain for its cost times a weight for jobs that end soon.
 
 RE is speed (once for each GPU) for each CPU; WG is 1 / (time that is left + 1 s)^rho, with the time that is left if the
-job has all that makes it faster. The paper chooses one of several plans for each job; on concave curves the best sum is
-the same as taking upgrades in the order of their own RE x WG.
+job has all that makes it faster. What is maximised is the sum of gain x WG over all jobs: with data workers of one size
+it is the greatest, with several at least half of that. It is not the paper's equation 12 as printed, the sum of
+gain / cost x WG of one plan for each job, which favours plans of a single CPU: of that the result is the best in about
+half of all cases, and 93 % on average.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetstream.slurm_plugin.policy.curves import pieces_of
-from hetstream.slurm_plugin.policy.filling import fill_in_order
+from hetstream.slurm_plugin.policy.filling import fill_by_gain
 from hetstream.slurm_plugin.policy.srtf import expected_remaining_s
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool
 
@@ -26,4 +28,4 @@ def dlrover(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: A
     # Logarithms: the ratio of the greatest and the least weight has more digits than a float.
     weight = -RHO * np.log(expected_remaining_s(table) / best_speed + _EPSILON_S) + np.log(table.weight)
     gain = np.log(np.maximum(pieces.slope, 1e-300)) + np.log(np.maximum(table.gpus, 1.0))[:, None]
-    return fill_in_order(table, pool, pieces, -(gain + weight[:, None]))
+    return fill_by_gain(table, pool, pieces, gain + weight[:, None])

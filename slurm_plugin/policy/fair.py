@@ -1,6 +1,9 @@
 """GoldMiner's Fair: all jobs at one speed, as a share of the speed that each would have if it never waited for data.
 
-Water-filling: each data worker goes to the job with the lowest speed for its weight. It believes what jobs measure.
+Water-filling: each data worker goes to the job with the lowest speed for its weight. The lowest of all speeds is the
+greatest that there can be. Where not all can have a data worker, those with the smallest come first, so that as many as
+can be are raised. Above the lowest, the speeds are near the best (leximin) and not always the best. It believes what
+jobs measure.
 """
 
 from __future__ import annotations

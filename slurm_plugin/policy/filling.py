@@ -44,20 +44,20 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
     return taken
 
 
-def ascending(keys: Floats) -> npt.NDArray[np.intp]:
-    """The order of keys, equal ones in the order in which they stand.
+def ascending(keys: Floats, sizes: Ints) -> npt.NDArray[np.intp]:
+    """The order of keys; of equal ones the smaller size first, so that more of them fit, then as they stand.
 
     NumPy sorts several times as fast where equal keys may come in any order, and most keys have no equal.
     """
     order = np.argsort(keys)
     in_order = keys[order]
     if np.any(in_order[1:] == in_order[:-1]):
-        return np.argsort(keys, kind="stable")
+        return np.lexsort((sizes, keys))
     return order
 
 
 def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> Allocation:
-    """Take pieces by ascending key, a job's own in their order; equal keys go to the lower job id.
+    """Take pieces by ascending key, a job's own in order; of equal keys the smaller data worker's, then the lower id's.
 
     Args:
         table: the jobs.
@@ -67,15 +67,52 @@ def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> A
     """
     key = np.maximum.accumulate(np.where(pieces.count > 0, key, -np.inf), axis=1)
     row, place = np.nonzero(pieces.count)
-    order = ascending(key[row, place])
+    order = ascending(key[row, place], table.cpus[row])
     row, place = row[order], place[order]
     taken = take(pieces.count[row, place], table.cpus[row], _beyond_minimum(table, pool))
     workers = table.minimum + np.bincount(row, weights=taken, minlength=len(table)).astype(np.int64)
     return with_reasons(table, pool, pieces, workers)
 
 
+def fill_by_gain(table: JobTable, pool: Pool, pieces: Pieces, log_gain: Floats) -> Allocation:
+    """Take pieces by what a CPU of them gains, the most first; or serve one job first, if that gains more in all.
+
+    By gain alone a small data worker may take the room of a large one that gains far more. The greater of both sums is
+    never below half of the best one (Dantzig's greedy for the knapsack problem, and the best single item).
+
+    Args:
+        table: the jobs.
+        pool: what is divided.
+        pieces: of `table`.
+        log_gain: logarithm of what each CPU of a piece gains, (jobs, pieces).
+    """
+    found = fill_in_order(table, pool, pieces, -log_gain)
+    budget = _beyond_minimum(table, pool)
+    if len(table) < 2 or not np.any(pieces.count):
+        return found
+    # One job's data workers as far as they fit alone, in the order of its pieces.
+    taken = np.minimum(np.cumsum(pieces.count, axis=1), (budget // table.cpus)[:, None])
+    taken = np.diff(taken, axis=1, prepend=0) * table.cpus[:, None]
+    is_used = pieces.count > 0
+    largest = float(log_gain[is_used].max())
+    gain = np.where(is_used, np.exp(np.where(is_used, log_gain, 0.0) - largest), 0.0)
+    best = int(np.argmax((gain * taken).sum(axis=1)))
+    first = np.arange(len(table)) == best
+    other = fill_in_order(table, pool, pieces, np.where(first[:, None], -np.inf, -log_gain))
+    sums = [_gained(pieces, table, gain, allocation.workers) for allocation in (found, other)]
+    return other if sums[1] > sums[0] * (1 + _ROUNDING) else found
+
+
+def _gained(pieces: Pieces, table: JobTable, gain: Floats, workers: Ints) -> float:
+    """What these data workers gain beyond the minimum."""
+    taken = np.clip(workers[:, None] - pieces.start, 0, pieces.count) * table.cpus[:, None]
+    return float((gain * taken).sum())
+
+
 def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels: Floats) -> Ints:
     """Raise all jobs to one level, from their minimum: each data worker goes to the job with the lowest one.
+
+    Of equal levels the smaller data worker comes first, so that more jobs are raised, then the lower id.
 
     Args:
         table: the jobs.
@@ -94,7 +131,7 @@ def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels:
         if len(rows) > left:
             # No more than `left` data workers fit, so none but the lowest jobs get one.
             level = _level_at(knots, levels, rows, workers[rows]).astype(np.float32)
-            rows = np.sort(rows[np.argsort(level, kind="stable")[:left]])
+            rows = np.sort(rows[np.lexsort((table.cpus[rows], level))[:left]])
         more = _one_turn(knots[rows], levels[rows], workers[rows], top[rows], table.cpus[rows], left)
         if not more.any():
             return workers  # levels that do not rise: nothing says who is next
@@ -136,8 +173,8 @@ def _one_turn(knots: Floats, levels: Floats, have: Ints, top: Ints, cpus: Ints, 
     counts = likely - sure
     row = np.repeat(np.arange(len(have)), counts)
     number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + sure[row]
-    # Rounded, so that levels that are equal but for rounding errors are, and the lower id is first.
-    order = np.argsort(_level_at(knots, levels, row, number).astype(np.float32), kind="stable")
+    # Rounded, so that levels that are equal but for rounding errors are.
+    order = np.lexsort((cpus[row], _level_at(knots, levels, row, number).astype(np.float32)))
     taken = take(np.ones(len(row), np.int64), cpus[row[order]], budget)
     more: Ints = sure - have + np.bincount(row[order], weights=taken, minlength=len(have)).astype(np.int64)
     return more

@@ -48,7 +48,8 @@ def workers_for(table: JobTable, pieces: Pieces, speed: float) -> Ints:
 
 def _lifted(table: JobTable, pool: Pool, floor: float) -> Ints:
     more = workers_for(table, pieces_of(table), floor) - table.minimum
-    order = np.argsort(-table.starved_s, kind="stable")
+    # Of those that starve for as long, the least need first: so more of them are brought to the floor.
+    order = np.lexsort((more * table.cpus, -table.starved_s))
     budget = pool.cpus - int((table.minimum * table.cpus).sum())
     lifted: Ints = table.minimum.copy()
     lifted[order] += take(more[order], table.cpus[order], budget)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from hetstream.slurm_plugin.errors import ModelError
 from hetstream.slurm_plugin.model.fit import Observations, fit
@@ -116,6 +117,51 @@ def test_intervals_hold_what_is_measured() -> None:
         low, high = found.interval_s(new.configurations)
         inside.append(np.mean((low <= new.step_s) & (new.step_s <= high)))
     assert 0.90 <= np.mean(inside) <= 0.99
+
+
+@pytest.mark.parametrize("num", [8, 10, 15, 20])
+@pytest.mark.parametrize("seconds", [[0.035, 0.024, 0.007, 0.025, 0.025], [0.035, 0.0, 0.007, 0.0005, 0.025]])
+def test_few_observations_have_wider_intervals_that_hold_as_much(num: int, seconds: list[float]) -> None:
+    truth = known(PARAMETER_SERVERS, seconds)
+    inside = []
+    for seed in range(60):
+        found = fit(PARAMETER_SERVERS, WORKLOAD, observed(truth, num, 0.05, seed, SERVED))
+        new = observed(truth, 30, 0.05, seed + 1000, SERVED)
+        low, high = found.interval_s(new.configurations)
+        assert np.all(np.isfinite(high))
+        inside.append(np.mean((low <= new.step_s) & (new.step_s <= high)))
+    assert 0.93 <= np.mean(inside) <= 0.995, "also where slopes are at their bound of 0"
+
+
+def test_an_interval_is_that_of_least_squares_where_nothing_is_at_its_bound() -> None:
+    truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
+    seen = observed(truth, 12, 0.01, 3, SERVED)
+    found = fit(PARAMETER_SERVERS, WORKLOAD, seen)
+    assert np.all(found.compute.slopes > 0)
+    # The textbook's prediction interval, on errors relative to the measured time.
+    columns = found.family.columns(found.compute.terms, seen.configurations, WORKLOAD)
+    rows = columns / seen.step_s[:, None]
+    free = len(rows) - rows.shape[1]
+    noise = float(np.sqrt((((rows @ found.compute.slopes) - 1) ** 2).sum() / free))
+    new = found.family.columns(found.compute.terms, SERVED, WORKLOAD)
+    errors = noise * np.sqrt(np.einsum("ni,ij,nj->n", new, np.linalg.inv(rows.T @ rows), new)
+                             + (new @ found.compute.slopes) ** 2)  # fmt: skip
+    width = found.interval_s(SERVED)[1] - found.step_s(SERVED)
+    # Huber's weights make little of a few observations, so the slopes are known a little less.
+    assert width == pytest.approx(stats.t.ppf(0.975, free) * errors, rel=0.15)
+
+
+def test_off_the_line_that_was_measured_there_is_no_interval() -> None:
+    truth = known(PARAMETER_SERVERS, [0.035, 0.024, 0.007, 0.025, 0.025])
+    line = grid(trainers=range(1, 17), servers=[2], trainer_cpus=[4], server_cpus=[4])
+    elsewhere = grid(trainers=[4, 8], servers=[1, 4, 8], trainer_cpus=[1, 4, 16], server_cpus=[2, 4, 8])
+    for seed in range(20):
+        noise = np.exp(np.random.default_rng(seed).normal(0, 0.05, len(line)))
+        found = fit(PARAMETER_SERVERS, WORKLOAD, Observations(line, truth.step_s(line) * noise))
+        assert np.all(np.isinf(found.interval_s(elsewhere)[1])), "it is off by a third there"
+        low, high = found.interval_s(line)
+        assert np.all(np.isfinite(high))
+        assert np.mean((low <= truth.step_s(line)) & (truth.step_s(line) <= high)) > 0.9
 
 
 def test_too_few_observations_have_no_interval() -> None:

@@ -121,15 +121,18 @@ def one_by_one(table: JobTable, cpus: int) -> list[int]:
     per_worker = (table.cpus / (table.weight * np.maximum(table.gpus, 1.0))).tolist()
     have, sizes = table.minimum.tolist(), table.cpus.tolist()
     left = cpus - used(table, have)
-    queue = [(np.float32(have[row] * per_worker[row]), row) for row in range(len(table)) if have[row] < top[row]]
+    # Of jobs that have as little, the one with the smaller data worker is first, then the lower id.
+    queue = [
+        (np.float32(have[row] * per_worker[row]), sizes[row], row) for row in range(len(table)) if have[row] < top[row]
+    ]
     heapq.heapify(queue)
     while queue:
-        _, row = heapq.heappop(queue)
+        _, _, row = heapq.heappop(queue)
         if sizes[row] <= left:
             left -= sizes[row]
             have[row] += 1
             if have[row] < top[row]:
-                heapq.heappush(queue, (np.float32(have[row] * per_worker[row]), row))
+                heapq.heappush(queue, (np.float32(have[row] * per_worker[row]), sizes[row], row))
     return have
 
 

@@ -147,8 +147,11 @@ def seen_by(
     except QuotaError as error:
         missing.append(str(error))
     now_s = time.time()
-    jobs = served_jobs(snapshot, slurm.notes(partitions), partitions, now_s)
-    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), tenants=Tenants(known or Quotas()))
+    known = known or Quotas()
+    notes = slurm.notes(partitions | {*known.partitions})
+    jobs = served_jobs(snapshot, notes, partitions, now_s)
+    tenants = Tenants(known, notes=notes)
+    seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), tenants=tenants)
     return seen, decide(seen.state, now_s), "; ".join(missing)
 
 

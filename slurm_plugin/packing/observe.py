@@ -40,7 +40,8 @@ class PackingView:
     @property
     def names(self) -> Set[str]:
         """Of all jobs that it is about."""
-        return self.jobs.keys() | self.quota.guaranteed.keys() | {*self.lost}
+        quota = self.quota
+        return self.jobs.keys() | quota.guaranteed.keys() | quota.unguarded.keys() | quota.reasons.keys() | {*self.lost}
 
 
 def view(

@@ -35,6 +35,7 @@ from hetstream.slurm_plugin.packing.words import (
 # Tenant of a job without an account: nobody gives it quota.
 NO_ACCOUNT = "(no account)"
 _GPU = "gpu"
+_UNCOUNTED = "its record does not say how many GPUs it asks for. scancel it, and submit it with --gpus=N"
 # GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
 _TAKES_GPUS = (_GPU, "shard", "mps")
 
@@ -84,11 +85,22 @@ class Tenants:
 
     def unguarded(self, snapshot: Snapshot) -> Iterator[Job]:
         """Jobs of the partitions with quotas that the guard has not seen, but for root's and the packer's own."""
+        return (
+            job
+            for job, notes in self._noted(snapshot)
+            if job.uid not in (0, self.packer_uid) and not is_guarded(notes.admin_comment)
+        )
+
+    def guarded(self, snapshot: Snapshot) -> Iterator[Job]:
+        """Those that it has seen with GPUs."""
+        return (job for job, notes in self._noted(snapshot) if is_guarded(notes.admin_comment))
+
+    def _noted(self, snapshot: Snapshot) -> Iterator[tuple[Job, JobNotes]]:
         for job in snapshot.jobs:
-            is_there = not set(self.quotas.partitions).isdisjoint(job.partitions) and job.state != "COMPLETING"
-            notes = self.notes.get(job.job_id) if is_there and job.uid not in (0, self.packer_uid) else None
-            if notes is not None and not is_guarded(notes.admin_comment):
-                yield job
+            if not set(self.quotas.partitions).isdisjoint(job.partitions) and job.state != "COMPLETING":
+                notes = self.notes.get(job.job_id)
+                if notes is not None:
+                    yield job, notes
 
 
 def quota_view(
@@ -134,16 +146,21 @@ def quota_view(
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
     free_gpus -= sum(job.gpus for job in line if _takes_gpus(guaranteed, job))
     decisions = decide(quotas, line, free_gpus, now_s)
-    unguarded = {
-        name: job
-        for job in tenants.unguarded(snapshot)
-        if takes_gpus(job)
-        for name in (task_names(job) if job.is_pending else [job.label])
-    }
+    unguarded = {name: job for job in tenants.unguarded(snapshot) if takes_gpus(job) for name in _names(job)}
+    for job in tenants.guarded(snapshot):
+        if job.is_pending and job.priority == 0 and not job.count(_GPU):
+            reasons |= dict.fromkeys(set(_names(job)) - guaranteed.keys(), _UNCOUNTED)
     return QuotaView(
         quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, unguarded,
         placeholders, upgraders, max(0, free_gpus),
     )  # fmt: skip
+
+
+def _names(job: Job) -> list[str]:
+    """By which Slurm's commands concern all of a job: nobody requeues or holds one component of a heterogeneous job."""
+    if job.het:
+        return [str(job.het.het_job_id)]
+    return task_names(job) if job.is_pending else [job.label]
 
 
 def takes_gpus(job: Job) -> bool:
@@ -259,7 +276,7 @@ def _guaranteed(snapshot: Snapshot, quotas: Quotas) -> dict[str, Job]:
             first = found.get(name, job)
             found[name] = replace(first, gres_held=(Gres(_GPU, "", gpus),))
         else:
-            found |= dict.fromkeys(task_names(job) if job.is_pending else [job.label], job)
+            found |= dict.fromkeys(_names(job), job)
     return found
 
 

@@ -320,10 +320,13 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     """The guard's policy names no partition with quotas, or it has a hole: what Slurm gave is what counts."""
     quotas = Quotas({"a": 1}, partitions=("gpu",))
     events: list[PackingEvent] = []
-    packer = Packer(
-        PackingSlurm(dict(cluster.record.environment(os.environ))), lambda: ShowGpus((), {}), ["opp"], events.append,
-        acting=True, quotas=lambda _: quotas,
-    )  # fmt: skip
+
+    def packer_of() -> Packer:
+        slurm = PackingSlurm(dict(cluster.record.environment(os.environ)))
+        readings = ShowGpus((), {})
+        return Packer(slurm, lambda: readings, ["opp"], events.append, acting=True, quotas=lambda _: quotas)
+
+    packer = packer_of()
 
     def step() -> set[tuple[str, str]]:
         events.clear()
@@ -337,6 +340,7 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     without = cluster.submit("-pgpu")
     waits = cluster.submit("-pgpu", "--gpus=1", "--begin=now+1hour")
     tasks = cluster.submit("-pgpu", "--gpus=1", "--begin=now+1hour", "--array=3-4")
+    het = cluster.submit("-pgpu", "--begin=now+1hour", ":", "-pgpu", "--gpus=1", "--mem=100")
     of_tasks = cluster.submit("-pgpu", "-n1", "--ntasks-per-gpu=1", "--no-requeue", f"--comment={'x' * 1024}")
     wait_until(lambda: cluster.runs(without) and cluster.runs(of_tasks), 30, "the starts")
     argv = [*OWNER, "salloc", "-pgpu", "-Jinteractive", "--kill-command=KILL", "--mem=100", "-n1", "--ntasks-per-gpu=1"]
@@ -352,7 +356,7 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
             allocation.wait(60)
         finally:
             allocation.kill()
-    jobs = {waits, f"{tasks}_3", f"{tasks}_4", of_tasks}
+    jobs = {waits, f"{tasks}_3", f"{tasks}_4", het, of_tasks}
     assert found >= {("held", job) for job in jobs}
     for job in jobs:
         wait_until(functools.partial(is_held, job), 60, f"the hold of {job}")
@@ -363,6 +367,10 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     assert {job for event, job in step() if event in ("held", "cancelled")} == {named}
     wait_until(lambda: is_held(named), 60, "its hold")
     assert not {event for event, _ in step()} & {"held", "cancelled"}
+    packer = packer_of()
+    step()
+    (reason,) = [event.reason for event in events if event.job == of_tasks]
+    assert reason.startswith("its record does not say how many GPUs it asks for"), "slurmctld made them of its tasks"
 
 
 def test_no_text_of_a_user_holds_up_others_submissions(cluster: Cluster) -> None:

@@ -450,8 +450,12 @@ def test_who_runs_with_gpus_that_the_guard_has_not_seen_waits_for_quota(site: Si
     assert slurm.admin_comments[1] == "ticket=5 hetstream:guarded"
     assert len(slurm.jobs[1].comment) <= 1024
     assert "hetstream:hold" not in slurm.jobs[1].comment.split(), "its owner does not hold it"
-    if how == "named":
-        slurm.gpus_of.pop(1, None)
+    slurm.gpus_of.pop(1, None)
+    if how != "named":
+        assert "waits 1" in site.look()
+        assert site.events[-1].reason.startswith("its record does not say how many GPUs")
+        assert site.look() == [], "said once"
+    else:
         site.looks_until("granted 1")
 
 

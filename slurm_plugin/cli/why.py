@@ -28,8 +28,8 @@ from hetstream.slurm_plugin.insight.why import Blocker, Explainer, Explanation, 
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\
-The explanation is worked out from what is free now. It does not look at licenses, topology, --exclusive and constraints
-that are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it.
+The explanation is worked out from what is free now. It does not look at licenses, topology and constraints that
+are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it.
 
 examples:
   hetstream why 8123

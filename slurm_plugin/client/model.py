@@ -81,9 +81,6 @@ class NodeShare:
 class Job:
     """One record of squeue: a job, a component, an array task, or all the pending tasks of an array.
 
-    Whether a pending one takes whole nodes (`--exclusive`) is not in it: 26.05 says the same of jobs that do and that
-    do not. What a running one holds there is; see `gres_held`.
-
     Attributes:
         job_id: the record's own number, which `scancel` and `scontrol update` take for one component or array task.
         array_job_id: the array's number; None if it is no array.
@@ -112,6 +109,8 @@ class Job:
         required_nodes: `--nodelist`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
         num_restarts: how often it was requeued.
+        exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
+            `USER`, `MCS`, `TOPO`; empty if it shares them, or where nothing says so.
     """
 
     job_id: int
@@ -155,6 +154,7 @@ class Job:
     uid: int | None = None
     gres_per_socket: tuple[Gres, ...] = ()
     gpus_requested: int | None = None
+    exclusive: str = ""
     untyped_gpu_share: float = 1.0
     gpu_types_known: bool = True
 

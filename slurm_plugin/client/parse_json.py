@@ -17,6 +17,7 @@ from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeSha
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
+    exclusive_of,
     gpus_allocated,
     has_no_end,
     in_use,
@@ -125,6 +126,7 @@ class _Job(msgspec.Struct):
     comment: str | None = ""
     restart_cnt: _Num = None
     current_working_directory: str | None = ""
+    shared: _Words = None
 
 
 class _Node(msgspec.Struct):
@@ -245,6 +247,7 @@ def _job(row: _Job) -> Job:
             comment=row.comment or "",
             num_restarts=_whole(row.restart_cnt),
             work_dir=row.current_working_directory or "",
+            exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
         )
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), f"job {row.job_id}") from exc

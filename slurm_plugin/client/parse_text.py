@@ -28,13 +28,16 @@ JOB_FIELDS = (
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
     "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
-    "Feature", "Reservation", "RestartCnt", "Name", "WorkDir", "Comment",
+    "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_EXCLUSIVE = frozenset({"NODE", "USER", "MCS", "TOPO"})
+_JOB_ID = re.compile(r"JobId=(\d+) ")
+_SAID_EXCLUSIVE = re.compile(r"(?<!\S)Exclusive=(\S+)")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
 
 
@@ -150,7 +153,31 @@ def _job(row: Mapping[str, str]) -> Job:
         comment=text_or_empty(row.get("Comment", "")),
         num_restarts=whole(row.get("RestartCnt", "")),
         work_dir=row.get("WorkDir", ""),
+        # As squeue says it: what NO means depends on the release, which is not known here.
+        exclusive=text_or_empty(row.get("OverSubscribe", "")),
     )
+
+
+def exclusive_of(said: str) -> str:
+    """`NODE` or another word of `--exclusive`, from what releases before 26.05 say of a job's sharing.
+
+    `NO` in tables and `none` in JSON is a job with whole nodes; `OK` or nothing is one that did not say
+    (get_job_share_value and job_share_string in Slurm's source). 26.05 says NO of all that do not oversubscribe.
+    """
+    word = said.upper()
+    return "NODE" if word in ("NO", "NONE") else word if word in _EXCLUSIVE else ""
+
+
+def parse_exclusive(text: str) -> dict[int, str]:
+    """The same from `scontrol --oneliner show job` of 26.05, by the numbers of jobs; empty where it is in doubt.
+
+    A user can write a line end and a whole record, or a field, into the name of a job: what is said twice is in doubt.
+    """
+    said: dict[int, list[str]] = {}
+    for line in text.split("\n"):
+        if match := _JOB_ID.match(line):
+            said.setdefault(int(match[1]), []).extend(_SAID_EXCLUSIVE.findall(line))
+    return {job_id: found[0] if len(found) == 1 and found[0] in _EXCLUSIVE else "" for job_id, found in said.items()}
 
 
 def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:

@@ -67,6 +67,10 @@ def read(environ: Mapping[str, str]) -> Answer:
         raise UnreadableAnswer(f"pyslurm: {exc}", done.stdout) from exc
 
 
+# JOB_SHARED_NONE, _USER and _MCS of slurm.h, as the old interface writes them.
+_SHARED = {"0": "NODE", "2": "USER", "3": "MCS"}
+
+
 def job_of(row: Row, reason: str) -> Job:
     """A job from its record in the old interface and its reason in the new one."""
     asked = tres(row["tres_alloc_str"] or row["tres_req_str"] or "")
@@ -116,6 +120,7 @@ def job_of(row: Row, reason: str) -> Job:
         comment=row["comment"] or "",
         num_restarts=row.get("restart_cnt") or 0,
         work_dir=row["work_dir"] or "",
+        exclusive=_SHARED.get(str(row.get("shared")), ""),
     )
 
 

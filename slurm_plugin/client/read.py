@@ -1,6 +1,7 @@
 """Read a cluster with Slurm's commands: one snapshot of jobs, nodes, partitions and configuration.
 
-Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything. Jobs come from
+Called by `CommandSlurm`. Five commands whatever the size of the cluster (six with 26.05 while jobs wait for resources,
+which says in `scontrol show job` alone which of them want whole nodes), none of which changes anything. Jobs come from
 `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
 what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
 and of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
@@ -12,14 +13,16 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from hetstream.base.errors import HetstreamError
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
+from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.values import NONE_WORDS, moment, whole
@@ -28,6 +31,8 @@ from hetstream.slurm_plugin.errors import UnsupportedSlurm
 OLDEST = (22, 5)
 SUBMISSION_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "UserID", "Comment")
 _JSON_IN_SCONTROL = (23, 2)
+# squeue then says NO of all jobs that do not oversubscribe, and scontrol alone says Exclusive=NODE.
+_OWN_FIELD_FOR_EXCLUSIVE = (26, 5)
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +70,8 @@ class CommandReader:
         if answer:
             source, jobs, nodes = "pyslurm", answer.jobs, answer.nodes
         else:
-            source, jobs, nodes = "commands", self.jobs(details=details), self._nodes(release)
+            source, nodes = "commands", self._nodes(release)
+            jobs = self._jobs_with_sharing(release, details)
         reservations = self._reservations()
         return Snapshot(
             taken_s=time.time(),
@@ -87,6 +93,19 @@ class CommandReader:
         ends = parse_text.new_separators()
         said = self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format(JOB_FIELDS, *ends))
         return parse_text.parse_jobs(said, JOB_FIELDS, *ends)
+
+    def _jobs_with_sharing(self, release: tuple[int, int], details: bool) -> tuple[Job, ...]:
+        """Pending and running jobs, with which of the pending ones want whole nodes."""
+        jobs = self.jobs(details=details)
+        if release < _OWN_FIELD_FOR_EXCLUSIVE:
+            return tuple(replace(job, exclusive=exclusive_of(job.exclusive)) for job in jobs)
+        said: dict[int, str] = {}
+        if any(job.waits_for_resources for job in jobs):
+            try:
+                said = parse_exclusive(self._run("scontrol", "--all", "--oneliner", "show", "job"))
+            except SlurmCommandError as exc:  # all other figures are known
+                logger.warning("which pending jobs want whole nodes (--exclusive) is not known: %s", exc)
+        return tuple(replace(job, exclusive=said.get(job.job_id, "")) for job in jobs)
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:
         """What jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""

@@ -297,13 +297,13 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
     where = _may_run(table, shape)
     if not where.any():
         return None
-    _, cpus_free = table.cpus_for(shape.partitions)
+    _, cpus_free = table.cpus_for(shape.partitions, shape.whole_nodes)
     rooms = [table.devices(shape.gpu_type)[1] // shape.gpus] if shape.gpus else []
     rooms += [cpus_free // shape.cpus] if shape.cpus else []
     rooms += [table.memory_free_mb // shape.memory_mb] if shape.memory_mb else []
     copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
     used = copies * getattr(shape, unit)
-    if table.takes_whole_nodes(shape.partitions):
+    if shape.whole_nodes or table.takes_whole_nodes(shape.partitions):
         free = table.cpus_free if unit == "cpus" else table.gpus_free
         used = np.where(copies > 0, free, 0)
     return where, used, copies
@@ -361,7 +361,7 @@ class _Lacking:
 
     def _lacks(self, shape: Shape, where: Mask) -> Iterator[tuple[int, Mask]]:
         """Of what alone each of these nodes has too little left for a shape; 0 where it has enough of everything."""
-        if self._table.takes_whole_nodes(shape.partitions):
+        if shape.whole_nodes or self._table.takes_whole_nodes(shape.partitions):
             yield _WHOLE, where
             return
         _, cpus_free = self._table.cpus_for(shape.partitions)
@@ -392,7 +392,8 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     other = "cpus" if unit == "gpus" else "gpus"
     groups: dict[tuple[Hashable, ...], list[Shape]] = {}
     for shape in shapes:
-        groups.setdefault((getattr(shape, unit), shape.gpu_type, shape.partitions), []).append(shape)
+        key = getattr(shape, unit), shape.gpu_type, shape.partitions, shape.whole_nodes
+        groups.setdefault(key, []).append(shape)
     kept: list[Shape] = []
     for group in groups.values():
         least_mb: int | None = None

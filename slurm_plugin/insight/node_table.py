@@ -50,7 +50,9 @@ class NodeTable:
         }
         different = {node.gres for node in self.nodes}
         self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
-        self._taken = self._cpus_taken(jobs)
+        self._jobs = tuple(jobs)
+        self._users: dict[tuple[int | None, str], set[str]] | None = None
+        self._taken = self._cpus_taken(self._jobs)
         members: dict[str, list[int]] = {}
         for place, node in enumerate(self.nodes):
             for name in node.partitions:
@@ -87,8 +89,16 @@ class NodeTable:
             self._features[feature] = self._mask(feature in node.features for node in self.nodes)
         return self._features[feature]
 
-    def cpus_for(self, partitions: Collection[str]) -> tuple[Counts, Counts]:
-        """CPUs of each node that a job in one of these partitions could have at all, and now."""
+    def cpus_for(self, partitions: Collection[str], whole_nodes: bool = False) -> tuple[Counts, Counts]:
+        """CPUs of each node that a job in one of these partitions could have at all, and now.
+
+        Args:
+            partitions: of the job.
+            whole_nodes: it wants whole nodes itself.
+        """
+        if whole_nodes:
+            most, free = self.cpus_for(partitions)
+            return most, np.where(self.cpus_free == self.cpus, free, 0)
         limits = [self._limits[name] for name in partitions if name in self._limits]
         if not limits:
             return self.cpus, self.cpus_free
@@ -102,6 +112,16 @@ class NodeTable:
                 free = np.maximum(free, np.where(members, now, 0))
             self._cpus[key] = most, free
         return self._cpus[key]
+
+    def with_jobs_of_others(self, job: Job) -> Mask:
+        """The nodes on which another user's jobs run."""
+        if self._users is None:
+            self._users = {}
+            for other in self._jobs:
+                if other.holds_resources:
+                    self._users.setdefault((other.uid, other.user), set()).update(other.nodes)
+        mine = job.uid, job.user
+        return self.named(name for owner, names in self._users.items() if owner != mine for name in names)
 
     def takes_whole_nodes(self, partitions: Collection[str]) -> bool:
         """Whether a job in these partitions gets whole nodes only."""

@@ -51,7 +51,9 @@ class Room:
         if kept is not None:
             mine = mine & ~kept
         self.eligible: Mask = anywhere & mine
-        cpus, cpus_free = table.cpus_for(names)
+        cpus, cpus_free = table.cpus_for(names, shape.whole_nodes)
+        if job.exclusive == "USER":
+            cpus_free = np.where(table.with_jobs_of_others(job), 0, cpus_free)
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}
         could = (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
         self.enough: dict[str, Mask] = {}
@@ -66,7 +68,7 @@ class Room:
         self.possible: Mask = self.eligible & could
         self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")
-        self.needs_whole_nodes = table.takes_whole_nodes(names)
+        self.needs_whole_nodes = shape.whole_nodes or table.takes_whole_nodes(names)
 
     def enough_but(self, resource: str) -> Mask:
         """Where it has room but for one resource, of which there may be too little."""

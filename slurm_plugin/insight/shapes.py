@@ -23,6 +23,7 @@ class Shape:
         gpu_type: the type that it insists on; empty if any will do.
         partitions: where it may run; empty means everywhere.
         num_jobs: how many pending jobs have this shape.
+        whole_nodes: it gets whole nodes alone (`--exclusive`).
     """
 
     cpus: int
@@ -31,6 +32,7 @@ class Shape:
     gpu_type: str = ""
     partitions: tuple[str, ...] = ()
     num_jobs: int = 0
+    whole_nodes: bool = False
 
 
 def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -42,7 +44,8 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
             key = (
                 job.reason, job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
                 id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), id(job.gres_per_socket),
-                job.gpus_requested, job.required_nodes, job.features, job.reservation,
+                job.gpus_requested, job.required_nodes, job.features, job.reservation, job.exclusive,
+                job.user if job.exclusive == "USER" else "",
             )  # fmt: skip
             group = groups.get(key)
             if group is None:
@@ -75,4 +78,5 @@ def shape_of(job: Job) -> Shape:
         memory_mb=-(-job.memory_mb // nodes),
         gpu_type=job.type_of("gpu"),
         partitions=tuple(sorted(job.partitions)),
+        whole_nodes=job.exclusive == "NODE",
     )

@@ -197,10 +197,15 @@ class Explainer:
         """Whether another component of it waits for something."""
         return any(not other.waits_for_resources or self._lacking(other) for other in self._other_components(job))
 
+    def _key(self, shape: Shape, job: Job) -> Hashable:
+        """What decides where there is room."""
+        owner = (job.uid, job.user) if job.exclusive == "USER" else None
+        return shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job), owner
+
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
         shape = shape_of(job)
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
+        key = self._key(shape, job)
         if key not in self._kinds:
             self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
         return self._kinds[key]
@@ -245,7 +250,7 @@ class Explainer:
 
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         """The nodes with room for the job, and what is lacking if they are too few."""
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
+        key = self._key(shape, job)
         if key not in self._found:
             self._found[key] = self._look(shape, job)
         return self._found[key]
@@ -263,7 +268,8 @@ class Explainer:
                 blockers.append(self._kept_for_later(Room(self._table, shape, job, self._up), job))
             elif kind == "whole nodes":
                 possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
-                text = f"it gets whole nodes (OverSubscribe=EXCLUSIVE), {wanted} of them: of {possible} {idle} are idle"
+                why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
+                text = f"it gets whole nodes ({why}), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
             elif room.short_alone(wanted):
                 blockers.append(_lack(kind, room, wanted))

@@ -1,0 +1,121 @@
+"""Pending jobs that want whole nodes: what each release says of them, and what `why`, `jobs` and `frag` make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.client import parse_json
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.parse_text import exclusive_of, parse_exclusive
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.why import Explainer
+
+
+@pytest.mark.parametrize(
+    ("squeue", "json_22_05", "json_24_11", "exclusive"),
+    # Recorded: of --exclusive, of nothing, of --exclusive=user and of --oversubscribe.
+    [("NO", "none", ["none"], "NODE"), ("OK", None, [], ""), ("USER", "user", ["user"], "USER"),
+     ("YES", "shared", ["oversubscribe"], ""), ("N/A", "", None, ""), ("TOPO", "topo", ["topo"], "TOPO")],
+)  # fmt: skip
+def test_words_of_a_release(squeue: str, json_22_05: str | None, json_24_11: list[str] | None, exclusive: str) -> None:
+    assert exclusive_of(squeue) == exclusive
+    for shared in (json_22_05, json_24_11):
+        row = {"job_id": 1, "job_state": "PENDING", "shared": shared}
+        (job,) = parse_json.parse_jobs(json.dumps({"jobs": [row]}))
+        assert job.exclusive == exclusive
+
+
+def test_what_26_05_says_and_what_users_write_into_names() -> None:
+    text = (
+        "JobId=2 JobName=wrap Partition=cpu OverSubscribe=NO Exclusive=NODE Contiguous=0\n"
+        "JobId=3 JobName=wrap Partition=cpu OverSubscribe=NO Exclusive=NO Contiguous=0\n"
+        "JobId=4 JobName=a Exclusive=NODE b Partition=cpu OverSubscribe=NO Exclusive=NO Contiguous=0\n"
+        "JobId=5 JobName=x OverSubscribe=NO Exclusive=USER Contiguous=0\n"
+        "JobId=5 JobName=forged Exclusive=NODE\n"
+    )
+    assert parse_exclusive(text) == {2: "NODE", 3: "", 4: "", 5: ""}
+
+
+def node(name: str, cpus: int, jobs: int = 0) -> Node:
+    held = (Gres("gpu", "", jobs),)
+    return Node(name, frozenset({"MIXED"}), ("gpu",), 16, cpus, 1000, 0, (Gres("gpu", "", 4),), held)
+
+
+def job(job_id: int, state: str = "PENDING", user: str = "ann", **more: Any) -> Job:
+    made = Job(job_id, "j", user, ("gpu",), state, "Resources" if state == "PENDING" else "", 1, 2, 1, 2, 0)
+    return replace(made, **more)
+
+
+def test_whoever_wants_whole_nodes_has_room_on_idle_ones_alone() -> None:
+    nodes = (node("idle", 0), node("busy", 1), node("mine", 2), node("theirs", 2))
+    running = (
+        job(1, "RUNNING", nodes=("busy",), num_cpus=1, user="bob"),
+        job(2, "RUNNING", nodes=("mine",)),
+        job(3, "RUNNING", nodes=("theirs",), user="bob"),
+        job(4, "COMPLETING", nodes=("idle",), user="bob"),
+    )
+    waiting = {word: job(10 + place, exclusive=word) for place, word in enumerate(("", "NODE", "USER"))}
+    seven = job(20, exclusive="NODE", num_nodes=7, num_cpus=7)
+    snapshot = Snapshot(1.0, "22.05", "t", (*running, *waiting.values(), seven), nodes, (Partition("gpu", ()),))
+    explainer = Explainer(snapshot)
+    fits = {word: explainer.explain(one).fits_on for word, one in waiting.items()}
+    assert fits == {"": ("idle", "busy", "mine", "theirs"), "NODE": ("idle",), "USER": ("idle", "mine")}
+    two = replace(waiting["NODE"], num_nodes=2)
+    blockers = Explainer(replace(snapshot, jobs=(*running, two))).explain(two).blockers
+    assert [blocker.kind for blocker in blockers] == ["whole nodes", "gang"]
+    assert blockers[0].text == "it gets whole nodes (--exclusive), 2 of them: of 4 1 are idle"
+    assert explainer.waits_for(seven) == "size", "there are four nodes"
+
+
+def test_stranded_gpus_that_wait_for_jobs_with_whole_nodes_lack_a_whole_node() -> None:
+    wanted = job(9, exclusive="NODE", gres_per_node=(Gres("gpu", "", 2),))
+    (row,) = measure([node("busy", 4, 1)], [wanted]).nodes
+    assert (row.stranded_gpus, row.lacking) == (3, "whole nodes")
+    (row,) = measure([node("idle", 0)], [wanted]).nodes
+    assert (row.stranded_gpus, row.lacking) == (0, "")
+
+
+@pytest.mark.slurm
+@pytest.mark.every_release
+def test_why_of_exclusive_jobs_on_slurm(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    """One CPU of each of the four CPU nodes is in use; the cluster has four."""
+    slurm = CommandSlurm(devcluster.env)
+    submitted: list[str] = []
+
+    def submit(*options: str) -> str:
+        words = ["--output=/dev/null", "--mem=1000", "--time=60", "-p", "cpu", *options]
+        submitted.append(slurm.submit("#!/bin/sh\nexec sleep 600\n", words))
+        return submitted[-1]
+
+    def told(*words: str) -> str:
+        command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
+        env = {**os.environ, **devcluster.env}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout
+
+    try:
+        for number in range(4):
+            submit("-w", f"cpu{number}", "-c1")
+        wait_until(lambda: [one.state for one in slurm.snapshot().jobs] == ["RUNNING"] * 4, 60)
+        exclusive, usual = submit("-N2", "--exclusive"), submit("-c16", "--begin=now+1hour")
+        wait_until(lambda: "(Resources)" in told("why", exclusive), 60, "Slurm's reason")
+        text = told("why", exclusive)
+        assert "room now  on no node" in text
+        assert "it gets whole nodes (--exclusive), 2 of them: of 4 0 are idle" in text
+        assert "the next scheduling cycle starts it" not in text
+        found = {str(one.job_id): one.exclusive for one in slurm.snapshot().jobs}
+        assert (found[exclusive], found[usual], found[submitted[0]]) == ("NODE", "", "")
+        rows = {row["job"]: row["waits_for"] for row in json.loads(told("jobs", "--json"))["jobs"]}
+        assert (rows[exclusive], rows[usual]) == ("whole nodes", "time")
+    finally:
+        for job_id in submitted:
+            slurm.cancel(job_id)
+    wait_until(lambda: not slurm.snapshot().jobs, 60)

@@ -24,6 +24,8 @@ EVENTS_FILE = "events.jsonl"
 # Two files of this size at most: about 100,000 events, weeks of a healthy job.
 _MAX_BYTES = 8 << 20
 _FOLLOW_S = 0.2
+# A file that an event log wrote has no more, and no such line; one that somebody else put there may have any size.
+_MOST_READ_BYTES, _MOST_LINE_BYTES = 2 * _MAX_BYTES, 1 << 20
 
 
 class EventLog:
@@ -82,7 +84,7 @@ def older(path: Path) -> Path:
 
 
 def read_events(path: Path) -> Iterator[bytes]:
-    """Complete lines of the older file and of `path`, oldest first.
+    """Complete lines of the older file and of `path`, oldest first; of a file that is too large, those at its end.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -100,8 +102,8 @@ def follow_events(path: Path) -> Iterator[bytes]:
     try:
         begun_line = b""
         while True:
-            while line := stream.readline():
-                begun_line += line
+            while line := stream.readline(_MOST_LINE_BYTES):
+                begun_line = (begun_line + line)[-_MOST_LINE_BYTES:]
                 if begun_line.endswith(b"\n"):
                     yield begun_line
                     begun_line = b""
@@ -131,11 +133,25 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _opened(path: Path) -> BufferedReader:
-    """The file; its directory may be a stranger's, and no link, pipe or device is opened in it."""
+    """The file; its directory may be a stranger's, and no link, pipe or device is opened in it.
+
+    What is before its last `_MOST_READ_BYTES` is passed over.
+    """
     with Directory.open(path.parent) as directory:
-        return open(directory.open_file(path.name), "rb")
+        descriptor = directory.open_file(path.name)
+    stream = os.fdopen(descriptor, "rb")
+    begin = os.fstat(stream.fileno()).st_size - _MOST_READ_BYTES
+    if begin > 0:
+        _log.warning("%s is larger than a file of events: only its end is read", path)
+        stream.seek(begin)
+        stream.readline(_MOST_READ_BYTES)  # what is left of a line
+    return stream
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     with _opened(path) as stream:
-        yield from (line for line in stream if line.endswith(b"\n"))
+        left_bytes = _MOST_READ_BYTES
+        while left_bytes > 0 and (line := stream.readline(left_bytes)):
+            left_bytes -= len(line)
+            if line.endswith(b"\n") and len(line) <= _MOST_LINE_BYTES:
+                yield line

@@ -215,7 +215,7 @@ def _joined(shards: Any, objects: Mapping[str, Any]) -> Any:
     """
     if not shards or not isinstance(shards.get("snapshots"), Mapping):
         return shards  # of another form, which is told by who uses it
-    damaged = [shard for shard, text in shards["snapshots"].items() if text == "null" or not _is_json(text)]
+    damaged = [shard for shard, text in shards["snapshots"].items() if not (isinstance(text, str) and _is_object(text))]
     if damaged:
         raise StateError(f"the state has a damaged position in the shards of this loader: {', '.join(damaged)}")
     packed = {shard: text.encode() for shard, text in shards["snapshots"].items()}
@@ -229,7 +229,15 @@ def _is_count(value: Any) -> bool:
 def _is_json(value: Any) -> bool:
     try:
         return isinstance(json.loads(value), dict | None)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_object(text: str) -> bool:
+    """Whether a snapshot is JSON for who reads it, too: only so it does not reach pickle."""
+    try:
+        return is_text(text.encode()) and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
         return False
 
 

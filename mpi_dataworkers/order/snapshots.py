@@ -30,7 +30,10 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def is_text(packed: bytes) -> bool:
-    """Whether a snapshot is JSON."""
+    """Whether a snapshot is JSON: an object, and nothing before it, as `pack` writes it.
+
+    Of what is not, pickle may run anything. So whoever lets text in asks this, and whoever reads it asks this, too.
+    """
     return packed.startswith(b"{")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hetstream.base.access import others_can_write, unsafe_above
 from hetstream.base.installed import install_command
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.sources.together import transforms_what_it_reads
@@ -26,6 +27,7 @@ except ImportError as exc:
 # An h5py read call costs about as much as copying this many bytes: a smaller gap between two asked rows is read over.
 READ_OVER_BYTES = 32 * 1024
 _NAMES_IN_ERROR = 20
+_MOST_LINKS = 16  # that HDF5 follows (H5Pset_nlinks)
 
 
 class Hdf5Dataset:
@@ -42,11 +44,15 @@ class Hdf5Dataset:
             `numpy.random` or torch: the loader seeds them for each sample. One that has `thread_safe = True` may be
             called by several threads at once and draws from `hetstream.sample_generator()`.
 
+    A link to another file, data in another file and virtual datasets are followed in a file of this user (or of root)
+    that nobody else can write to. Of another user's file nothing outside is read: it could name files that are private.
+
     Rows of an N-dimensional dataset are arrays of N-1 dimensions with the file's dtype; rows of a one-dimensional one
     are numpy scalars, or `str` for string datasets.
 
     Raises:
-        SourceError: The file or a dataset is missing or unreadable, or the datasets differ in length.
+        SourceError: The file or a dataset is missing or unreadable, or leads out of a file that is not this user's;
+            or the datasets differ in length.
     """
 
     def __init__(
@@ -238,12 +244,14 @@ def _open(path: Path) -> h5py.File:
 
 
 def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | None]:
-    found = file.get(name)
-    if isinstance(found, h5py.Dataset):
-        return found, None
+    found = _reached(file, name)
     parent, _, field = name.rpartition("/")
-    table = file.get(parent) if parent else None
+    table = _reached(file, parent) if found is None and parent else None
+    if isinstance(found, h5py.Dataset):
+        _check_layout(found, name)
+        return found, None
     if isinstance(table, h5py.Dataset) and field in (table.dtype.names or ()):
+        _check_layout(table, parent)
         return table, field
     names = _dataset_names(file)
     shown = ", ".join(names[:_NAMES_IN_ERROR]) + (
@@ -251,6 +259,110 @@ def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | N
     )
     kind = "is a group" if isinstance(found, h5py.Group) else "does not exist"
     raise SourceError.of(path, f"dataset {name!r} {kind}; the file has: {shown or 'no dataset'}")
+
+
+def _reached(file: h5py.File, name: str, *, by_library: bool = False) -> Any:
+    """What a name leads to, one link after the other; None if there is no such thing.
+
+    HDF5 itself would follow every link, also into files of whoever asks. So each is looked at, and what was opened is
+    asked which file it is in.
+
+    Args:
+        file: where the name begins.
+        name: in it, with `/` between groups.
+        by_library: HDF5 will go this way again by itself, when it reads: only through files that nobody can change.
+
+    Raises:
+        SourceError: it leads out of a file that is not this user's.
+    """
+    found: Any = file
+    parts, num_links = [*reversed(name.split("/"))], 0
+    while parts:
+        part = parts.pop()
+        if part in ("", "."):
+            continue
+        link = _link(found, part) if isinstance(found, h5py.Group) else None
+        if link is None:
+            return None
+        here: h5py.File = found.file
+        if isinstance(link, h5py.HardLink):
+            found = found[part]
+            if h5py.h5o.get_info(found.id).fileno != h5py.h5o.get_info(here.id).fileno:
+                raise _leads_out(here, name, "in another file by now")
+            continue
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            raise SourceError.of(file.filename, f"dataset {name!r}: more than {_MOST_LINKS} links, one after the other")
+        if isinstance(link, h5py.ExternalLink):
+            found = _next_file(here, name, link.filename, by_library)
+        elif isinstance(link, h5py.SoftLink):
+            found = here if link.path.startswith("/") else found
+        else:
+            raise _leads_out(here, name, f"a link of a kind that is not known ({link!r})")
+        parts += reversed(link.path.split("/"))
+    return found
+
+
+def _link(group: h5py.Group, part: str) -> Any:
+    try:
+        return group.get(part, getlink=True)
+    except TypeError as error:  # of h5py, for links that an application has defined
+        return error
+
+
+def _next_file(file: h5py.File, name: str, target: str, by_library: bool) -> h5py.File:
+    """Another file that this one leads to, beside it or by an absolute path.
+
+    Raises:
+        SourceError: this one is not the user's; or the other one is not, and HDF5 will open it by its path.
+    """
+    path = Path(file.filename).parent / target
+    if not _is_own(file):
+        raise _leads_out(file, name, str(path))
+    opened = _open(path)
+    if by_library and not _is_own(opened):
+        raise _leads_out(opened, name, "a part of a virtual dataset")
+    if by_library and (reason := unsafe_above(path)):
+        raise SourceError.of(path, f"dataset {name!r}: this file is a part of a virtual dataset, and {reason}")
+    return opened
+
+
+def _check_layout(dataset: h5py.Dataset, name: str, depth: int = 0) -> None:
+    """Refuse data outside of a file that is not this user's.
+
+    Raises:
+        SourceError: there are.
+    """
+    file: h5py.File = dataset.file
+    if dataset.external and not _is_own(file):
+        raise _leads_out(file, name, f"its data are in {dataset.external[0][0]!r}")
+    if not dataset.is_virtual:
+        return
+    if not _is_own(file):
+        raise _leads_out(file, name, "it is a virtual dataset, whose parts may be anywhere")
+    for source in dataset.virtual_sources():
+        if depth > _MOST_LINKS or "%" in source.file_name + source.dset_name:
+            raise _leads_out(file, name, f"a virtual dataset of parts that a pattern names ({source.file_name!r})")
+        other = file if source.file_name == "." else _next_file(file, name, source.file_name, by_library=True)
+        part = _reached(other, source.dset_name, by_library=True)
+        if isinstance(part, h5py.Dataset):
+            _check_layout(part, name, depth + 1)
+
+
+def _is_own(file: h5py.File) -> bool:
+    """Whether nobody but this user and root has written an open file, or can: what it leads to, they have chosen."""
+    descriptor = file.id.get_vfd_handle()
+    status = os.fstat(descriptor)
+    return status.st_uid in (0, os.geteuid()) and not others_can_write(status, descriptor)
+
+
+def _leads_out(file: h5py.File, name: str, where: str) -> SourceError:
+    return SourceError.of(
+        file.filename,
+        f"dataset {name!r} leads out of this file ({where}), and the file is not yours, or others can write to it: it "
+        "could have you read what is private. Look at it (h5dump -pH), and make one file of it (h5copy, h5repack), or "
+        "copy it to make it your own",
+    )
 
 
 def _dataset_names(file: h5py.File) -> list[str]:

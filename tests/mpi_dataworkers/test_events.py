@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import sample_datasets as datasets
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, older, read_events
+from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, follow_events, older, read_events
 from hetstream.mpi_dataworkers.dispatcher.instructions import ReportEvent
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.dispatcher.server import _carry_out
@@ -50,6 +51,24 @@ def test_the_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     kept = [json.loads(line)["num_missing"] for line in read_events(path)]
     assert kept == list(range(kept[0], 100))
     assert len(kept) >= 10
+
+
+def test_of_a_file_that_is_too_large_the_end_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one full of holes, a line without an end: nobody has to wait for it, or needs memory for it."""
+    path = tmp_path / EVENTS_FILE
+    last = events.DataWorkersMissing(num_missing=7).as_json(1.0) + b"\n"
+    for place in (path, older(path)):
+        with open(place, "wb") as file:
+            file.truncate(20 << 30)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n" + last)
+    began_s = time.process_time()
+    assert [*read_events(path)] == [last, last]
+    assert next(follow_events(path)) == last
+    assert time.process_time() - began_s < 10
+    assert "only its end is read" in caplog.text
+    path.write_bytes(b"x" * (2 << 20) + b"\n" + last)
+    assert [*read_events(path)][1:] == [last], "a line that is no event's is left out"
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -537,9 +537,27 @@ def test_a_state_may_hold_what_json_does_not(three: Any, loaders: Any, where: st
     resumed = loaders(datasets.TensorLedger(60), **options)
     resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert begin + as_bytes(resumed) == whole
-    pretended = json.loads(state["shards"]) | {"snapshots": {"0": "cos\nsystem\n(S'true'\ntR."}}
-    with pytest.raises(StateError, match="damaged position"):
-        resumed.load_state_dict(state | {"shards": json.dumps(pretended)})
+    # What one reader takes for JSON and the other does not would be unpickled.
+    code = "cos\nsystem\n(S'true'\ntR."
+    for text in (
+        code,
+        " {}",
+        "\n{}",
+        "\t {}",
+        "\r{}",
+        "\ufeff{}",
+        "\ufeff" + code,
+        "[]",
+        "null",
+        "{",
+        "7",
+        "",
+        '{"a": "\ud800"}',
+        7,
+    ):
+        pretended = json.loads(state["shards"]) | {"snapshots": {"0": text}}
+        with pytest.raises(StateError, match="damaged position"):
+            resumed.load_state_dict(state | {"shards": json.dumps(pretended)})
 
 
 def test_a_stream_is_divided_as_torch_divides_it(three: Any, loaders: Any) -> None:

@@ -91,8 +91,8 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         empty="no job waits for resources",
         most_lines=MOST_SHAPES,
     )
-    # One type alone is what the nodes' lines say already.
-    kinds = found.gpu_types if len(found.gpu_types) > 1 else ()
+    # One type alone, of whole GPUs, is what the nodes' lines say already.
+    kinds = found.gpu_types if len(found.gpu_types) > 1 or any(kind.is_mig for kind in found.gpu_types) else ()
     title = "GPUs by type" if kinds else ""
     types = Section("gpu_types", _TYPE_COLUMNS, [asdict(kind) for kind in kinds], title=title)
     elsewhere = Section(

@@ -22,7 +22,7 @@ _UNCOUNTED_MB = 1 << 50
 
 def pool_partitions(snapshot: Snapshot, chosen: Collection[str] | None) -> tuple[str, ...]:
     """The partitions whose CPUs are divided: those chosen that exist, else those without GPUs, else all."""
-    with_gpus = {name for node in snapshot.nodes if node.gpus for name in node.partitions}
+    with_gpus = {name for node in snapshot.nodes if node.gpu_types for name in node.partitions}
     names = {partition.name for partition in snapshot.partitions}
     return tuple(sorted(names & set(chosen) if chosen is not None else names - with_gpus or names))
 

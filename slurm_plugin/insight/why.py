@@ -87,7 +87,7 @@ class Explainer:
         self._best_tiers: dict[tuple[str, ...], int] = {}
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
-        self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
+        self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
         # In the order of their beginning: the jobs of others must have ended by then.
         self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.

@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetstream.slurm_plugin.cli.frag import report_of as frag_report
 from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
 from hetstream.slurm_plugin.cli.util import report_of as util_report
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, sacct_rows, usages_of, with_mig
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.held import with_gpu_shares
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Snapshot, gpu_share
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Snapshot, gpu_share
+from hetstream.slurm_plugin.daemon.room import pool_partitions
+from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.utilisation import Window
+from hetstream.slurm_plugin.insight.why import Explainer
 
 NOW_S = 1e9
 LARGE, SMALL = "nvidia_h100_80gb_hbm3_3g.40gb", "nvidia_h100_80gb_hbm3_1g.10gb"
@@ -157,6 +161,25 @@ def test_jobs_of_accounting_without_types() -> None:
 def test_slurmctld_is_not_asked_where_there_is_no_doubt() -> None:
     found, num_asked = of_accounting(sacct_line(8, "cpu=1,gres/gpu=4", "g[3-4]"), sacct_line(9, "cpu=1", "g2"))
     assert (found, num_asked) == ([("8", 4.0, True), ("9", 0.0, True)], 0)
+
+
+def test_a_site_with_instances_alone_has_gpus() -> None:
+    """A table shows them, and CPUs beside them are beside GPUs."""
+    nodes = (
+        replace(node("g1", f"gpu:{LARGE}:2", f"gpu:{LARGE}:1"), cpus_allocated=12),
+        replace(node("g2", f"gpu:{LARGE}:2", f"gpu:{LARGE}:2"), cpus=64),
+        replace(node("c1", ""), partitions=("cpu",)),
+    )
+    seen = Snapshot(NOW_S, "24.11", "test", (), nodes, (Partition("gpu", ("g1", "g2")), Partition("cpu", ("c1",))))
+    assert pool_partitions(seen, None) == ("cpu",)
+    (types,) = (part for part in frag_report(measure(nodes, ()), seen).sections if part.name == "gpu_types")
+    assert [(row["type"], row["num_free"], row["num"]) for row in types.rows] == [(LARGE, 1, 4)]
+    waiting = replace(
+        job(7, (), "", f"gres/gpu:{LARGE}:1"), state="PENDING", reason="Resources", num_nodes=1, num_cpus=8,
+        cpus_per_task=8, gres_held=None,
+    )  # fmt: skip
+    verdict = Explainer(replace(seen, jobs=(waiting,))).explain(waiting).conversion
+    assert "--data-worker-partition=cpu" in verdict.directive
 
 
 @given(st.data())

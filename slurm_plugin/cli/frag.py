@@ -153,7 +153,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _node_row(node: NodeFragmentation) -> Row:
     row = asdict(node) | {"partitions": list(node.partitions)}
-    return row | {name: _rounded(row[name]) for name in ("indicator", "memory_indicator")}
+    return row | {name: _rounded(row[name]) for name in ("indicator", "memory_indicator", "gpu_share_free")}
 
 
 def _bad(row: Row) -> str:

@@ -40,6 +40,7 @@ class NodeFragmentation:
         memory_indicator: freeMemory/Memory - freeGPU/GPU; None without GPUs.
         stranded_gpus, stranded_cpus: free, and of no use to any pending job.
         mig, mig_free: parts of GPUs, by MIG.
+        gpu_share_free: which share of its GPUs is free, instances as their share of one; None without GPUs.
         lacking: more of what would let a pending job onto the stranded GPUs, or without such GPUs onto the stranded
             CPUs: `CPUs`, `memory`, `GPUs`, `CPUs and memory`, `whole nodes` or nothing. `GPUs` where any would need
             more of them, whatever else.
@@ -60,6 +61,7 @@ class NodeFragmentation:
     lacking: str
     mig: int = 0
     mig_free: int = 0
+    gpu_share_free: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,14 @@ class Fragmentation:
     @property
     def share_without_cpus(self) -> float | None:
         """Of the nodes with GPUs: all CPUs taken and more than 25 % of the GPUs free (31 % in GoldMiner's trace)."""
-        return _mean([float(not node.cpus_free and node.gpus_free > MUCH_FREE * node.gpus) for node in self.gpu_nodes])
+        return _mean([float(not node.cpus_free and (node.gpu_share_free or 0) > MUCH_FREE) for node in self.gpu_nodes])
 
     @property
     def share_without_gpus(self) -> float | None:
         """Of the nodes with GPUs: all GPUs taken and more than 25 % of the CPUs free (18 % in GoldMiner's trace)."""
-        return _mean([float(not node.gpus_free and node.cpus_free > MUCH_FREE * node.cpus) for node in self.gpu_nodes])
+        return _mean(
+            [float(not node.gpu_share_free and node.cpus_free > MUCH_FREE * node.cpus) for node in self.gpu_nodes]
+        )
 
 
 def measure(
@@ -226,6 +230,7 @@ def _one(node: Node, row: tuple[int, ...], stranded: tuple[int, int], lacking: i
         lacking=_LACKS[lacking],
         mig=mig,
         mig_free=node.mig_free() if mig else 0,
+        gpu_share_free=gpu_share_free,
     )
 
 

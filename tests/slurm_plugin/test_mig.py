@@ -172,7 +172,9 @@ def test_a_site_with_instances_alone_has_gpus() -> None:
     )
     seen = Snapshot(NOW_S, "24.11", "test", (), nodes, (Partition("gpu", ("g1", "g2")), Partition("cpu", ("c1",))))
     assert pool_partitions(seen, None) == ("cpu",)
-    (types,) = (part for part in frag_report(measure(nodes, ()), seen).sections if part.name == "gpu_types")
+    found = measure(nodes, ())
+    assert (found.share_without_cpus, found.share_without_gpus) == (0.0, 0.5)  # g2 has none left, g1 one of two
+    (types,) = (part for part in frag_report(found, seen).sections if part.name == "gpu_types")
     assert [(row["type"], row["num_free"], row["num"]) for row in types.rows] == [(LARGE, 1, 4)]
     waiting = replace(
         job(7, (), "", f"gres/gpu:{LARGE}:1"), state="PENDING", reason="Resources", num_nodes=1, num_cpus=8,

@@ -262,6 +262,11 @@ def _check_user(path: str, connection: socket.socket, coordinator_uid: int | Non
 
 
 def _check(path: str, message: bytes, num_descriptors: int, expected: int) -> Answer:
+    if not message:
+        raise GpuCoordinatorError(
+            f"the coordinator at {path} closed the connection without an answer: it ends just now, or this user "
+            "connects too often; its log says which"
+        )
     try:
         version = decode(message, _Version).version
         answer = decode(message, Answer) if version == VERSION else None

@@ -245,10 +245,7 @@ class Coordinator:
         connection.setblocking(False)
         pid, uid = peer_of(connection)
         if uid not in (0, os.geteuid()) and not self._crowds.may_enter(uid, time.monotonic()):
-            with contextlib.suppress(OSError), connection:
-                connection.send(
-                    encode(Answer(VERSION, refusal=f"user {uid} connects too often. Try again in some seconds"))
-                )
+            connection.close()  # a refusal would be final, and its agents are to try again
             self._turned_away(uid, f"GPU left pid={pid} uid={uid}: it connects too often")
             return
         self._num_admitted += 1

@@ -71,15 +71,16 @@ local function element(part)
 end
 
 -- GPUs that a request names, as slurmctld counts them: of one type the last count holds, and those of a type are part of
--- those without. Also whether it could name others, which cannot be counted, and the types, as a text.
+-- those without. Also whether it could name others, in a form that is not known; the types, as a text; and whether it names
+-- shares of GPUs.
 local function gpus_in(request)
-  local counts, unclear = {}, false
+  local counts, unclear, shares = {}, false, false
   for part in (request or ""):gmatch("[^,]+") do
     local name, kind, count = element(part)
     if count and name == "gpu" then
       counts[kind] = count
     elseif count and GPUS[name] then
-      unclear = unclear or count > 0
+      shares = shares or count > 0
     elseif not count then
       for word in pairs(GPUS) do unclear = unclear or part:find(word, 1, true) ~= nil end
     end
@@ -90,15 +91,15 @@ local function gpus_in(request)
     if count > 0 then types[#types + 1] = kind end
   end
   table.sort(types)
-  return math.max(typed, counts[""] or 0), unclear, table.concat(types, ",")
+  return math.max(typed, counts[""] or 0), unclear, table.concat(types, ","), shares
 end
 
 -- Whether a job could get GPUs: what is not understood could name some.
 local function has_gpus(job)
   if positive(job.ntasks_per_tres) then return true end   -- slurmctld makes GPUs of tasks, after this hook
   for _, field in ipairs(GPU_FIELDS) do
-    local count, unclear = gpus_in(job[field])
-    if count > 0 or unclear then return true end
+    local count, unclear, _, shares = gpus_in(job[field])
+    if count > 0 or unclear or shares then return true end
   end
   return false
 end
@@ -107,7 +108,8 @@ local function asks_for_shared(job)
   for _, field in ipairs(GPU_FIELDS) do
     for part in (job[field] or ""):gmatch("[^,]+") do
       local name, _, count = element(part)
-      if count and name == SHARED and count > 0 or not count and part:find(SHARED, 1, true) then return true end
+      local is_unclear = not count and part:find("gres", 1, true) and part:find(SHARED, 1, true)
+      if count and name == SHARED and count > 0 or is_unclear then return true end
     end
   end
   return false
@@ -323,8 +325,9 @@ local function why_not_counted(job)
   end
   local named, types
   for _, field in ipairs(GPU_FIELDS) do
-    local count, unclear, its_types = gpus_in(job[field])
-    if unclear then return field .. " names no single number of whole GPUs. Write --gpus=N, or --gpus-per-node=N" end
+    local count, unclear, its_types, shares = gpus_in(job[field])
+    if shares then return "shares of GPUs (shard, mps) are no part of a quota. Write --gpus=N" end
+    if unclear then return field .. " cannot be read. Write --gpus=N, or --gpus-per-node=N" end
     if count > 0 and field == "tres_per_socket" then return "--gpus-per-socket depends on the node. Write --gpus-per-node" end
     if count > 0 and named and its_types ~= types then return "its options name different GPUs. Write one of them" end
     if count > 0 then named, types = named or field, its_types end

@@ -70,6 +70,7 @@ def guard(policy: str, before: str = "") -> str:
         ('tres_per_job = "gres/gpu:1", num_tasks = 8', 1),
         ('tres_per_job = "gres/gpu:4"', None),
         ('tres_per_job = "gres/gpu:2", min_mem_per_cpu = 1000', None),
+        ('tres_per_node = "gres/shard:2"', None),
         ('tres_per_job = "gres/gpu:2", partition = "other"', None),
         ('tres_per_job = "gres/gpu:2", partition = "gpu,other"', None),
         ("", None),
@@ -256,6 +257,8 @@ OPPORTUNISTIC = '{opportunistic = {partitions = {"opp", "spare"}, hold = true, m
         ('partition = "opp,spare", comment = "hetstream: mine"', None),
         ('partition = "opp", script = false, het_job_offset = 1', None),
         ('partition = "gpu", tres_per_node = "gres:oppose:1"', None),
+        ('partition = "gpu", tres_per_node = "xgres:opp:p0:1"', "the site gives out GRES opp"),
+        ('partition = "gpu", tres_per_task = "cpu=1,license/opportunity=1"', None),
     ],
 )
 def test_what_belongs_to_the_packer_is_for_nobody_else(lua: object, fields: str, said: str | None) -> None:

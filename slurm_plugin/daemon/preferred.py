@@ -45,7 +45,7 @@ class Preference:
         self._rows = {name: row for row, name in enumerate(self._names)}
         self._free = np.array(
             [
-                node.cpus_free if node.is_usable and not names.isdisjoint(node.partitions) else 0
+                node.cpus_free if node.starts_jobs and not names.isdisjoint(node.partitions) else 0
                 for node in snapshot.nodes
             ],
             np.int64,

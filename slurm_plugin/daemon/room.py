@@ -78,7 +78,7 @@ def room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str
         owners: user of each job; a companion says itself whose it is, so it must be of the same user.
     """
     names = set(partitions)
-    nodes = [node for node in snapshot.nodes if node.is_usable and not names.isdisjoint(node.partitions)]
+    nodes = [node for node in snapshot.nodes if node.starts_jobs and not names.isdisjoint(node.partitions)]
     rows = {node.name: row for row, node in enumerate(nodes)}
     companions, companions_mb = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
     held = 0

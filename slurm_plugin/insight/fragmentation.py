@@ -318,6 +318,8 @@ def _may_run(table: NodeTable, shape: Shape) -> Mask:
     """The nodes that could give what a shape asks for, were they empty."""
     cpus, _ = table.cpus_for(shape.partitions)
     where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+    if shape.required_nodes or shape.features:
+        where = where & table.asked_for(shape.required_nodes, shape.features)
     return where & (table.devices(shape.gpu_type)[0] >= shape.gpus) if shape.gpus else where
 
 
@@ -397,7 +399,8 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     other = "cpus" if unit == "gpus" else "gpus"
     groups: dict[tuple[Hashable, ...], list[Shape]] = {}
     for shape in shapes:
-        key = getattr(shape, unit), shape.gpu_type, shape.partitions, shape.whole_nodes
+        where = shape.partitions, shape.required_nodes, shape.features
+        key = getattr(shape, unit), shape.gpu_type, where, shape.whole_nodes
         groups.setdefault(key, []).append(shape)
     kept: list[Shape] = []
     for group in groups.values():

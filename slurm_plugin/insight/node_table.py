@@ -6,6 +6,7 @@ partition allows is part of the answer: MaxCPUsPerNode, whole nodes (OverSubscri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from hetstream.slurm_plugin.client.model import Job, Node, Partition
 
+_ONE_FEATURE = re.compile(r"[\w.-]+")
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
@@ -83,11 +85,14 @@ class NodeTable:
         """The nodes with these names."""
         return self._at([self._places[name] for name in names if name in self._places])
 
-    def with_feature(self, feature: str) -> Mask:
-        """The nodes with this feature."""
-        if feature not in self._features:
-            self._features[feature] = self._mask(feature in node.features for node in self.nodes)
-        return self._features[feature]
+    def asked_for(self, required_nodes: Collection[str], features: str) -> Mask:
+        """The nodes that `--nodelist` and `--constraint` leave; expressions of features are Slurm's to weigh."""
+        mask = self.named(required_nodes) if required_nodes else np.ones(len(self.nodes), dtype=np.bool_)
+        if not _ONE_FEATURE.fullmatch(features):
+            return mask
+        if features not in self._features:
+            self._features[features] = self._mask(features in node.features for node in self.nodes)
+        return mask & self._features[features]
 
     def cpus_for(self, partitions: Collection[str], whole_nodes: bool = False) -> tuple[Counts, Counts]:
         """CPUs of each node that a job in one of these partitions could have at all, and now.

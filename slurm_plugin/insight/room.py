@@ -5,7 +5,6 @@ Made by `why.py` for each kind of request. Two jobs that ask alike have the same
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import numpy as np
@@ -42,11 +41,7 @@ class Room:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
         self._table = table
-        anywhere = table.everywhere(names)
-        if job.required_nodes:
-            anywhere = anywhere & table.named(job.required_nodes)
-        if re.fullmatch(r"[\w.-]+", job.features):  # others are expressions: those are Slurm's to weigh
-            anywhere = anywhere & table.with_feature(job.features)
+        anywhere = table.everywhere(names) & table.asked_for(job.required_nodes, job.features)
         mine = table.eligible(names, job.reservation)
         if kept is not None:
             mine = mine & ~kept

@@ -24,6 +24,7 @@ class Shape:
         partitions: where it may run; empty means everywhere.
         num_jobs: how many pending jobs have this shape.
         whole_nodes: it gets whole nodes alone (`--exclusive`).
+        required_nodes, features: `--nodelist` and `--constraint`.
     """
 
     cpus: int
@@ -33,6 +34,8 @@ class Shape:
     partitions: tuple[str, ...] = ()
     num_jobs: int = 0
     whole_nodes: bool = False
+    required_nodes: tuple[str, ...] = ()
+    features: str = ""
 
 
 def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -79,4 +82,6 @@ def shape_of(job: Job) -> Shape:
         gpu_type=job.type_of("gpu"),
         partitions=tuple(sorted(job.partitions)),
         whole_nodes=job.exclusive == "NODE",
+        required_nodes=job.required_nodes,
+        features=job.features,
     )

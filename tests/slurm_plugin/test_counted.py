@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.cli.frag import report_of as frag_report
@@ -22,6 +22,7 @@ from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import node_states
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.daemon.room import Size, room_of
 from hetstream.slurm_plugin.devcluster.record import read_daemons
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.monitor import Reading
@@ -177,6 +178,7 @@ def check_figures(snapshot: Snapshot) -> None:
         assert share is None or share == pytest.approx(held / num, abs=1e-3)
 
 
+@settings(deadline=None)
 @given(clusters())
 def test_all_commands_count_alike(snapshot: Snapshot) -> None:
     check_figures(snapshot)
@@ -189,6 +191,14 @@ def test_a_job_that_completes_has_ended_and_holds_nothing() -> None:
     snapshot = Snapshot(NOW_S, "26.05", "test", (job,), (), ())
     report = jobs_report([job], snapshot, False)
     assert report.lines == ["0 running with 0 CPUs and 0 GPUs, 1 completing, 0 pending"]
+
+
+def test_reserved_nodes_are_no_room_for_companions() -> None:
+    """They have no reservation, so slurmctld would not start them there."""
+    free = Node("f", frozenset({"IDLE"}), ("cpu",), 16, 12, 64000, 0)
+    theirs = replace(free, name="r", states=frozenset({"IDLE", "RESERVED"}), reservation="r1", cpus_allocated=0)
+    snapshot = Snapshot(NOW_S, "26.05", "test", (), (free, theirs), ())
+    assert room_of(snapshot, ("cpu",), {}).num_workers(Size(4, 0)) == 1
 
 
 def test_json_of_a_job_has_the_state_that_squeue_shows() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client import parse_json
@@ -142,6 +142,7 @@ def test_totals_of_the_recorded_clusters(version: str) -> None:
 sizes = st.integers(0, 64)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(sizes, sizes, sizes, sizes, st.integers(1, 64), st.integers(0, 8)), min_size=1, max_size=20))
 def test_nothing_is_more_than_what_is_free(rows: list[tuple[int, int, int, int, int, int]]) -> None:
     nodes, jobs = [], []

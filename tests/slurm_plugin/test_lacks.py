@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
@@ -72,6 +72,7 @@ sizes = st.tuples(st.integers(1, 16), st.integers(1, 4), st.sampled_from([100, 3
 nodes_used = st.tuples(st.integers(0, 16), st.integers(0, 4), st.sampled_from([0, 200, 600, 1000]))
 
 
+@settings(deadline=None)
 @given(st.lists(nodes_used, min_size=1, max_size=4), st.lists(st.tuples(sizes, st.integers(1, 12)), max_size=6))
 def test_lacks_is_what_lets_a_waiting_job_start(
     used: list[tuple[int, int, int]], wanted: list[tuple[tuple[int, int, int], int]]
@@ -137,6 +138,9 @@ MANY_LARGE = [pending(cpus, 4, job_id=number) for number, cpus in enumerate((14,
         # Who gets whole nodes waits for one, whatever is free.
         (node(), [pending(2, 2, partitions=("excl",))], "whole nodes"),
         (node("0/16", "4/4"), [pending(4, 1)], "GPUs"),  # stranded CPUs
+        # Who asks for another node, or for a feature that this one has not, does not wait for this one.
+        (node(), [pending(6, 2, required_nodes=("m",)), pending(6, 2, features="fast"), pending(2, 4)], "GPUs"),
+        (node(), [pending(6, 2, required_nodes=("n",)), pending(2, 4)], "CPUs"),
         (node("16/16", "0/4"), [], "CPUs"),  # a job of a GPU and a CPU is assumed
     ],
 )  # fmt: skip

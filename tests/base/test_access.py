@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.access import UntrustedFile, others_can_write, unsafe_above
+from hetstream.base.access import UntrustedFile, members_by_first_group, others_can_write, unsafe_above
 from hetstream.base.files import Directory
 from hetstream.base.private import own_directory
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
@@ -198,6 +198,13 @@ def test_a_directory_is_opened_only_where_it_is_safe_and_made_only_there(common_
     run_as(VICTIM, open_it)
     assert list((common_place / "theirs").iterdir()) == []
     assert (common_place / "mine" / "deep").stat().st_uid == VICTIM
+
+
+def test_who_has_a_group_as_his_first_one_is_a_member() -> None:
+    passwd = "root:x:0:0:root:/root:/bin/bash\nann:x:7:7::/:/bin/sh\nbob:x:8:7::/:/bin/sh\n# no user\n+::::::\n\n"
+    assert members_by_first_group(passwd, 7) == {7, 8}
+    assert members_by_first_group(passwd, 0) == {0}
+    assert members_by_first_group(passwd, 9) == set()
 
 
 def enter_container() -> None:

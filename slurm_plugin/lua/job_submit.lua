@@ -9,7 +9,8 @@ local NO_VAL, NO_VAL16 = 4294967294, 65534                -- what Slurm has in n
 local RELEASED = 4294967295                               -- the priority that `scontrol release` asks for
 -- How long Slurm lets a text be (job_mgr.c, _test_strlen). It looks after this hook, while all others wait for it.
 local MAX_BYTES = 1024
-local LONGER = { script = 4 * 1024 * 1024, req_nodes = 128 * 1024, exc_nodes = 128 * 1024 }
+-- Of these it says no limit, or the site does; only whether they are there is looked at.
+local LONGER = { script = math.huge, req_nodes = math.huge, exc_nodes = math.huge }
 local READ_EARLY = { "features", "prefer" }                -- by slurmctld itself, before it looks at their lengths (24.11)
 local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
 -- GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
@@ -220,7 +221,8 @@ local function class_of(policy, names, qos)
 end
 
 local function refuse(rule, text)
-  slurm.log_user("hetstream: " .. text .. " (site rule: " .. rule .. ")")
+  local said = "hetstream: " .. text .. " (site rule: " .. rule .. ")"
+  slurm.log_user((said:gsub("%%", "%%%%")))               -- Slurm takes it for a format
   return slurm.ERROR
 end
 

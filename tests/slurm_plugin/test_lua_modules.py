@@ -15,7 +15,7 @@ INTERPRETERS = [pytest.param(name, marks=needs(name)) for name in ("lua5.1", "lu
 
 SLURM = """
 slurm = { SUCCESS = 0, ERROR = -1 }
-function slurm.log_user(text) print("user: " .. text) end
+function slurm.log_user(...) print("user: " .. string.format(...)) end
 function slurm.log_info(...) print("log: " .. string.format(...)) end
 NO_VAL, NO_VAL16 = 4294967294, 65534
 function job(fields)

@@ -44,20 +44,25 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
     return taken
 
 
-def ascending(keys: Floats, sizes: Ints) -> npt.NDArray[np.intp]:
-    """The order of keys; of equal ones the smaller size first, so that more of them fit, then as they stand.
+def ascending(keys: Floats, ties: Ints) -> npt.NDArray[np.intp]:
+    """The order of keys, of equal ones by the second key, then as they stand.
 
     NumPy sorts several times as fast where equal keys may come in any order, and most keys have no equal.
     """
     order = np.argsort(keys)
     in_order = keys[order]
     if np.any(in_order[1:] == in_order[:-1]):
-        return np.lexsort((sizes, keys))
+        return np.lexsort((ties, keys))
     return order
 
 
+def _first_ones(have: Ints, sizes: Ints) -> Ints:
+    """A second key: of jobs without any data worker those come first whose own are small, so that more have one."""
+    return np.where(have == 0, sizes, np.iinfo(np.int64).max)
+
+
 def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> Allocation:
-    """Take pieces by ascending key, a job's own in order; of equal keys the smaller data worker's, then the lower id's.
+    """Take pieces by ascending key, a job's own in their order; of equal keys as `_first_ones` says, then the lower id.
 
     Args:
         table: the jobs.
@@ -67,7 +72,7 @@ def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> A
     """
     key = np.maximum.accumulate(np.where(pieces.count > 0, key, -np.inf), axis=1)
     row, place = np.nonzero(pieces.count)
-    order = ascending(key[row, place], table.cpus[row])
+    order = ascending(key[row, place], _first_ones(pieces.start[row, place], table.cpus[row]))
     row, place = row[order], place[order]
     taken = take(pieces.count[row, place], table.cpus[row], _beyond_minimum(table, pool))
     workers = table.minimum + np.bincount(row, weights=taken, minlength=len(table)).astype(np.int64)
@@ -112,7 +117,7 @@ def _gained(pieces: Pieces, table: JobTable, gain: Floats, workers: Ints) -> flo
 def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels: Floats) -> Ints:
     """Raise all jobs to one level, from their minimum: each data worker goes to the job with the lowest one.
 
-    Of equal levels the smaller data worker comes first, so that more jobs are raised, then the lower id.
+    Of equal levels as `_first_ones` says, then the lower id.
 
     Args:
         table: the jobs.
@@ -131,7 +136,7 @@ def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels:
         if len(rows) > left:
             # No more than `left` data workers fit, so none but the lowest jobs get one.
             level = _level_at(knots, levels, rows, workers[rows]).astype(np.float32)
-            rows = np.sort(rows[np.lexsort((table.cpus[rows], level))[:left]])
+            rows = np.sort(rows[np.lexsort((_first_ones(workers[rows], table.cpus[rows]), level))[:left]])
         more = _one_turn(knots[rows], levels[rows], workers[rows], top[rows], table.cpus[rows], left)
         if not more.any():
             return workers  # levels that do not rise: nothing says who is next
@@ -174,7 +179,8 @@ def _one_turn(knots: Floats, levels: Floats, have: Ints, top: Ints, cpus: Ints, 
     row = np.repeat(np.arange(len(have)), counts)
     number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + sure[row]
     # Rounded, so that levels that are equal but for rounding errors are.
-    order = np.lexsort((cpus[row], _level_at(knots, levels, row, number).astype(np.float32)))
+    level = _level_at(knots, levels, row, number).astype(np.float32)
+    order = np.lexsort((_first_ones(number, cpus[row]), level))
     taken = take(np.ones(len(row), np.int64), cpus[row[order]], budget)
     more: Ints = sure - have + np.bincount(row[order], weights=taken, minlength=len(have)).astype(np.int64)
     return more

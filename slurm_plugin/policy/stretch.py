@@ -44,7 +44,7 @@ def stretch(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: A
     total_s = np.maximum(np.where(is_known, table.total_s, 0.0), left_s)
 
     def stretches(rank: Floats) -> Floats:
-        order = ascending(rank + need[:, -1], table.cpus)
+        order = ascending(rank + need[:, -1], np.arange(len(table)))
         ends_s = np.empty(len(table))
         ends_s[order] = np.cumsum((alone_s * cpus[:, -1])[order]) / max(pool.cpus, 1)
         return np.where(is_known, (table.age_s + np.maximum(ends_s, alone_s)) / total_s, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import fields, replace
 
 import numpy as np
@@ -121,10 +122,12 @@ def one_by_one(table: JobTable, cpus: int) -> list[int]:
     per_worker = (table.cpus / (table.weight * np.maximum(table.gpus, 1.0))).tolist()
     have, sizes = table.minimum.tolist(), table.cpus.tolist()
     left = cpus - used(table, have)
-    # Of jobs that have as little, the one with the smaller data worker is first, then the lower id.
-    queue = [
-        (np.float32(have[row] * per_worker[row]), sizes[row], row) for row in range(len(table)) if have[row] < top[row]
-    ]
+
+    def entry(row: int) -> tuple[np.float32, float, int]:
+        # Of jobs that have nothing, the one with the smaller data worker is first; else the lower id.
+        return np.float32(have[row] * per_worker[row]), sizes[row] if not have[row] else math.inf, row
+
+    queue = [entry(row) for row in range(len(table)) if have[row] < top[row]]
     heapq.heapify(queue)
     while queue:
         _, _, row = heapq.heappop(queue)
@@ -132,7 +135,7 @@ def one_by_one(table: JobTable, cpus: int) -> list[int]:
             left -= sizes[row]
             have[row] += 1
             if have[row] < top[row]:
-                heapq.heappush(queue, (np.float32(have[row] * per_worker[row]), sizes[row], row))
+                heapq.heappush(queue, entry(row))
     return have
 
 

@@ -11,7 +11,7 @@ BY_RULE = {
     "network": "addresses of a network, or abstract names: who is there proves a key, or nothing of his is believed",
     "installed": "files of hetstream's own installation",
     "program": "programs by PATH or by this interpreter's own path, as a shell would start them",
-    "site": "what root's configuration names: /etc/hetstream, Slurm's files, policy-rc.d",
+    "site": "what root's configuration names: /etc/hetstream, /etc/passwd, Slurm's files, policy-rc.d",
     "named": "what whoever runs it names himself, at the command line or in his program, as behind a shell's < and >",
     "descriptor": "what is open already, or lies by its plain name in a Directory that is",
 }
@@ -120,6 +120,7 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/program.py": "become",
     },
     "site": {
+        "hetstream/base/access.py": "_is_private_group",
         "hetjob/master/hole_options.py": "hole_options",
         "hetjob/site/address.py": "in_site_file read_settings",
         "slurm_plugin/cli/doctor.py": "_lua _programs _text_of",
@@ -174,7 +175,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/processes.py": "start_child*2",
         "hetjob/summary.py": "load_summary write_summary",
         "hetjob/writers.py": "_num_ready",
-        "mpi_dataworkers/dispatcher/event_log.py": "EventLog.__init__ _opened*2",
+        "mpi_dataworkers/dispatcher/event_log.py": "EventLog.__init__ _opened",
         "mpi_dataworkers/dispatcher/journal.py": "Journal._open _locked remove_leftovers*2",
         "mpi_dataworkers/dispatcher/server.py": "_write_summary",
         "mpi_dataworkers/interpreter.py": "announce announced remove_announcement",

@@ -23,7 +23,7 @@ def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Itera
     """The jobs, with what their nodes say of those that are alone on all of theirs.
 
     Args:
-        jobs: running ones, and also ended ones, of which the nodes say nothing any more.
+        jobs: running ones, and also ended ones and those that complete, of which the nodes say nothing any more.
         nodes: all nodes.
         partitions: where jobs get whole nodes, those that have ended had all GPUs of theirs.
     """
@@ -36,7 +36,7 @@ def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Itera
         if job.gres_held is None and job.nodes and all(name in used for name in job.nodes):
             if job.holds_resources and all(num_jobs[name] == 1 for name in job.nodes):
                 job = _with(job, [gres for name in job.nodes for gres in used[name]])
-            elif not job.is_running and not whole.isdisjoint(job.partitions):
+            elif not job.holds_resources and not whole.isdisjoint(job.partitions):
                 job = _with(job, [gres for name in job.nodes for gres in had[name]])
         found.append(job)
     return tuple(found)
@@ -136,7 +136,7 @@ def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozense
     return frozenset(
         job.job_id
         for job in jobs
-        if job.gres_held is None and not job.is_pending and not job.is_running and not gpus.isdisjoint(job.nodes)
+        if job.gres_held is None and not job.is_pending and not job.holds_resources and not gpus.isdisjoint(job.nodes)
         and job.num_cpus >= sum(cpus.get(name, 0) for name in job.nodes)
     )  # fmt: skip
 

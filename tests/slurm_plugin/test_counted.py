@@ -19,6 +19,7 @@ from hetstream.slurm_plugin.cli.util import report_of as util_report
 from hetstream.slurm_plugin.client import parse_json
 from hetstream.slurm_plugin.client.accounting import from_queue
 from hetstream.slurm_plugin.client.counted import counted
+from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import node_states
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -191,6 +192,16 @@ def test_a_job_that_completes_has_ended_and_holds_nothing() -> None:
     snapshot = Snapshot(NOW_S, "26.05", "test", (job,), (), ())
     report = jobs_report([job], snapshot, False)
     assert report.lines == ["0 running with 0 CPUs and 0 GPUs, 1 completing, 0 pending"]
+
+
+def test_what_a_job_that_completes_had_is_what_an_ended_job_had() -> None:
+    """All GPUs of its node, in a partition of whole nodes; on others its record is asked for."""
+    node = Node("n", frozenset({"IDLE", "COMPLETING"}), ("excl",), 16, 0, 1000, 0, (Gres("gpu", "", 4),))
+    for state in ("COMPLETED", "COMPLETING"):
+        job = Job(1, "j", "u", ("excl",), state, "", 1, 16, 1, 1, 0, nodes=("n",), start_s=0.0, end_s=60.0)
+        (whole,) = with_held_gpus([job], [node], [Partition("excl", ("n",), is_exclusive=True)])
+        assert whole.count("gpu") == 4
+        assert ended_on_whole_nodes([job], [node]) == {1}
 
 
 def test_reserved_nodes_are_no_room_for_companions() -> None:

@@ -25,7 +25,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "tests/hetjob/test_temporary.py",
     ),
     "packer": ("packer",),
-    "page": ("page",),
+    "page": ("page", "page to a pipe"),
     "grants": ("grants",),
     "socket": (
         "service",

@@ -265,6 +265,9 @@ SCENARIOS = {
         linked_files("lock", "state.sqlite"), lambda path: Store(path).close(), uid=0, must_refuse=True
     ),
     "page": Scenario(linked_page, lambda path: write_whole(path, "a page"), uid=0),
+    "page to a pipe": Scenario(
+        lambda path, _: os.mkfifo(path, 0o666), lambda path: write_whole(path, "a page"), lambda path: made(path), 0
+    ),
     "job directory": Scenario(forged_spec, lambda path: MasterConfig.read(path / "spec.json"), own_spec),
     "history": Scenario(forged_history, shown_history),
     "temporary": Scenario(lambda path, _: path.mkdir(), uses_tmpdir, Path.mkdir, works=False),

@@ -151,21 +151,22 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file so that readers see the old text or the new one; of the mode, the umask takes away.
 
     A link stays, and what it leads to is written. What is no regular file, such as /dev/stdout or a pipe, is written
-    to: it must not become a file, and root could make it one. What is there belongs to root or to this user: a link of
-    somebody else's would lead this user's rights to what he has chosen, and a pipe of his brings him the page.
+    to: it must not become a file, and root could make it one. Both belong to root or to this user: a link of somebody
+    else's would lead this user's rights to what he has chosen, and a pipe of his brings him the page.
 
     Raises:
-        OSError: it cannot be written, or is somebody else's.
+        OSError: it cannot be written, or leads to where somebody else wants it.
     """
     named, there = path, None
     with contextlib.suppress(FileNotFoundError):
         there = path.lstat()
-    if there and there.st_uid not in (0, os.geteuid()):
-        problem = f"it is there and belongs to user {there.st_uid}: it is not written. Remove it, or name another file"
-        raise PermissionError(errno.EPERM, problem, str(path))
-    if there and stat.S_ISLNK(there.st_mode):
-        path = path.resolve()
-    if there and path.exists() and not path.is_file():
+        if not stat.S_ISREG(there.st_mode) and there.st_uid not in (0, os.geteuid()):
+            problem = f"it is there, is no regular file, and belongs to user {there.st_uid}: name another file"
+            raise PermissionError(errno.EPERM, problem, str(path))
+        if stat.S_ISLNK(there.st_mode):
+            there, path = None, path.resolve()
+            there = path.stat()
+    if there and not stat.S_ISREG(there.st_mode):
         path.write_text(text, encoding="utf-8")
         return
     umask = os.umask(0)

@@ -52,6 +52,8 @@ class Dirt(enum.Enum):
     STICKY = "it is in a sticky directory, which is a stranger's"
     GROUP = "it is in a directory of a group, in which a stranger is"
     SWAPPED = "it is in a directory in which all can write"
+    SHARED = "a group can write to it, in which a stranger is"
+    OPEN = "all can write to it"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Scenario:
         plant: as a stranger, put what harms at a path.
         act: use what is at a path; what it returns is what the user would believe. Errors of hetstream and of the
             operating system are refusals.
-        prepare: make what should be at a path, as the user; nothing by default.
+        prepare: make what should be at a path, as the user; None: nothing is there before.
         uid: who the user is.
         must_refuse: also where nothing of the stranger's was believed: what is made there would be in his hands.
         works: where what `prepare` has made is as it should be.
@@ -70,7 +72,7 @@ class Scenario:
 
     plant: Callable[[Path, Place], object]
     act: Callable[[Path], object]
-    prepare: Callable[[Path], object] = lambda _: None
+    prepare: Callable[[Path], object] | None = None
     uid: int = VICTIM
     must_refuse: bool = False
     works: bool = True
@@ -121,6 +123,8 @@ def place_of(dirt: Dirt | None, scenario: Scenario) -> Iterator[Place]:
         Dirt.STICKY: (STRANGER, 0o1777, STRANGER),
         Dirt.GROUP: (scenario.uid, 0o775, TEAM),
         Dirt.SWAPPED: (scenario.uid, 0o777, scenario.uid),
+        Dirt.SHARED: (scenario.uid, 0o755, scenario.uid),
+        Dirt.OPEN: (scenario.uid, 0o755, scenario.uid),
     }[dirt]
     for directory, uid, gid, bits in (
         (place.parent, owner, group, mode), (place.evil, STRANGER, STRANGER, 0o755),
@@ -155,7 +159,10 @@ def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bo
         if dirt is Dirt.LINKED:
             _run_as(STRANGER, lambda: place.target.symlink_to(evil))
         elif not is_there:
-            _run_as(scenario.uid, lambda: scenario.prepare(place.target))
+            _prepare(scenario, place)
+        if dirt in (Dirt.SHARED, Dirt.OPEN) and place.target.exists():
+            os.chown(place.target, scenario.uid, TEAM)
+            place.target.chmod(place.target.stat().st_mode | (0o020 if dirt is Dirt.SHARED else 0o002))
         with _Stranger(place) as stranger:
             if moment == 0 and not is_there:
                 stranger.strike()
@@ -167,7 +174,7 @@ def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bo
 def refusal_of(scenario: Scenario) -> str:
     """Why a scenario does not work, or does harm, where everything is root's or the user's; nothing if it works."""
     with place_of(None, scenario) as place:
-        _run_as(scenario.uid, lambda: scenario.prepare(place.target))
+        _prepare(scenario, place)
         result = _Result()
         result.run(scenario, place.target, None, 0)
         return result.refused or _harm(place, replace(scenario, must_refuse=False), result)
@@ -204,12 +211,12 @@ class _Result:
         came_reading, came_writing = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(reading)
-            _become(scenario.uid)
-            if stranger:
-                _strike_at(moment, stranger, came_writing)
             said = b""
             try:
+                os.close(reading)
+                _become(scenario.uid)
+                if stranger:
+                    _strike_at(moment, stranger, came_writing)
                 said = b"=" + str(scenario.act(target)).encode()
             except (HetstreamError, OSError) as error:
                 said = b"!" + f"{type(error).__name__}: {error}".encode()
@@ -262,18 +269,35 @@ class _Stranger:
         self._told, tell = os.pipe()
         self._child = os.fork()
         if self._child == 0:
-            os.close(self._ask)
-            _become(STRANGER)
-            while os.read(asked, 1):
-                with contextlib.suppress(OSError):
-                    self._place.target.rename(self._place.parent / "aside")
-                with contextlib.suppress(OSError):
-                    (self._place.evil / "thing").rename(self._place.target)
-                os.write(tell, b"!")
-            os._exit(0)
+            try:
+                os.close(self._ask)
+                _become(STRANGER)
+                while os.read(asked, 1):
+                    self._swap()
+                    os.write(tell, b"!")
+            finally:
+                os._exit(0)
         os.close(asked)
         os.close(tell)
         return self
+
+    def _swap(self) -> None:
+        """Put the evil thing in the place of the good one, or its parts in the place of parts."""
+        evil, target = self._place.evil / "thing", self._place.target
+        with contextlib.suppress(OSError):
+            target.rename(target.with_name("aside"))
+        with contextlib.suppress(OSError):
+            evil.rename(target)
+            return
+        parts = [*evil.iterdir()] if evil.is_dir() and not evil.is_symlink() else []
+        for part in parts:
+            with contextlib.suppress(OSError):
+                (target / part.name).rename(target / f"{part.name}.aside")
+            with contextlib.suppress(OSError):
+                part.rename(target / part.name)
+        if evil.is_file():
+            with contextlib.suppress(OSError):
+                target.write_bytes(evil.read_bytes())
 
     def strike(self) -> None:
         os.write(self._ask, b"!")
@@ -283,6 +307,12 @@ class _Stranger:
         os.close(self._ask)
         os.close(self._told)
         os.waitpid(self._child, 0)
+
+
+def _prepare(scenario: Scenario, place: Place) -> None:
+    prepare = scenario.prepare
+    if prepare:
+        _run_as(scenario.uid, lambda: prepare(place.target))
 
 
 def _become(uid: int) -> None:

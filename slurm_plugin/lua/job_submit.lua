@@ -284,7 +284,10 @@ local function right_size(policy, job, names)
   end
   if gpus == 0 then return slurm.SUCCESS end
   local task, gpu = cpus_named(job)
-  local asked = math.max(tasks * (task or 1), (gpu or 0) * gpus, positive(job.min_cpus) or 0)
+  local named = math.max(tasks * (task or 1), (gpu or 0) * gpus)
+  -- Also those that belong to no task: --mincpus, on each node.
+  local nodes = positive(job.min_nodes) or 1
+  local asked = math.max(named, positive(job.min_cpus) or 0, (positive(job.pn_min_cpus) or 0) * nodes)
   if asked <= limit * gpus then return slurm.SUCCESS end
   local keep, keep_gpu = math.max(1, math.floor(limit * gpus / tasks)), math.max(1, math.floor(limit))
   local option, before, after = "--cpus-per-task", task, keep
@@ -292,9 +295,10 @@ local function right_size(policy, job, names)
   local found = string.format("%.0f CPUs for %.0f GPU(s) in partition %s, where %s for each GPU are allowed", asked,
     gpus, where, limit)
   local out = "Ask for fewer tasks"
+  if asked > named then return refuse("cpus_per_gpu", found .. ". Remove --mincpus") end
   if before and after < before then
     out = string.format("Write %s=%d, and let data workers load the data: #HETSTREAM --data-workers=0-4", option, after)
-  elseif task then
+  elseif task and rule.action == "shrink" then
     return slurm.SUCCESS                                  -- one CPU for each task is the least
   end
   -- sbatch hands --cpus-per-gpu to the job's steps in the environment: they would ask for more than the job has.

@@ -311,6 +311,8 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
             ("-n4", "--ntasks-per-gpu=4"),
             ("--gres=gpu:1,gpu:1", "-n2"),
             ("by_line.sh", "-c2"),
+            ("-n1", "--mincpus=2", "--gpus=1"),
+            ("-n2", "-c1", "--gpus=1"),
         ):
             done = cluster.run(*OWNER, "sbatch", "--mem=100", "-pgpu", *words[1:], words[0], "job.sh")
             assert (done.returncode, "(site rule: cpus_per_gpu)" in done.stderr) == (1, True), (words, done.stderr)

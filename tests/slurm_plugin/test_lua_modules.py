@@ -102,6 +102,13 @@ def test_cpus_per_gpu(lua: object, fields: str, keep: int | None) -> None:
         ('tres_per_task = "cpu:16"', "refuse", ["Write --cpus-per-task=8, and", "-1 nil cpu:16"]),
         ("num_tasks = 16", "refuse", ["16 CPUs for 2 GPU(s) in partition gpu", "-1 nil nil"]),
         ("num_tasks = 8", "refuse", ["0 nil nil"]),
+        ("num_tasks = 16, cpus_per_task = 1", "refuse", ["Ask for fewer tasks", "-1 nil nil"]),
+        ("num_tasks = 16, cpus_per_task = 1", "shrink", ["0 nil nil"]),
+        ("num_tasks = 1, pn_min_cpus = 9", "refuse", ["Remove --mincpus", "-1 nil nil"]),
+        ("num_tasks = 1, pn_min_cpus = 9", "shrink", ["Remove --mincpus", "-1 nil nil"]),
+        ("num_tasks = 1, min_cpus = 9", "refuse", ["Remove --mincpus", "-1 nil nil"]),
+        ("num_tasks = 2, min_nodes = 2, pn_min_cpus = 5", "refuse", ["10 CPUs for 2 GPU(s)", "-1 nil nil"]),
+        ("num_tasks = 2, cpus_per_task = 4, min_cpus = 8, pn_min_cpus = 4", "refuse", ["0 nil nil"]),
     ],
 )
 def test_other_spellings_of_cpus(lua: object, fields: str, action: str, lines: list[str]) -> None:

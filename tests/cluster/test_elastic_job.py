@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -188,12 +189,25 @@ def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
         wait_until(lambda: len(job.steps()) > steps + 40, 60, "steps meanwhile")
         wait_until(lambda: "wait in Slurm's queue" in job.status()["elastic"], 60, "the controller to say so")
         wait_until(lambda: ("cancel", len(waiting)) in job.changes(), 150, "those that waited to be taken back")
-        assert not waiting & set(job.companions())
+        # It is written down before it is done.
+        wait_until(lambda: not waiting & set(job.companions()), 60, "those that waited to be gone")
         assert job.companions("R"), "what works is another matter"
     finally:
         devcluster.run(["scancel", other])
     end(job, wait_until)
     assert job.ledger_problems(400) == []
+    record = job.home / "summary.json"
+    wait_until(lambda: "what_runs" in record.read_text(), timeout_s=60, what="what the script runs, added last")
+    summary = json.loads(record.read_text())
+    elastic = summary["elastic"]
+    assert {row["data_workers"] for row in elastic["waits_by_data_workers"]} <= {0, 1, 2}, "none of those that waited"
+    assert elastic["most_data_workers"] == 6
+    assert 0 <= time.time() - summary["ended_s"] < 600
+    past = past_job_of(summary, "1", "user", 0.0)
+    assert past is not None
+    assert past.data_workers <= 2
+    assert past.features.commands
+    assert past.features.directory == os.path.realpath(job.home.parents[1])
 
 
 @pytest.mark.slow

@@ -26,6 +26,16 @@ def test_the_most_similar_jobs_say_how_much_of_the_limit_is_used() -> None:
     assert usual_length(new, []) is None
 
 
+@pytest.mark.parametrize("wrong", [0.0002, 1.0])
+@pytest.mark.parametrize("place", range(4))
+def test_what_one_job_says_does_not_decide_how_long_the_next_runs(wrong: float, place: int) -> None:
+    jobs = [past("train", wrong if number == place else 0.25, str(number)) for number in range(4)]
+    found = usual_length(Features("train", user="u"), jobs)
+    assert found is not None
+    assert found.limit_share == pytest.approx(0.25)
+    assert found.sigma > 0.3, "that they disagree is said"
+
+
 @pytest.mark.parametrize(
     ("elapsed_s", "limit_s", "share"),
     [(900.0, 3600.0, 0.25), (3630.0, 3600.0, 1.0), (None, 3600.0, None), (900.0, None, None), (-5.0, 3600.0, None)],

@@ -13,8 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hetstream.base.signals import FATAL, STOP_OF_PARENT, is_in_step
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec must not load libraries
+
+
+class _ToldTwice(subprocess.Popen[bytes]):
+    """A child that takes SIGTERM for its parent's only if it sees that it is."""
+
+    def terminate(self) -> None:
+        super().terminate()
+        self.send_signal(STOP_OF_PARENT)
 
 
 def start_child(
@@ -24,6 +34,8 @@ def start_child(
     log: Path | None = None,
     foreground: bool = False,
     death_signal: signal.Signals | None = signal.SIGTERM,
+    ignored: Collection[int] = (),
+    is_told_twice: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a program that, unless told otherwise, gets a signal when this process dies, however it dies.
 
@@ -33,32 +45,37 @@ def start_child(
         log: file that its output is appended to; None shares this process's output.
         foreground: keep the terminal, so that Ctrl-C reaches it. Otherwise it gets a session of its own and no input.
         death_signal: what it gets when this process dies; None lets it live on.
+        ignored: signals that it ignores, unless it says otherwise.
+        is_told_twice: in a step, `terminate` sends it STOP_OF_PARENT, too.
 
     Raises:
         OSError: the program could not be started.
     """
     output = None if log is None else log.open("ab")
     try:
-        return subprocess.Popen(
+        return (_ToldTwice if is_told_twice and is_in_step() else subprocess.Popen)(
             list(argv),
             env=None if env is None else dict(env),
             stdin=None if foreground else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=not foreground,
-            preexec_fn=before_exec(os.getpid(), death_signal),
+            preexec_fn=before_exec(os.getpid(), death_signal, ignored),
         )
     finally:
         if output is not None:
             output.close()
 
 
-def before_exec(parent: int, death_signal: signal.Signals | None) -> Callable[[], None]:
+def before_exec(
+    parent: int, death_signal: signal.Signals | None, ignored: Collection[int] = ()
+) -> Callable[[], None]:  # fmt: skip
     """What a child does between fork and exec, so that it gets a signal when its parent dies, and blocks none.
 
     Args:
         parent: process that starts it.
         death_signal: as of `start_child`.
+        ignored: as of `start_child`.
     """
 
     def prepare() -> None:
@@ -66,22 +83,33 @@ def before_exec(parent: int, death_signal: signal.Signals | None) -> Callable[[]
             _LIBC.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
             if os.getppid() != parent:  # the parent died before prctl: the signal will never come
                 os._exit(1)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent blocks what it waits for; a program expects none
 
     return prepare
 
 
 @contextmanager
-def signals_held(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Hold these signals, and SIGCHLD, for `next_signal` instead of acting on them. Main thread only."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
+def signals_held(signals: Collection[signal.Signals], *, and_all_others: bool = False) -> Iterator[None]:
+    """Hold these signals, and SIGCHLD, for `next_signal` instead of acting on them. Main thread only.
+
+    Args:
+        signals: for `next_signal`.
+        and_all_others: hold every signal that would end this process, too; nobody acts on those.
+    """
+    held = {*signals, signal.SIGCHLD, *(FATAL if and_all_others else ())}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:
+        if and_all_others:
+            while signal.sigtimedwait(FATAL, 0) is not None:
+                pass  # what has come meanwhile is not to end this process now
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def next_signal(signals: Collection[signal.Signals], timeout_s: float) -> signal.struct_siginfo | None:
+def next_signal(signals: Collection[int], timeout_s: float) -> signal.struct_siginfo | None:
     """Wait for one of the held signals, or for a child that ends, or until the time is over.
 
     Returns:

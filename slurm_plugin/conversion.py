@@ -108,7 +108,7 @@ def convert_script(
             raise
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     notes = (*notes, *_note_on_partition(spec, cluster))
-    notes += tuple(_note_on_time(spec, all_options, cluster))
+    notes += (*_note_on_time(spec, all_options, cluster), *_note_on_own_job(spec, text, name))
     plan = replace(plan, exports=exports(environ, SbatchOptions(tuple(in_script)), SbatchOptions(tuple(given))))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
@@ -202,6 +202,21 @@ def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
     return [
         f"the data workers go to the default partition {name}, whose nodes have GPUs. --data-worker-partition=NAME "
         "puts them elsewhere; see: sinfo -e -o '%P %c %m %G'"
+    ]
+
+
+# What asks Slurm about the job that the script is.
+_OWN_JOB = re.compile(r"\b(squeue|scontrol\s[^\n|;]*show\s+job)\b[^\n|;]*\$\{?SLURM_JOB_?ID\b")
+
+
+def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
+    """What to say when a script reads what Slurm says of its job, which is more than of a plain one."""
+    numbers = [number for number, line in enumerate(text.split("\n"), start=1) if _OWN_JOB.search(line)]
+    if not spec.data_workers_min or not numbers:
+        return []
+    return [
+        f"{name} line {numbers[0]}: Slurm answers for each component of the job, the trainer's and the data workers'. "
+        "See what is the trainer's: docs/jobs.md"
     ]
 
 

@@ -69,6 +69,7 @@ class Writer:
         directory: of the checkpoints; None: each store says its own.
         options: how.
         stop_reason: why trainers are to save once more and to end; "" as long as they are not.
+        is_running: whether a job's signal was a warning only; asked after SIGTERM.
     """
 
     def __init__(
@@ -77,13 +78,15 @@ class Writer:
         directory: Path | None,
         options: Options,
         stop_reason: Callable[[], str] = str,
+        is_running: Callable[[], bool] = bool,
     ) -> None:
         self._find = find
         self._directory = directory
         self._options = options
         self._stores: dict[Path, StoreWriter] = {}
         self._stop_reason = stop_reason
-        self._stopping = False
+        self._is_running = is_running
+        self._stopping = self._is_asked = False
         self._told_by = ""
         self._patience_s = _WAITING_S
 
@@ -107,6 +110,9 @@ class Writer:
                 reach("writer.ready")
                 has_said = False
                 while self._stores or self._options.stays:
+                    if self._is_asked:
+                        self._is_asked = False
+                        self._stopping = self._stopping or not self._is_running()
                     if self._stopping and not has_said:
                         has_said = True
                         self._begin_to_end()
@@ -133,7 +139,7 @@ class Writer:
     def _stop(self, number: int) -> None:
         # In a signal handler: nothing that could be under way just now, such as logging.
         self._told_by = self._told_by or signal.Signals(number).name
-        self._stopping = True
+        self._is_asked = True
 
     def _warn(self, number: int) -> None:
         # In a signal handler, too.
@@ -182,7 +188,7 @@ class Writer:
             if not directory.is_absolute():
                 raise WriterError(f"{path} does not say what its checkpoint directory is: --directory")
             view.fileno()
-            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping, companion_of)
+            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping or self._is_asked, companion_of)
         except BaseException:
             view.close()
             raise
@@ -285,6 +291,7 @@ def serve_job(
     on_ready: Callable[[], None] = lambda: None,
     roots: Sequence[Path] = (SHARED_MEMORY,),
     stop_reason: Callable[[], str] = str,
+    is_running: Callable[[], bool] = bool,
 ) -> None:
     """Serve all stores of a job on this host, until SIGTERM. For a job step of its own.
 
@@ -296,6 +303,7 @@ def serve_job(
         on_ready: called once, when it serves.
         roots: where stores are.
         stop_reason: why trainers are to stop; "" as long as they are not. Asked again and again.
+        is_running: whether SIGTERM was only a warning, because the job goes on.
     """
     _be_modest(0, has_session=True)
     prefix = f"{stores_prefix()}{job}-"
@@ -304,7 +312,7 @@ def serve_job(
         files = [store for root in roots for store in list_stores(root, prefix)]
         return [store.path for store in files if not store.path.name.startswith(".")]
 
-    Writer(find, None, Options(stays=True), stop_reason).run(on_ready)
+    Writer(find, None, Options(stays=True), stop_reason, is_running).run(on_ready)
 
 
 def spawn_writer(store: Path, directory: Path) -> subprocess.Popen[bytes]:

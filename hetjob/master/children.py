@@ -101,9 +101,7 @@ class Service:
         while self.phase is not Phase.ENDED:
             self.wait(())
 
-    def wait(
-        self, signals: Collection[signal.Signals], limit_s: float = _LONGEST_WAIT_S
-    ) -> signal.struct_siginfo | None:
+    def wait(self, signals: Collection[int], limit_s: float = _LONGEST_WAIT_S) -> signal.struct_siginfo | None:
         """Wait until something happens and see to it.
 
         Args:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from hetstream.base.signals import is_of_step
 from hetstream.hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 
@@ -21,20 +22,35 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EARLY_S = 10.0
 
 
-def keep(command: Sequence[str]) -> int:
+def keep(command: Sequence[str], is_running: Callable[[], bool] = lambda: False) -> int:
     """Run a command until it ends by itself or a signal asks for the end, which it gets too.
+
+    Args:
+        command: of the job master.
+        is_running: whether the job runs, and Slurm is not ending it; asked when Slurm sends a signal. Then that was a
+            warning to the job's programs (`sbatch --signal`, the grace of a preemption).
 
     Returns:
         Its exit code; 0 if it was asked to end.
     """
     failures = 0
-    with signals_held(_STOP_SIGNALS):
+
+    def is_told_to_stop(timeout_s: float) -> bool:
+        received = next_signal(_STOP_SIGNALS, timeout_s)
+        if received is None:
+            return False
+        if is_of_step(received) and is_running():
+            log.info("signal %d came to all steps while the job runs: the job master goes on", received.si_signo)
+            return False
+        return True
+
+    with signals_held(_STOP_SIGNALS, and_all_others=True):
         while True:
             began = time.monotonic()
-            child = start_child(command)
+            child = start_child(command, is_told_twice=True)
             stopping = False
             while (returncode := child.poll()) is None:
-                if next_signal(_STOP_SIGNALS, STEADY_AFTER_S) is not None:
+                if is_told_to_stop(STEADY_AFTER_S):
                     stopping = True
                     child.terminate()
             lived_s = time.monotonic() - began
@@ -44,5 +60,5 @@ def keep(command: Sequence[str]) -> int:
             delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**failures)
             failures += 1
             log.error("the job master ended with %d: starting it again in %g s", returncode, delay_s)
-            if next_signal(_STOP_SIGNALS, delay_s) is not None:
+            if is_told_to_stop(delay_s):
                 return 0

@@ -27,6 +27,7 @@ from hetstream.base import typed_json
 from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
+from hetstream.base.signals import STOP_OF_PARENT, is_of_step
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.holes import Holes
 from hetstream.hetjob.elastic.measuring import Measuring
@@ -237,13 +238,15 @@ def serve(
         stages.cpu.memory_watch.migration = _migration(config, job, environ)
     launcher.stages = stages
     service = Service(MasterState(config.data_workers, bool(stages.all)), launcher, job.address_file)
-    with signals_held(_STOP_SIGNALS):
+    with signals_held(_STOP_SIGNALS, and_all_others=True):
         service.begin()
         try:
             while service.phase is not Phase.ENDED:
-                received = service.wait(_STOP_SIGNALS)
-                if received is not None:
-                    service.stop(f"signal {received.si_signo}: the job ends")
+                received = service.wait((*_STOP_SIGNALS, STOP_OF_PARENT))
+                # What Slurm sends to all of the step is the keeper's, which asks what it means and hands it on.
+                if received is not None and not is_of_step(received):
+                    number = signal.SIGTERM if received.si_signo == STOP_OF_PARENT else received.si_signo
+                    service.stop(f"signal {number:d}: the job ends")
         finally:
             if service.phase is not Phase.ENDED:
                 service.finish("the job master fails")
@@ -380,7 +383,8 @@ class SlurmLauncher:
         arguments = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
         arguments += ["--address-file", str(self._job.address_file)]
         log_file = self._job.directory / "dispatcher.log"
-        return start_child([*self._config.program, *arguments], log=log_file, death_signal=signal.SIGKILL)
+        argv = [*self._config.program, *arguments]
+        return start_child(argv, log=log_file, death_signal=signal.SIGKILL, is_told_twice=True)
 
     def data_worker(self, index: int) -> Child:
         """One step a data worker: when one dies, only its own step is started again."""

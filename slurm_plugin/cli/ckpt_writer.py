@@ -81,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
     end = JobEnd(job.job_id, lambda: slurm.end_s(job.job_id), lambda: _persist_s(job.job_id))
     try:
         with _watching(end):
-            serve_job(job.job_id, ready.touch, stop_reason=lambda: end.reason)
+            serve_job(
+                job.job_id,
+                ready.touch,
+                stop_reason=lambda: end.reason,
+                is_running=lambda: slurm.is_running(job.job_id),
+            )
     finally:
         ready.unlink(missing_ok=True)
     log.info("job=%s node=%s checkpoint writer ends", job.job_id, job.node)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
+from hetstream.base.signals import is_in_step, stop_requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
+    # First of all: a thread of a library that is there already would take what is held later.
+    should_stop = stop_requests() if is_in_step() else _stopped_by_handlers()
     from hetstream.base.limits import take_all_descriptors
     from hetstream.mpi_dataworkers.config import metrics_address, metrics_from_environment
     from hetstream.mpi_dataworkers.dispatcher.server import serve
@@ -54,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     metrics = metrics_from_environment()
     if args.metrics_port is not None:
         metrics = metrics_address(args.metrics_port, "--metrics-port")
+    take_all_descriptors()  # each data worker and trainer has one
+    serve(args.bind, Path(args.work_dir), Path(args.address_file), should_stop, metrics)
+    return 0
+
+
+def _stopped_by_handlers() -> Callable[[], bool]:
     stopping = False  # not an Event: a second signal inside its lock would wait for itself
 
     def stop(*_: object) -> None:
@@ -62,6 +72,4 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    take_all_descriptors()  # each data worker and trainer has one
-    serve(args.bind, Path(args.work_dir), Path(args.address_file), lambda: stopping, metrics)
-    return 0
+    return lambda: stopping

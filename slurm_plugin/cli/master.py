@@ -123,7 +123,8 @@ def _keep(args: argparse.Namespace) -> int:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    return keep([*config.program, "master", "serve", str(args.spec)])
+    client, job = CommandSlurm(), config.job(os.environ)
+    return keep([*config.program, "master", "serve", str(args.spec)], lambda: client.is_running(job.job_id))
 
 
 def _serve(args: argparse.Namespace) -> int:

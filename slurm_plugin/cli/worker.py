@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hetstream.base.signals import is_in_step, pass_over_warnings
+
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.program import become
 
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
     take_hash_seed()
+    if is_in_step():
+        pass_over_warnings()
     cache_bytes = cache_bytes_from_environment() if args.cache_bytes is None else args.cache_bytes
     if args.follow_program is not None and not args.mpi:
         return _follow(args, cache_bytes)

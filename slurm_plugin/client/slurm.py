@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hetstream.base.private import temporary_place
+from hetstream.base.signals import FATAL
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
@@ -32,6 +33,12 @@ _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 5.0
 # sbatch answers in hundredths of a second, once it has its configuration.
 _ASKING_S = 10.0
+# Signals that srun acts on (src/srun/srun.c); of any other it would die, and its step with it.
+_OF_SRUN = frozenset(
+    (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+)
+# What a process that Slurm may be about to kill can wait for an answer.
+_STATE_S = 4.0
 
 # Variables that say which job this is, which start of it, and how to reach its controller. Every other SLURM_ variable
 # describes the surrounding batch script or step, and srun would take it as an option of the new step.
@@ -196,6 +203,16 @@ class CommandSlurm:
         """The jobs of this user that are not over: id of each (of array tasks and components, their own) and state."""
         return self._reader.living_jobs(os.geteuid())
 
+    def is_running(self, job_id: str) -> bool:
+        """Whether all components of a job run, and nothing ends them; False where slurmctld does not say at once."""
+        argv = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
+        try:
+            states = run_slurm(argv, env=plain_environ(self._environ), timeout_s=_STATE_S).stdout.split()
+        except SlurmCommandError:
+            return False
+        # SIGNALING while a signal is on its way.
+        return bool(states) and {*states} <= {"RUNNING", "SIGNALING", "RESIZING"}
+
     def end_s(self, job_id: str) -> float | None:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
         return self._reader.end_s(job_id)
@@ -208,7 +225,8 @@ class CommandSlurm:
         argv = ["srun", *beside, *options, *command]
         try:
             death_signal = None if in_background else signal.SIGTERM
-            return start_child(argv, env=_outside_of_steps(self._environ), log=log, death_signal=death_signal)
+            environ = _outside_of_steps(self._environ)
+            return start_child(argv, env=environ, log=log, death_signal=death_signal, ignored=FATAL - _OF_SRUN)
         except OSError as exc:
             reason = exc.strerror or str(exc)
             raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", reason, "Check PATH inside the job") from exc

@@ -178,6 +178,22 @@ def test_a_dry_run_submits_nothing(shell: Shell) -> None:
     assert done.stderr == "would run, on the script above: sbatch '--comment=a b' < SCRIPT\n"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'left=$(squeue -h -j "$SLURM_JOB_ID" -o %L)',
+        "scontrol show job ${SLURM_JOB_ID} | grep StdOut",
+        "scontrol -o show job $SLURM_JOBID",
+    ],
+)
+def test_a_script_that_asks_about_its_own_job_is_told_of_two_answers(shell: Shell, line: str) -> None:
+    script = shell.directory / "train.sbatch"
+    number = script.read_text().count("\n") + 1
+    script.write_text(f"{script.read_text()}{line}\n")
+    assert f"line {number}: Slurm answers for each component" in shell.run("sbatch", "train.sbatch").stderr
+    assert "each component" not in shell.run("sbatch", "--data-workers=0-2", "train.sbatch").stderr
+
+
 def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
     done = shell.run("sbatch", "late.sbatch")

@@ -38,6 +38,8 @@ JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY
 HISTORY_FILE, KEY_FILE = "job-history.sqlite", "job-history.key"
 # A job of a year ago says little of one of today, and the last ten thousand say all that more of them would.
 KEEP_S, KEEP_JOBS = 366 * 86400.0, 10_000
+# What records of older releases do not say of a job.
+_NEWER_FIELDS = ("directory", "commands", "files")
 # Marks the file as ours (pragma application_id): "hetj".
 _APPLICATION_ID = 0x6865746A
 _SCHEMA_VERSION = 1
@@ -146,13 +148,16 @@ class JobHistory(HistoryFile):
         return added
 
     def _add(self, job: PastJob, now_s: float) -> None:
-        """Keep one job, unless it is there; of a copy's date and the original's, the earlier counts."""
+        """Keep one job, unless it is there; of a copy's date and the original's, the earlier counts.
+
+        What was kept by an older release, or before the job's record was whole, is replaced by what says more of it.
+        """
         features = msgspec.structs.replace(
             job.features, user=self.kept_name(job.features.user), directory=self.kept_name(job.features.directory)
         )
         is_ahead = job.ended_s > now_s + CLOCKS_DIFFER_S
         kept = msgspec.structs.replace(job, features=features, ended_s=0.0 if is_ahead else job.ended_s)
-        ended_s = now_s if is_ahead else job.ended_s
+        row_s = now_s if is_ahead else job.ended_s
         found = self._database.execute(
             "select rowid, ended_s, cast(record as blob) from jobs where job = ?", (job.job,)
         ).fetchall()
@@ -160,11 +165,14 @@ class JobHistory(HistoryFile):
             other = _decoded(text)
             if other is None or _told_by(other) != _told_by(kept):
                 continue
-            if is_ahead or found_s <= ended_s:
+            says_more = any(getattr(features, name) and not getattr(other.features, name) for name in _NEWER_FIELDS)
+            if not says_more and (is_ahead or found_s <= row_s):
                 return
+            if found_s <= row_s:
+                row_s, kept = found_s, msgspec.structs.replace(kept, ended_s=other.ended_s)
             self._database.execute("delete from jobs where rowid = ?", (rowid,))
         text = msgspec.json.encode(kept).decode()
-        self._database.execute("insert or ignore into jobs values (?, ?, ?)", (kept.job, ended_s, text))
+        self._database.execute("insert or ignore into jobs values (?, ?, ?)", (kept.job, row_s, text))
 
     def jobs(self, now_s: float = math.inf) -> list[PastJob]:
         """All that are kept, the oldest first. A record that is damaged costs itself, and not the others.

@@ -264,6 +264,20 @@ def test_a_copy_of_a_record_is_the_same_job_and_the_earlier_date_counts(tmp_path
         assert history.add([record(1000.5, "/home", wait_share=0.4)], 9000.0) == 1, "it ran again under this number"
 
 
+def test_what_says_more_of_a_job_takes_the_place_of_what_was_kept_before(tmp_path: Path) -> None:
+    def record(ended_s: float, **known: str) -> PastJob:
+        job = past("7", ended_s, limit_share=0.31)
+        return msgspec.structs.replace(job, features=msgspec.structs.replace(job.features, **known))
+
+    with JobHistory(tmp_path, plain_names=True) as history:
+        history.add([record(1000.0)], 9000.0)  # as an older release kept it
+        assert history.add([record(1000.0, directory="/home")], 9000.0) == 0
+        assert history.add([record(4000.0, directory="/home", commands="1", files="2")], 9000.0) == 0
+        assert history.add([record(5000.0)], 9000.0) == 0, "what says less takes nothing away"
+        (job,) = history.jobs()
+    assert job == record(1000.0, directory="/home", commands="1", files="2")
+
+
 def test_copies_that_an_older_release_kept_count_once(tmp_path: Path) -> None:
     with JobHistory(tmp_path) as history:
         history.add([past("7", 1000.0)], 9000.0)

@@ -75,6 +75,9 @@ class Values:
                 yield word
                 continue
             for value in values:
+                if value.lstrip('"').startswith(("$(", "`")):
+                    yield Word(value, word.line)
+                    continue
                 text = unquoted(value[1:-1] if value.startswith("(") else value)
                 yield from (Word(piece, word.line) for piece in text.split())
 

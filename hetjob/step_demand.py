@@ -347,7 +347,7 @@ def _look_at(command: Command, values: Values, found: _Text, place: str, depth: 
         return  # it only says so
     for index, word in enumerate(arguments):
         _check_variable(word, place)
-        if not _MENTION.search(word.text):
+        if not _MENTION.search(word.text) and not _MENTION.search(unquoted(word.text)):
             continue
         found_by = re.fullmatch(r'"?\$\((?:which|command -v|type -p)\s+([\w.]+)\s*\)"?', word.text)
         plain = found_by[1] if found_by else unquoted(word.text)
@@ -382,7 +382,9 @@ def _look_inside(word: Word, values: Values, found: _Text, place: str, depth: in
         except UnreadableText as error:
             raise Unknown(f"{_at(place, word)} has text that is no command ({error})") from error
         for command in inner:
-            if command.words and not re.search(r"[\w$]", unquoted(command.words[0].text)):
+            first = unquoted(command.words[0].text)
+            is_made = word.text.lstrip('"').startswith(("$(", "`")) and first in ("echo", "printf", "cat")
+            if is_made or not re.search(r"[\w$]", first):
                 raise Unknown(f"{_at(place, word)} has a launcher in {text[:40]!r}")
             _look_at(Command(command.words, command.in_background, goes_on=True), values, found, place, depth + 1)
 

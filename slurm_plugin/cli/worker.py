@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hetstream.base.signals import is_in_step, pass_over_warnings
-
 from hetstream.base.errors import UsageError
+from hetstream.base.signals import is_in_step, pass_over_warnings
 from hetstream.slurm_plugin.program import become
 
 log = logging.getLogger(__name__)

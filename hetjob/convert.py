@@ -183,8 +183,8 @@ def convert(
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        max_mb_per_cpu = _max_mb_per_cpu(options, cluster)
-        overrides, changes = trainer_overrides(spec, script, options, max_mb_per_cpu, foreign, surroundings)
+        memory = _mb_per_cpu(options, cluster)
+        overrides, changes = trainer_overrides(spec, script, options, memory, foreign, surroundings)
         _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
         components, added = data_worker_component(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
@@ -301,10 +301,15 @@ def _interpreter(first_line: str) -> str | None:
     return names[0] if names else None
 
 
-def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
-    """The most memory for each CPU where the trainer runs; of several partitions the smallest limit."""
-    limits = cluster.limits_of(options.value("partition") or cluster.default_partition or "")
-    return min((limit.max_mb_per_cpu for limit in limits if limit.max_mb_per_cpu), default=None)
+def _mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> tuple[float | None, float | None]:
+    """Memory for each CPU where the trainer runs: the most, and what a job gets that asks for none.
+
+    Of several partitions it is the smallest limit, and the largest default.
+    """
+    names = options.value("partition") or cluster.default_partition or ""
+    most = (limit.max_mb_per_cpu for limit in cluster.limits_of(names) if limit.max_mb_per_cpu)
+    default = (mb for name in names.split(",") if (mb := cluster.default_mb_per_cpu.get(name)))
+    return min(most, default=None), max(default, default=None)
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:

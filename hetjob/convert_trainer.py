@@ -23,6 +23,9 @@ _NOTHING_AROUND = Surroundings()
 _TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)
 
 
+_BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
+
+
 @dataclass(frozen=True)
 class _Asked:
     """CPUs as the script asks for them.
@@ -54,7 +57,7 @@ def trainer_overrides(
     spec: JobSpec,
     script: str,
     options: SbatchOptions,
-    max_mb_per_cpu: float | None,
+    mb_per_cpu: tuple[float | None, float | None],
     foreign: int | None = None,
     surroundings: Surroundings = _NOTHING_AROUND,
 ) -> tuple[list[SbatchOption], list[Change]]:
@@ -64,21 +67,14 @@ def trainer_overrides(
         spec: what the directives ask for.
         script: the whole text.
         options: of the script and the command line.
-        max_mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`); None without one.
+        mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`), and what it gives for each
+            to a job that asks for none (`DefMemPerCPU`); None without a limit, and where CPUs do not decide.
         foreign: line with options of another batch system, if there is one.
         surroundings: of the script.
     """
-    if options.has("exclusive"):
-        why = "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
-        return [], [Change("trainer: CPUs unchanged", why)]
-    if spec.trainer_cpus is None and not asks_for_gpus(options):
-        why = "the script asks for no GPUs, so the trainer computes on its CPUs (--trainer-cpus=N gives it fewer)"
-        return [], [Change("trainer: CPUs unchanged", why)]
     asked = _asked_for(options)
-    if asked is None:
-        return [], [Change("trainer: CPUs unchanged", f"the script asks for no CPUs per task or GPU{_hint(options)}")]
-    if foreign is not None:
-        why = f"line {foreign} asks for resources in the way of another batch system, which only sbatch reads"
+    why = _why_unchanged(spec, options, asked, foreign)
+    if asked is None or why:
         return [], [Change("trainer: CPUs unchanged", why)]
     kept, why = _kept_for_task(spec, options)
     if asked.option == "cpus-per-gpu":
@@ -89,7 +85,9 @@ def trainer_overrides(
             kept, why = least, reason or why
         elif not spec.trainer_cpus:
             kept, why = asked.cpus, reason
-    per_cpu = megabytes(options.value("mem-per-cpu") or "") or 0.0
+    max_mb_per_cpu, default_mb_per_cpu = mb_per_cpu
+    is_default = not options.has("mem", "mem-per-cpu", "mem-per-gpu")
+    per_cpu = (default_mb_per_cpu if is_default else megabytes(options.value("mem-per-cpu") or "")) or 0.0
     if max_mb_per_cpu and kept < (needed := math.ceil(per_cpu * asked.cpus / max_mb_per_cpu)):
         kept = needed
         why = (
@@ -102,9 +100,25 @@ def trainer_overrides(
     overrides, changes = _override(options, asked.option, asked.write(kept), why)
     if per_cpu:
         size = memory_words(per_cpu * asked.cpus / kept)
-        more = _override(options, "mem-per-cpu", size, "the trainer keeps its memory although it has fewer CPUs")
+        why = "the trainer keeps its memory although it has fewer CPUs" + (_BY_CPUS if is_default else "")
+        more = _override(options, "mem-per-cpu", size, why)
         overrides, changes = overrides + more[0], changes + more[1]
     return overrides, changes
+
+
+def _why_unchanged(spec: JobSpec, options: SbatchOptions, asked: _Asked | None, foreign: int | None) -> str:
+    """Why the trainer's CPUs cannot be fewer, or would free none; empty if they can."""
+    if options.has("exclusive"):
+        return "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
+    if options.has("overcommit"):
+        return "with --overcommit Slurm allocates a CPU for each node, whatever the script asks for each task"
+    if spec.trainer_cpus is None and not asks_for_gpus(options):
+        return "the script asks for no GPUs, so the trainer computes on its CPUs (--trainer-cpus=N gives it fewer)"
+    if asked is None:
+        return f"the script asks for no CPUs per task or GPU{_hint(options)}"
+    if foreign is not None:
+        return f"line {foreign} asks for resources in the way of another batch system, which only sbatch reads"
+    return ""
 
 
 def _kept_for_task(spec: JobSpec, options: SbatchOptions) -> tuple[int, str]:

@@ -78,6 +78,8 @@ class Cluster:
         default_partition: where jobs go that name none; None when the cluster has no default.
         scheduler: `SchedulerType`, such as `sched/backfill`.
         limits: of the partitions of which they are known, by name.
+        default_mb_per_cpu: memory for each CPU of a job that asks for none, by partition (`DefMemPerCPU`); a partition
+            that gives it in another way is not there.
         opportunistic: partitions of opportunistic jobs, as far as the site names them.
         release: of Slurm, such as (22, 5); (0, 0) where it is not known.
     """
@@ -88,6 +90,7 @@ class Cluster:
     limits: Mapping[str, PartitionLimits] = field(default_factory=dict)
     opportunistic: tuple[str, ...] = ()
     release: tuple[int, int] = (0, 0)
+    default_mb_per_cpu: Mapping[str, int] = field(default_factory=dict)
 
     def limits_of(self, partitions: str) -> list[PartitionLimits]:
         """What is known of the partitions of a list; empty where something is not."""

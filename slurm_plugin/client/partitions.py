@@ -50,6 +50,30 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
     return found
 
 
+def parse_default_memory(partitions: str, config: str) -> dict[str, int]:
+    """MB for each CPU of a job that asks for no memory, of each partition where Slurm counts it by CPUs.
+
+    A partition's own DefMemPerCPU or DefMemPerNode comes before the cluster's, and DefMemPerGPU, which only jobs with
+    GPUs have, before both (slurm.conf(5), JobDefaults).
+
+    Args:
+        partitions: `scontrol --oneliner show partition`.
+        config: `scontrol show config`.
+    """
+    found: dict[str, int] = {}
+    if re.search(r"^JobDefaults\s*=.*DefMemPerGPU", config, re.MULTILINE):
+        return found
+    for line in partitions.splitlines():
+        name = re.match(r"PartitionName=(\S+)", line)
+        by_gpu = re.search(r"\sJobDefaults=\S*DefMemPerGPU", line)
+        own = _number("DefMemPerCPU", line)
+        if own is None and _number("DefMemPerNode", line) is None:
+            own = _number("DefMemPerCPU", config)
+        if name and own and not by_gpu:
+            found[name[1]] = own
+    return found
+
+
 def _number(key: str, text: str) -> int | None:
     match = re.search(rf"(?:^|\s){key}\s*=\s*(\d+)", text, re.MULTILINE)
     return int(match[1]) if match and int(match[1]) > 0 else None

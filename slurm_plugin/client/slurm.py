@@ -23,7 +23,7 @@ from hetstream.hetjob.sbatch_options import refuse_other_words
 from hetstream.slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting, with_mig
 from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_gpu_shares, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
+from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_default_memory, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
 from hetstream.slurm_plugin.client.retry import with_retries
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
@@ -75,13 +75,14 @@ class CommandSlurm:
         lines = ask("sinfo", "--all", "--noheader", "--exact", SINFO_FORMAT).split()
         names = [line.partition("|")[0] for line in lines]
         config = ask("scontrol", "show", "config")
-        limits = parse_limits(lines, ask("scontrol", "--all", "--oneliner", "show", "partition"), config)
+        partitions = ask("scontrol", "--all", "--oneliner", "show", "partition")
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
         return Cluster(
             partitions=frozenset(name.rstrip("*") for name in names),
             default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,
-            limits=limits,
+            limits=parse_limits(lines, partitions, config),
+            default_mb_per_cpu=parse_default_memory(partitions, config),
             release=release_of("".join(re.findall(r"^SLURM_VERSION\s*=(.*)$", config, re.MULTILINE))),
         )
 

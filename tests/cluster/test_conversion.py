@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 OWN = ["--data-workers=1", "--data-worker-cpus=1", "--data-worker-partition=cpu"]
-# Of a job's description; the words of conversion itself, such as the CPUs, are compared apart.
+# Of a job's description; the words of conversion itself, such as the CPUs, are compared apart, and memory as a whole.
 FIELDS = (
-    *("JobName", "Comment", "TresPerNode", "TresPerJob", "MinMemoryNode", "MinMemoryCPU"),
+    *("JobName", "Comment", "TresPerNode", "TresPerJob", "MinMemoryNode", "memory"),
     *("Dependency", "Reboot", "OverSubscribe", "Features", "NumTasks"),
 )
 
@@ -38,7 +38,9 @@ def described(cluster: Any, job_id: str) -> list[dict[str, str]]:
     shown = cluster.run(["scontrol", "show", "job", "-o", job_id]).stdout.splitlines()
     cluster.run(["scancel", job_id])
     return [
-        dict(re.findall(r"(\S+?)=(.*?)(?= [A-Za-z/:]+=|$)", line)) | {"line": line} for line in sorted(shown) if line
+        dict(re.findall(r"(\S+?)=(.*?)(?= [A-Za-z/:]+=|$)", line))
+        | {"line": line, "memory": "".join(re.findall(r"TRES=\S*?mem=([^,\s]+)", line))}
+        for line in sorted(filter(None, shown), key=lambda text: int(re.findall(r"\d+", text)[0]))
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
-from hetstream.slurm_plugin.client.partitions import parse_limits
+from hetstream.slurm_plugin.client.partitions import parse_default_memory, parse_limits
 
 SINFO = [
     "gpu*|64|512000|8|gpu:h200:8,shard:32",
@@ -32,3 +32,16 @@ def test_the_limits_of_partitions() -> None:
 
 def test_what_is_in_another_form_is_not_known() -> None:
     assert parse_limits(["gpu*", "cpu|x|y|z|w", ""], "", "") == {}
+
+
+def test_memory_of_jobs_that_ask_for_none() -> None:
+    shown = """\
+PartitionName=own JobDefaults=(null) DefMemPerCPU=2000 MaxMemPerNode=UNLIMITED
+PartitionName=node JobDefaults=(null) DefMemPerNode=16000 MaxMemPerNode=UNLIMITED
+PartitionName=gpus JobDefaults=DefCpuPerGPU=8,DefMemPerGPU=20000 DefMemPerCPU=2000 MaxMemPerNode=UNLIMITED
+PartitionName=cluster JobDefaults=DefCpuPerGPU=8 DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+"""
+    config = "DefMemPerCPU            = 4000\nJobDefaults             = (null)\n"
+    assert parse_default_memory(shown, config) == {"own": 2000, "cluster": 4000}
+    assert parse_default_memory(shown, "DefMemPerNode           = UNLIMITED\n") == {"own": 2000}
+    assert parse_default_memory(shown, config.replace("(null)", "DefMemPerGPU=20000")) == {}

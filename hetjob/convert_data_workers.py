@@ -19,6 +19,8 @@ _DATA_WORKER_MB_PER_CPU = 2048
 # Where Slurm wants memory per node, data workers are packed onto nodes in groups of at most this many CPUs: any CPU
 # node has that many, and no group asks for more memory than such a node carries.
 _CPUS_PER_GROUP = 16
+# Of what sbatch carries, options of the trainer's nodes and tasks for which an empty value is Slurm's word for none.
+_EMPTY_IS_NONE = ("prefer", "container", "container-id", "container-type")
 # Before, the components of one job wait for each other (`_find_singleton_job` in src/slurmctld/job_scheduler.c).
 _SINGLETON_SINCE = (23, 11)
 
@@ -112,6 +114,16 @@ def _kept_apart(options: SbatchOptions, cluster: Cluster, foreign: int | None) -
     if foreign is not None:
         arguments.append("--ignore-pbs")
         changes.append(Change("component 1: --ignore-pbs", f"line {foreign}: sbatch applies such lines to the trainer"))
+    for name in _EMPTY_IS_NONE:
+        if options.value(name):
+            arguments.append(f"--{name}=")
+            changes.append(Change(f"component 1: no --{name}", f"--{name}={options.value(name)} is for the trainer"))
+    if options.has("hint"):
+        # sbatch sets SLURM_HINT for the trainer and reads it for the next component. The two options exclude each
+        # other, and `*` asks for nothing (`validate_hint_option` in src/common/slurm_opt.c).
+        arguments.append("--extra-node-info=*")
+        why = f"--hint={options.value('hint')} is for the trainer, and sbatch would apply it here, too"
+        changes.append(Change("component 1: --extra-node-info=*, which is no hint", why))
     if options.has("reboot"):
         why = "sbatch carries --reboot to every component; companion jobs (--data-workers=0-N) do not have it"
         changes.append(Change("component 1: its nodes are rebooted, and whole, too", why))

@@ -101,6 +101,46 @@ def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit
     assert limit > 4096 or kept or "MaxMemPerCPU" in plan.changes[0].why
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "kept"),
+    [
+        ("--gres=gpu:1 -c16", ("--cpus-per-task=2", "--mem-per-cpu=32000M")),
+        ("--gres=gpu:1 -c16 -p other,gpu", ("--cpus-per-task=2", "--mem-per-cpu=32000M")),
+        ("--gpus=2 --cpus-per-gpu=8", ("--cpus-per-gpu=2", "--mem-per-cpu=16000M")),
+        ("--gres=gpu:1 -c16 -p other", ("--cpus-per-task=2",)),
+        ("--gres=gpu:1 -c16 --mem=8G", ("--cpus-per-task=2",)),
+        ("--gres=gpu:1 -c16 --mem-per-gpu=8G", ("--cpus-per-task=2",)),
+        ("--gres=gpu:1 -c16 --exclusive", ()),
+    ],
+)
+def test_a_trainer_that_asks_for_no_memory_keeps_what_its_cpus_bring(sbatch: str, kept: tuple[str, ...]) -> None:
+    cluster = Cluster(frozenset({"gpu", "other"}), "gpu", None, default_mb_per_cpu={"gpu": 4000})
+    plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\n", "train.sbatch", cluster=cluster)
+    assert plan.components[0].options == kept
+    assert not [word for word in plan.components[1].options if "mem" in word] or "--mem" in sbatch
+
+
+def test_cpus_of_tasks_that_share_them_are_not_cut() -> None:
+    """Slurm allocates a CPU for each node: four times the memory for each would be four times the memory."""
+    plan = convert(SPEC, "#!/bin/bash\n#SBATCH --gres=gpu:1 -O -c8 --mem-per-cpu=4G\n", "train.sbatch")
+    assert plan.components[0].options == ()
+    assert "--overcommit" in plan.changes[0].why
+
+
+@pytest.mark.parametrize("option", ["prefer", "container", "container-id", "container-type"])
+def test_what_sbatch_carries_and_is_the_trainers_is_taken_back(option: str) -> None:
+    plan = convert(SPEC, f"#!/bin/bash\n#SBATCH --gres=gpu:1 --{option}=x\n", "train.sbatch")
+    assert f"--{option}=" in plan.components[1].options
+
+
+@pytest.mark.parametrize("option", ["--hint=nomultithread", "--hint compute_bound"])
+def test_the_trainers_hint_is_not_the_data_workers(option: str) -> None:
+    plan = convert(SPEC, f"#!/bin/bash\n#SBATCH --gres=gpu:1 {option}\n", "train.sbatch")
+    assert "--extra-node-info=*" in plan.components[1].options
+    plan = convert(SPEC, "#!/bin/bash\n#SBATCH --gres=gpu:1\n", "train.sbatch")
+    assert "--extra-node-info=*" not in plan.components[1].options
+
+
 def test_what_no_node_can_hold_is_refused() -> None:
     def converted(partition: str, **of_spec: Any) -> HetPlan:
         spec = JobSpec(2, 2, data_worker_partition=partition, **of_spec)

@@ -35,6 +35,7 @@ def seconds(value: str) -> float | None:
     return found
 
 
+@lru_cache(maxsize=16384)
 def moment(value: str) -> float | None:
     """Seconds since the epoch of `1795190415` (SLURM_TIME_FORMAT=%s) or `2026-11-20T16:00:15`; None for no time.
 
@@ -46,7 +47,6 @@ def moment(value: str) -> float | None:
     return next(iter(moments(value)), None)
 
 
-@lru_cache(maxsize=16384)
 def moments(value: str) -> tuple[float, ...]:
     """The moments that a time may mean: two within the hour that a clock change repeats or leaves out, otherwise one.
 

@@ -29,12 +29,12 @@ def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def move(name: str) -> None:
         monkeypatch.setenv("TZ", name)
         time.tzset()
-        moments.cache_clear()
+        moment.cache_clear()
 
     yield move
     monkeypatch.undo()
     time.tzset()
-    moments.cache_clear()
+    moment.cache_clear()
 
 
 def row(job: int, day: str, times: str, elapsed_s: str) -> str:

@@ -17,7 +17,7 @@ _COMMANDS = """\
 EXPORTER_ENVIRONMENT = f"""\
 # What hetstream-exporter.service runs with. Take the "#" away from what shall hold, then restart it.
 
-# Options of: hetstream exporter
+# Options of: hetstream exporter. It ends where Slurm hides something from some users (PrivateData), without --public.
 #HETSTREAM_EXPORTER_OPTIONS="--listen 127.0.0.1:9418 --interval 60 --history /var/lib/hetstream/history.sqlite"
 
 {_COMMANDS}"""

@@ -15,7 +15,8 @@ def check_place(place: Path) -> None:
     What is found safe stays so: nobody else can change anything on the way to it.
 
     Args:
-        place: absolute; where it is missing, what is there above it is looked at.
+        place: absolute; where it is missing, what is there above it is looked at. In a directory like /tmp a stranger
+            may be the one who makes it then: see `make_place`.
 
     Raises:
         UnsafePlace: somebody else could.
@@ -28,3 +29,19 @@ def check_place(place: Path) -> None:
         raise UnsafePlace(f"{place} cannot be looked at: {error}") from error
     if reason:
         raise UnsafePlace(reason)
+
+
+def make_place(place: Path, mode: int = 0o755) -> None:
+    """Make a directory, if it is missing, in which nobody but root and this user can change anything.
+
+    Args:
+        place: absolute.
+        mode: of it, if it is made.
+
+    Raises:
+        UnsafePlace: as `check_place`.
+        OSError: it cannot be made.
+    """
+    check_place(place)
+    place.mkdir(mode=mode, parents=True, exist_ok=True)
+    check_place(place)

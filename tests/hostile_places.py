@@ -52,6 +52,7 @@ class Dirt(enum.Enum):
     STICKY = "it is in a sticky directory, which is a stranger's"
     GROUP = "it is in a directory of a group, in which a stranger is"
     SWAPPED = "it is in a directory in which all can write"
+    SQUATTED = "it is not there, in a directory like /tmp, where a stranger may be quicker"
     SHARED = "a group can write to it, in which a stranger is"
     OPEN = "all can write to it"
 
@@ -123,6 +124,7 @@ def place_of(dirt: Dirt | None, scenario: Scenario) -> Iterator[Place]:
         Dirt.STICKY: (STRANGER, 0o1777, STRANGER),
         Dirt.GROUP: (scenario.uid, 0o775, TEAM),
         Dirt.SWAPPED: (scenario.uid, 0o777, scenario.uid),
+        Dirt.SQUATTED: (0, 0o1777, 0),
         Dirt.SHARED: (scenario.uid, 0o755, scenario.uid),
         Dirt.OPEN: (scenario.uid, 0o755, scenario.uid),
     }[dirt]
@@ -158,7 +160,7 @@ def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bo
         _run_as(STRANGER, lambda: scenario.plant(evil, place))
         if dirt is Dirt.LINKED:
             _run_as(STRANGER, lambda: place.target.symlink_to(evil))
-        elif not is_there:
+        elif not is_there and dirt is not Dirt.SQUATTED:
             _prepare(scenario, place)
         if dirt in (Dirt.SHARED, Dirt.OPEN) and place.target.exists():
             os.chown(place.target, scenario.uid, TEAM)
@@ -168,7 +170,7 @@ def harm_in(dirt: Dirt, scenario: Scenario, moment: int | None) -> tuple[str, bo
                 stranger.strike()
             result = _Result()
             result.run(scenario, place.target, stranger if moment and not is_there else None, moment or 0)
-        return _harm(place, scenario, result), result.came
+        return _harm(place, dirt, scenario, result), result.came
 
 
 def refusal_of(scenario: Scenario) -> str:
@@ -177,7 +179,7 @@ def refusal_of(scenario: Scenario) -> str:
         _prepare(scenario, place)
         result = _Result()
         result.run(scenario, place.target, None, 0)
-        return result.refused or _harm(place, replace(scenario, must_refuse=False), result)
+        return result.refused or _harm(place, None, replace(scenario, must_refuse=False), result)
 
 
 def moments(dirt: Dirt) -> range:
@@ -185,7 +187,7 @@ def moments(dirt: Dirt) -> range:
     return range(1) if dirt in (Dirt.FOREIGN, Dirt.LINKED) else range(_MOST_MOMENTS)
 
 
-def _harm(place: Place, scenario: Scenario, result: _Result) -> str:
+def _harm(place: Place, dirt: Dirt | None, scenario: Scenario, result: _Result) -> str:
     ran = [path.name for path in place.marks.iterdir() if path.name != f"ran-{STRANGER}"]
     if ran:
         return f"a program of the stranger's ran: {ran}"
@@ -195,7 +197,8 @@ def _harm(place: Place, scenario: Scenario, result: _Result) -> str:
         return f"it ended with a fault:\n{result.fault}"
     if EVIL in result.text:
         return f"what the stranger says is believed: {result.text}"
-    if scenario.must_refuse and not result.refused:
+    # Where the stranger was not quicker, it is as it should be.
+    if scenario.must_refuse and dirt is not Dirt.SQUATTED and not result.refused:
         return f"it works where a stranger can have a hand in: {result.text}"
     return ""
 

@@ -72,6 +72,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/processes.py": "-",
         "hetstream/base/access.py": "Way.__init__ _uid_without_number*2",
         "hetstream/base/limits.py": "_data_bytes _fields _groups*2 _left_in*2",
+        "hetstream/base/signals.py": "is_of_step",
         "mpi_dataworkers/config.py": "environment_at_start",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
@@ -172,7 +173,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/master/journal_place.py": "lead_to remove*2 remove_left",
         "hetjob/master/migration.py": "Migration.begin",
         "hetjob/master/server.py": "MasterConfig.read _tidy*6 start*2",
-        "hetjob/processes.py": "start_child*2",
+        "hetjob/processes.py": "start_child",
         "hetjob/summary.py": "load_summary write_summary",
         "hetjob/writers.py": "_num_ready",
         "mpi_dataworkers/dispatcher/event_log.py": "EventLog.__init__ _opened",
@@ -217,7 +218,8 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/daemon/server.py": "Daemon._listen Daemon.run",
     },
     "daemon state": {
-        "slurm_plugin/daemon/store.py": "Store.__init__ Store._take_lock remembered_jobs remembered_settings",
+        "slurm_plugin/daemon/store.py": "Store.__init__*2 Store._take_lock remembered_jobs remembered_settings",
+        "slurm_plugin/safe_place.py": "make_place",
     },
     "history": {
         "slurm_plugin/database.py": "check_beside create_private",
@@ -226,7 +228,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "devcluster": {
         "slurm_plugin/devcluster/boot.py": (
-            "_check_can_boot _log_tail _make_fake_gpu*2 _make_files*12 _start_supervisor*3"
+            "_check_can_boot _log_tail _make_fake_gpu*2 _make_files*11 _start_supervisor*3"
         ),
         "slurm_plugin/devcluster/record.py": "_read_json _write_json*2",
         "slurm_plugin/devcluster/site_setup.py": (
@@ -237,10 +239,10 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/devcluster/teardown.py": "_remove_files*4 _remove_if_empty*2",
     },
     "devcluster cache": {
-        "slurm_plugin/devcluster/roots.py": "_adapt_programs*3 _build*9 loader prepare_root*5",
+        "slurm_plugin/devcluster/roots.py": "_adapt_programs*3 _build*9 loader prepare_root*4",
     },
     "install": {
-        "slurm_plugin/install/installation.py": "_digest _write*3 install*2 read_record uninstall*6",
+        "slurm_plugin/install/installation.py": "_digest _write*3 install read_record uninstall*6",
     },
     "lock": {
         "hetstream/base/own_lock.py": "_wait_for own_lock*3",

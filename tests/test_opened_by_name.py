@@ -20,6 +20,10 @@ import pytest
 from hetstream.base.own_lock import own_lock
 from hetstream.base.private import own_directory
 from hetstream.base.unix_sockets import listen_at
+from hetstream.hetjob.errors import GpuJobRefused
+from hetstream.hetjob.gpu.introduction import Introduction
+from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.hetjob.master.server import MasterConfig
 from hetstream.hetjob.site.address import SiteSettings, UnixAddress
 from hetstream.hetjob.site.client import ask
@@ -28,12 +32,12 @@ from hetstream.hetjob.temporary import temporary_place
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.packer import alone
 from hetstream.slurm_plugin.cli.report import write_whole
-from hetstream.slurm_plugin.coordinator.admission import GrantedJobs
+from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
 from hetstream.slurm_plugin.daemon.store import Store
+from hetstream.slurm_plugin.devcluster import roots, site_setup
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord, write_record
-from hetstream.slurm_plugin.devcluster.roots import prepare_root
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Sample
@@ -97,13 +101,35 @@ def downs(path: Path) -> str:
 
 
 def boots(path: Path) -> str:
+    """As far as daemons would be started: whose is the directory by then?"""
+
+    def look(*_: object) -> None:
+        raise SystemExit(EVIL if path.stat().st_uid == STRANGER else "")
+
+    site_setup.make_files = look
     programs = SlurmPrograms("22.05.8", *[Path("/bin/false")] * 3)
-    boot(BootRequest("hostile", path, ClusterShape(1, 1, 0, 1)), programs, lambda _: None)
+    try:
+        boot(BootRequest("hostile", path, ClusterShape(1, 1, 0, 1)), programs, lambda _: None)
+    except SystemExit as error:
+        return f"would be up {error}"
     return "up"
 
 
 def own_cache(path: Path) -> None:
     made(path / "debian-trixie-slurm-24.11/commands/slurmctld", "#!/bin/sh\necho slurm-wlm 24.11.5\n", 0o755)
+
+
+def caches(path: Path) -> object:
+    """As far as packages would be fetched."""
+
+    def look(*_: object) -> None:
+        raise SystemExit(EVIL if path.stat().st_uid == STRANGER else "")
+
+    roots._build = look  # type: ignore[assignment]
+    try:
+        return roots.prepare_root("24.11", path, lambda _: None).programs()
+    except SystemExit as error:
+        return f"would be fetched {error}"
 
 
 def forged_cache(path: Path, place: Place) -> None:
@@ -163,6 +189,19 @@ def listening(path: Path, place: Place) -> None:
 
 def grant(path: Path, _: Place) -> None:
     made(path / "7.json", json.dumps({"uid": STRANGER, "job_class": "guaranteed", "gpus": ["GPU-1"]}))
+
+
+def own_grant(path: Path) -> None:
+    made(path / "7.json", json.dumps({"uid": 1, "job_class": "guaranteed", "gpus": ["GPU-1"]}))
+
+
+def admits(path: Path) -> str:
+    introduction = Introduction(VERSION, "7", JobClass.GUARANTEED, "GPU-1")
+    try:
+        GrantedJobs(path, lambda _: None).admit(Peer(1, STRANGER), introduction)
+    except GpuJobRefused:
+        return "refused"
+    return EVIL
 
 
 def locked(path: Path, _: Place) -> None:
@@ -229,7 +268,7 @@ def shown_history(path: Path) -> object:
 
 def uses_tmpdir(path: Path) -> object:
     """Where TMPDIR leads to, or is in, a stranger's hands: scripts that this user will run are made elsewhere."""
-    tempfile.tempdir = str(path)
+    tempfile.tempdir, os.environ["TMPDIR"] = None, str(path)
     place = temporary_place()
     return EVIL if place.resolve().is_relative_to(path.parent) else place
 
@@ -246,10 +285,8 @@ SCENARIOS = {
         forged_cluster, lambda path: verb(f"devcluster status --state-dir {path}"), own_cluster, 0, works=False
     ),
     "devcluster down": Scenario(forged_cluster, downs, own_cluster, 0, must_refuse=True),
-    "devcluster up": Scenario(forged_cluster, boots, Path.mkdir, 0, must_refuse=True, works=False),
-    "devcluster cache": Scenario(
-        forged_cache, lambda path: prepare_root("24.11", path, lambda _: None).programs(), own_cache, 0
-    ),
+    "devcluster up": Scenario(forged_cluster, boots, Path.mkdir, 0, must_refuse=True),
+    "devcluster cache": Scenario(forged_cache, caches, own_cache, 0),
     "uninstall": Scenario(forged_prefix, lambda path: verb(f"uninstall --prefix {path}"), own_prefix, 0),
     "install": Scenario(linked_prefix, installs, lambda path: path.mkdir(), 0, must_refuse=True),
     "service": Scenario(
@@ -258,7 +295,7 @@ SCENARIOS = {
     "client": Scenario(
         listening, lambda path: ask(SiteSettings(UnixAddress(path), None), AskStatus(), 2.0), works=False
     ),
-    "grants": Scenario(grant, lambda path: EVIL * GrantedJobs(path).is_reserved("GPU-1"), Path.mkdir, 0),
+    "grants": Scenario(grant, admits, own_grant, 0),
     "lock": Scenario(locked, holds),
     "own directory": Scenario(linked_files("key"), writes_key, must_refuse=True),
     "daemon state": Scenario(
@@ -270,7 +307,7 @@ SCENARIOS = {
     ),
     "job directory": Scenario(forged_spec, lambda path: MasterConfig.read(path / "spec.json"), own_spec),
     "history": Scenario(forged_history, shown_history),
-    "temporary": Scenario(lambda path, _: path.mkdir(), uses_tmpdir, Path.mkdir, works=False),
+    "temporary": Scenario(lambda path, _: made(path / "x").parent.chmod(0o777), uses_tmpdir, Path.mkdir, works=False),
     "packer": Scenario(linked_files("lock"), packs, uid=0),
 }
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.base.private import own_directory
+from hetstream.base.files import Directory
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.claimed_work import Promise
@@ -35,7 +35,7 @@ from hetstream.slurm_plugin.database import (
     transaction,
 )
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
-from hetstream.slurm_plugin.safe_place import check_place
+from hetstream.slurm_plugin.safe_place import make_place
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,10 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.path = directory / STATE_FILE
         self._has_said_damage = False
-        check_place(directory.absolute())
-        with self._named(), own_directory(directory) as opened:
-            self._lock = opened.open_file("lock", os.O_RDWR | os.O_CREAT)
+        with self._named():
+            make_place(directory.absolute(), 0o700)  # root's link may lead to it, as with systemd's DynamicUser=
+            with Directory.open_safe(directory) as opened:
+                self._lock = opened.open_file("lock", os.O_RDWR | os.O_CREAT)
         try:
             self._take_lock(directory)
             with self._named():

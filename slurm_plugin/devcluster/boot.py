@@ -43,6 +43,7 @@ from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
 from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text
 from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.safe_place import make_place
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0
@@ -223,7 +224,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
 
 def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecord) -> None:
     directory = spec.state_dir
-    directory.mkdir(parents=True, exist_ok=True)
+    make_place(directory)
     # It may have been there, with other permissions.
     directory.chmod(0o755)
     # First of all: from here on `down` knows what this directory is.

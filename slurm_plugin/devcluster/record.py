@@ -165,7 +165,7 @@ def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     check_place(path.parent)
     try:
-        with Directory.open(path.parent) as directory:
+        with Directory.open_safe(path.parent) as directory:
             fields: dict[str, Any] = json.loads(directory.read(path.name, _MOST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None

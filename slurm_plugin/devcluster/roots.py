@@ -32,7 +32,7 @@ from hetstream.slurm_plugin.devcluster.programs import (
 from hetstream.slurm_plugin.devcluster.spec import RootPaths
 from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 from hetstream.slurm_plugin.install.umask import readable_by_all
-from hetstream.slurm_plugin.safe_place import check_place
+from hetstream.slurm_plugin.safe_place import check_place, make_place
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 
@@ -135,10 +135,10 @@ def prepare_root(version: str, cache_dir: Path, progress: Progress, *, accountin
         UnsafePlace: somebody else than root and this user could have put programs there.
     """
     root = root_of(version, cache_dir, accounting=accounting)
-    check_place(root.directory)
-    check_place(cache_dir)
     if root.directory.exists():
+        check_place(root.directory)
         return root
+    check_place(cache_dir)
     keyring = next((path for path in KEYRINGS if path.exists()), None)
     if not has_apt():
         raise SlurmMissing(f"Slurm {version} is made from Debian packages, and this machine has no apt-get")
@@ -146,7 +146,7 @@ def prepare_root(version: str, cache_dir: Path, progress: Progress, *, accountin
         raise SlurmMissing(f"Debian's keys are not in {KEYRINGS[-1]}: apt-get install debian-archive-keyring")
     with ExitStack() as held:
         held.enter_context(readable_by_all())
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_place(cache_dir)
         held.enter_context(locked(cache_dir, LOCK_TIMEOUT_S, f"preparing Slurm {version}"))
         if root.directory.exists():
             return root

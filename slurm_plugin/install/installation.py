@@ -22,7 +22,7 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse, UnsafePlace
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for, programs_asked_for
 from hetstream.slurm_plugin.install.umask import readable_by_all
-from hetstream.slurm_plugin.safe_place import check_place
+from hetstream.slurm_plugin.safe_place import check_place, make_place
 
 LUA_DIR = Path(__file__).parents[1] / "lua"
 HOOKS = {
@@ -128,7 +128,7 @@ def read_record(prefix: Path) -> Record | None:
     path = prefix / RECORD
     _check_place(prefix, path)
     try:
-        with Directory.open(path.parent) as directory:
+        with Directory.open_safe(path.parent) as directory:
             text = directory.read(path.name, _MOST_RECORD_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -218,7 +218,7 @@ def install(
         parents = [parent for path in (*writes, str(prefix / RECORD)) for parent in _missing_parents(Path(path))]
         directories = tuple(dict.fromkeys((*record.directories, *map(str, parents))))
         for parent in parents:
-            parent.mkdir(exist_ok=True)
+            make_place(parent)
         # The record comes first: whatever interrupts the rest, uninstall knows what to look for.
         digests = {**record.files, **{path: _sha256(texts[path]) for path in writes}}
         _write(prefix / RECORD, _record_text(Record(digests, moved, directories)))

@@ -96,7 +96,8 @@ def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site
 
     After the job's end, too: slurmctld is asked what the job had.
     """
-    job = site.submit("-wgpu3", "--gpus=h100_3g.40gb:2,h100_1g.10gb:1", "-N1", "-c1", *SMALL)
+    # An account of its own, as jobs of other tests may have ended less than a minute ago.
+    job = site.submit("--account=one-job", "-wgpu3", "--gpus=h100_3g.40gb:2,h100_1g.10gb:1", "-N1", "-c1", *SMALL)
     site.settle(**{job: "RUNNING"})
     assert site.told("jobs")["summary"]["gpus_held"] == 1
     site.run("scontrol", "update", "NodeName=gpu3", "State=DRAIN", "Reason=test")
@@ -105,8 +106,9 @@ def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site
         assert (told["summary"]["gpus_held"], told["notes"]) == (1, [])
 
         def hours() -> tuple[float, float]:
-            summary = site.told("util", "-S", "now-1minute")["summary"]
-            return summary["gpu_hours"], summary["cpu_hours"]
+            groups = site.told("util", "-S", "now-10minutes", "--by", "account")["groups"]
+            own = [group for group in groups if group["account"] == "one-job"]  # slurmdbd hears of it later
+            return sum(group["gpu_hours"] for group in own), sum(group["cpu_hours"] for group in own)
 
         # As many GPU hours as CPU hours: the job has one of each.
         wait_until(lambda: hours()[1] > 0.002, 60, "seven seconds on record")

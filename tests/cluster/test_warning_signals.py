@@ -109,7 +109,7 @@ def test_what_warns_the_training_ends_nothing_that_serves_it(cluster: Any, wait_
 
 @pytest.mark.slow
 @pytest.mark.every_release
-@pytest.mark.parametrize("asked", ["USR1@60", "TERM@60", "R:USR2@60"])
+@pytest.mark.parametrize("asked", ["USR1@60", "TERM@60"])
 def test_a_signal_before_the_time_limit_leaves_the_data_workers_until_the_end(
     devcluster: Any, wait_until: Callable[..., None], asked: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Conversion against sbatch itself: each script is submitted held, plain and converted, and the jobs are compared.
 
-    python tests/peers/sbatch_gate.py [--slurm RELEASE] [--json FILE] [DIR ...]
+    python tests/peers/sbatch_gate.py [--slurm RELEASE] [DIR ...]
 
 The oracle is Slurm: what sbatch accepts converted must be accepted too, or refused for a documented limit; what it
 refuses must be refused; and what slurmctld then knows of component 0 is what it knows of the plain job, field by field
@@ -24,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -534,7 +534,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Boot, compare, say what was found."""
     parser = argparse.ArgumentParser(description="Compare converted with plain submission.")
     parser.add_argument("--slurm", default=HOST, metavar="RELEASE", help="host, 24.11 or 26.05")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     parser.add_argument("folders", nargs="*", type=Path, default=[sbatch_corpus.FOLDER], metavar="DIR")
     options = parser.parse_args(arguments)
     scripts = scripts_in(options.folders)
@@ -552,8 +551,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         tear_down(state_dir)
     print(f"Slurm {record.slurm_version}, {len(scripts)} scripts\n{report.text()}")
-    if options.json:
-        options.json.write_text(json.dumps(asdict(report), indent=1))
     return 1 if report.differences else 0
 
 

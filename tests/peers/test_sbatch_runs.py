@@ -21,7 +21,7 @@ HETSTREAM = Path(sys.executable).with_name("hetstream")
 OURS = ("--data-worker-cpus=1", "--data-worker-partition=cpu")
 # Variables of Slurm that may be others than in the plain job.
 MAY_DIFFER = {
-    r"SLURM(D|_STEP)?_(JOB_?ID|STEP_?ID|NODE_?LIST|JOB_NODELIST|NODENAME|LAUNCHER_PORT|SRUN_COMM_\w+|TASK_PID"
+    r"SLURM(D|_STEP)?_(JOB_?ID|JOB_SLUID|STEP_?ID|NODE_?LIST|JOB_NODELIST|NODENAME|LAUNCHER_PORT|SRUN_COMM_\w+|TASK_PID"
     r"|TOPOLOGY_ADDR\w*|STEP_NODELIST|ARRAY_JOB_ID|LAUNCH_NODE_IPADDR|JOB_(START|END)_TIME)": "it is another job",
     r"SLURM_(SUBMIT_DIR|CONF\w*)|SRUN_DEBUG": "it is submitted from another directory",
     r"SLURM_(CPUS_PER_TASK|CPUS_ON_NODE|JOB_CPUS_PER_NODE\w*|CPUS_PER_GPU|TRES_PER_TASK|CPU_BIND\w*|STEP_RESV_PORTS)"

@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
@@ -30,6 +31,10 @@ from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterSh
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
 
 pytest_plugins = ("tests.skips",)
+
+# How long an example takes says nothing where several test processes share a core.
+hypothesis.settings.register_profile("hetstream", deadline=None)
+hypothesis.settings.load_profile("hetstream")
 
 # Slurm's releases that a test marked `every_release` runs on: the host's, and beside the slow tests the newer ones.
 RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in ("24.11", "26.05")))

@@ -1,6 +1,6 @@
 -- Classifies jobs, right-sizes and refuses what the site's policy says. Loaded by the site's job_submit.lua, inside
--- slurmctld, which runs one call at a time: no I/O here, and no pattern that takes more than one look at a text. Lua 5.1
--- to 5.4; Slurm 22.05 to 26.05.
+-- slurmctld, which runs one call at a time: no I/O here, and no pattern that takes more than one look at a text.
+-- Lua 5.1 to 5.4; Slurm 22.05 to 26.05.
 --
 -- An error in here never stops a job: Slurm 26.05 would reject it, 22.05 would keep half of the changes. Where the site
 -- starts the jobs, such a one waits for it.

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+_DEEPEST_DOCUMENT = 8  # in each other
+
 
 class UnreadableText(ValueError):
     """Text that is no shell text, such as one with an open quote."""
@@ -44,7 +46,7 @@ def commands(text: str, first_line: int = 1) -> list[Command]:
     Raises:
         UnreadableText: a quote or a substitution is open at the end.
     """
-    return _Reader(text, first_line).read()
+    return _Reader(text, first_line, 0).read()
 
 
 def inner_texts(word: str) -> Iterator[str]:
@@ -130,8 +132,9 @@ def _closing(text: str, at: int) -> str:
 
 
 class _Reader:
-    def __init__(self, text: str, first_line: int) -> None:
+    def __init__(self, text: str, first_line: int, depth: int) -> None:
         self._text = text
+        self._depth = depth
         self._at = 0
         self._line = first_line
         self._word = ""
@@ -239,7 +242,7 @@ class _Reader:
                 if (line.lstrip("\t") if is_indented else line) == delimiter:
                     break
                 body.append(line)
-            self._commands += _of_document(body, begin)
+            self._commands += _of_document(body, begin, self._depth + 1)
         self._documents = []
 
     def _next_line(self) -> str:
@@ -251,11 +254,13 @@ class _Reader:
         return line
 
 
-def _of_document(body: list[str], begin: int) -> list[Command]:
+def _of_document(body: list[str], begin: int, depth: int) -> list[Command]:
+    if depth > _DEEPEST_DOCUMENT:
+        raise UnreadableText(f"here-documents in each other, more than {_DEEPEST_DOCUMENT} deep")
     try:
-        return commands("\n".join(body), begin)
+        return _Reader("\n".join(body), begin, depth).read()
     except UnreadableText:
         # No shell text as a whole, then: line by line, and what is none is one word, which is looked at as it is.
         if len(body) == 1:
             return [Command((Word(re.sub(r"(['\"`$\\])", r"\\\1", body[0]), begin),), goes_on=True)]
-        return [command for number, line in enumerate(body) for command in _of_document([line], begin + number)]
+        return [command for number, line in enumerate(body) for command in _of_document([line], begin + number, depth)]

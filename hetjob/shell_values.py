@@ -6,6 +6,7 @@ Called by `step_demand.py`. A word may have several values: a variable may be as
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _READING = ("read", "mapfile", "readarray", "getopts", "select", "let", "printf")
 _NAME = re.compile(r"\w+", re.ASCII)
 _DEEPEST, _MOST_VALUES = 8, 64
+_LARGEST = 10**9
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -61,6 +63,12 @@ class Values:
                 self._assigned.setdefault(found[1], []).append(word.text[found.end() :])
             elif found := re.match(r"(\w+)(?:\+\+|--|[-*/%]=)|(?:\+\+|--)(\w+)$", word.text, re.ASCII):
                 self._changed.add(found[1] or found[2])
+
+    def with_given(self, given: Mapping[str, str]) -> Values:
+        """Those of the same script where it has these variables from outside."""
+        found = copy.copy(self)
+        found._given = given
+        return found
 
     def has(self, name: str) -> bool:
         """Whether a variable is given or assigned."""
@@ -159,5 +167,7 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
-    raise ValueError("no arithmetic of integers")
+        found = _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+        if abs(found) <= _LARGEST:  # a shell has 64 bits, and nobody has so many CPUs
+            return found
+    raise ValueError("no arithmetic of integers, or of too large ones")

@@ -128,6 +128,17 @@ class _Text:
     commands: list[Command] = field(default_factory=list)
     has_background: bool = False
 
+    def processes_per_node(self) -> list[tuple[int, int]]:
+        """What `--nproc-per-node` of a launcher says, with its line."""
+        found = []
+        for command in self.commands:
+            for word, following in zip(command.words, (*command.words[1:], None), strict=True):
+                option = _PROCESSES.match(unquoted(word.text))
+                number = "" if not option else option[1] or (unquoted(following.text) if following else "")
+                if number.isdecimal():
+                    found.append((int(number), word.line))
+        return found
+
 
 def least_cpus(
     script: str, allocation: Allocation, kept: int, asked: int, surroundings: Surroundings
@@ -147,13 +158,15 @@ def least_cpus(
     why = ""
     try:
         text = _find(script, surroundings.read)
+        values, processes = Values(text.commands, {}), text.processes_per_node()
+
+        def with_cpus(number: int) -> _Of:
+            return number, values.with_given({**surroundings.environ, **allocation.variables(number)})
+
+        before = with_cpus(asked)
         for cpus in range(kept, asked):
-            now, before = (
-                Values(text.commands, {**surroundings.environ, **allocation.variables(number)})
-                for number in (cpus, asked)
-            )
             try:
-                _check_all(text, allocation, (cpus, now), (asked, before))
+                _check_all(text, processes, allocation, with_cpus(cpus), before)
             except _NoRoom as error:
                 why = str(error)
             else:
@@ -170,7 +183,9 @@ class _NoRoom(ValueError):
 _Of = tuple[int, Values]
 
 
-def _check_all(text: _Text, allocation: Allocation, now: _Of, before: _Of) -> None:
+def _check_all(
+    text: _Text, processes: Sequence[tuple[int, int]], allocation: Allocation, now: _Of, before: _Of
+) -> None:  # fmt: skip
     """Whether all steps have room.
 
     Raises:
@@ -185,12 +200,9 @@ def _check_all(text: _Text, allocation: Allocation, now: _Of, before: _Of) -> No
                 _check_mpi(launch, allocation, now)
         except Unknown as error:
             raise Unknown(f"{launch.where} runs {launch.launcher}: {error}") from error
-    for command in text.commands:
-        for word, following in zip(command.words, (*command.words[1:], None), strict=True):
-            found = _PROCESSES.match(unquoted(word.text))
-            number = "" if not found else found[1] or (unquoted(following.text) if following else "")
-            if number.isdecimal() and not allocation.holds(int(number) * (allocation.nodes or 1), 1, None, now[0]):
-                raise _NoRoom(f"line {word.line} starts {number} processes on each node, which need a CPU each")
+    for number, line in processes:
+        if not allocation.holds(number * (allocation.nodes or 1), 1, None, now[0]):
+            raise _NoRoom(f"line {line} starts {number} processes on each node, which need a CPU each")
 
 
 def _check_srun(launch: _Launch, allocation: Allocation, now: _Of, before: _Of, *, is_alone: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -233,5 +234,20 @@ def test_any_text_is_read_in_time_and_without_an_error() -> None:
         "srun -c 5 x\n" * 20_000,
         "N=$N$N\n" * 500 + "srun -c $N x",
         "'" * 99_999,
+        "<<E\n" * 2_000,
+        f"srun -c $(({'*'.join(['9' * 4_000] * 2)})) x",
     ):
         plan_of(ONE, many)
+
+
+def test_commands_in_documents_within_documents_are_found_however_deep() -> None:
+    for depth in (1, 5, 20, 2_000):
+        script = "\n".join([*("bash <<E" for _ in range(depth)), "srun -c 5 python x.py", *("E" for _ in range(depth))])
+        assert cpus_of(plan_of(ONE, script)) == 5
+
+
+def test_a_long_script_is_looked_at_once_for_all_numbers_of_cpus() -> None:
+    begin_s = time.process_time()
+    body = "export A=1 B='x y' c d\n" * 3_000 + "srun -c 128 python x.py\ntorchrun --nproc-per-node=4 x.py"
+    assert cpus_of(plan_of("--gres=gpu:1 --cpus-per-task=128", body)) is None
+    assert time.process_time() - begin_s < 3  # 6 s when each number read the script anew, 0.3 s now

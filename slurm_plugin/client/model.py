@@ -243,11 +243,11 @@ class Job:
         if any(gres.name == name for gres in self.gres_per_job):
             return self.gres_per_job
         if total(self.gres_per_node, name):
-            return self.gres_per_node * max(1, self.num_nodes)
+            return _times(self.gres_per_node, self.num_nodes)
         if total(self.gres_per_task, name):
-            return self.gres_per_task * max(1, self.num_tasks)
+            return _times(self.gres_per_task, self.num_tasks)
         # Of how many sockets no command says: of one on each node at least.
-        return self.gres_per_socket * max(1, self.num_nodes)
+        return _times(self.gres_per_socket, self.num_nodes)
 
     def type_of(self, name: str) -> str:
         """The type of a GRES that it insists on; empty if any will do."""
@@ -488,6 +488,11 @@ def is_resource_reason(reason: str) -> bool:
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
     """How many of one kind, of one type or of all."""
     return sum(resource.count for resource in gres if resource.name == name and gres_type in ("", resource.type))
+
+
+def _times(gres: Iterable[Gres], number: int) -> tuple[Gres, ...]:
+    """What so many nodes or tasks ask for together; anybody may ask for four thousand million tasks."""
+    return tuple(Gres(resource.name, resource.type, resource.count * max(1, number)) for resource in gres)
 
 
 def _of_type(gres: Iterable[Gres], kind: str) -> int:

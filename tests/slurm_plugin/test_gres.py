@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import Gres, Node, total
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, total
 from hetstream.slurm_plugin.insight.shapes import shape_of
 from hetstream.slurm_plugin.packing.nodes import _in_use
 
@@ -413,3 +413,16 @@ def test_both_counts_of_a_node_are_in_text_and_json() -> None:
         assert (total(found.gres_used, "gpu"), found.gpus_allocated) == (3, 2)
     (unaccounted,) = parse_text.parse_nodes(line.replace(",gres/gpu=4", "").replace(",gres/gpu=2", ""))
     assert unaccounted.gpus_allocated is None
+
+
+def test_a_request_for_any_number_of_tasks_is_counted_at_once() -> None:
+    """With EnforcePartLimits=NO a job that no cluster could hold is in the queue of all."""
+    plain = Job(1, "j", "u", ("gpu",), "PENDING", "Resources", 1, 1, 1, 1, 0)
+    most, asked = 4_000_000_000, (Gres("gpu", "h200", 2),)
+    for found in (
+        replace(plain, gres_per_task=asked, num_tasks=most),
+        replace(plain, gres_per_node=asked, num_nodes=most),
+        replace(plain, gres_per_socket=asked, num_nodes=most),
+    ):
+        assert found.count("gpu") == found.gpus == 2 * most
+        assert found.amounts("gpu") == (Gres("gpu", "h200", 2 * most),)

@@ -19,7 +19,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hetstream.base.access import unsafe_above
+from hetstream.base.access import unsafe_below
 from hetstream.base.errors import ConfigError
 from hetstream.base.users import user_name
 from hetstream.hetjob.site.address import SITE_FILE, in_site_file
@@ -88,27 +88,20 @@ def choose(jobs_dir: str | None, submit_dir: Path) -> tuple[Path | None, str]:
     """
     if jobs_dir:
         place = for_user(jobs_dir)
-        if reason := _why_not(place):
+        if reason := unsafe_below(place):
             raise ConfigError(f"the place of jobs' directories {place} is not used: {reason}")
         return place, ""
-    reason = _why_not(submit_dir / IN_SUBMIT_DIR)
+    reason = unsafe_below(submit_dir / IN_SUBMIT_DIR)
     if not reason:
         return None, ""
     home = in_home()
-    why_not_home = _why_not(home) if home else "there is no home directory"
+    why_not_home = unsafe_below(home) if home else "there is no home directory"
     if home is None or why_not_home:
         raise ConfigError(
             f"no safe place for the job's directory. Where it is submitted: {reason}. In the home directory: "
             f"{why_not_home}. Name another one with --jobs-dir"
         )
     return home, f"the job's directory is below {home}, and not where it is submitted: {reason}"
-
-
-def _why_not(place: Path) -> str:
-    try:
-        return unsafe_above(place / "job")
-    except OSError as error:
-        return f"{error.filename or place}: {error.strerror or error}"
 
 
 def jobs_dir_in(script: str) -> str:

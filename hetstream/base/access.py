@@ -97,6 +97,18 @@ def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -
     return ""
 
 
+def unsafe_below(place: Path) -> str:
+    """As `unsafe_above`, for whatever is made in a directory; one that cannot be entered is not safe either.
+
+    Returns:
+        Why it is not; "" if it is.
+    """
+    try:
+        return unsafe_above(place / "file")
+    except OSError as error:
+        return f"{error.filename or place}: {error.strerror or error}"
+
+
 class Way:
     """A walk from `/`, one name at a time, that looks at each directory before it looks a name up there.
 

@@ -16,7 +16,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from hetstream.base.access import UntrustedFile, others_can_write, unsafe_above
+from hetstream.base.access import UntrustedFile, others_can_write, unsafe_below
 from hetstream.base.files import Directory
 
 _log = logging.getLogger(__name__)
@@ -71,10 +71,12 @@ def temporary_place() -> Path:
         UntrustedFile: none of them is safe.
     """
     wanted = Path(tempfile.gettempdir())
-    why = _why_not(wanted)
+    why = unsafe_below(wanted)
     if not why:
         return wanted
-    found = next((place for place in (Path("/tmp"), Path("/var/tmp")) if place.is_dir() and not _why_not(place)), None)
+    found = next(
+        (place for place in (Path("/tmp"), Path("/var/tmp")) if place.is_dir() and not unsafe_below(place)), None
+    )
     if found is None:
         try:
             found = Path.home() / _IN_HOME / "tmp"
@@ -88,13 +90,6 @@ def temporary_place() -> Path:
 @functools.cache
 def _say_once(wanted: Path, found: Path, why: str) -> None:
     _log.warning("temporary files are in %s, and not in %s: %s", found, wanted, why)
-
-
-def _why_not(place: Path) -> str:
-    try:
-        return unsafe_above(place / "temporary")
-    except OSError as error:
-        return f"{error.filename or place}: {error.strerror or error}"
 
 
 def _own(outer: Directory, name: str, mode: int) -> Directory:

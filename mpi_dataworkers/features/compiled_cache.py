@@ -16,7 +16,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from hetstream.base.access import unsafe_above
+from hetstream.base.access import unsafe_below
 from hetstream.base.files import Directory
 from hetstream.base.private import temporary_place
 
@@ -62,7 +62,7 @@ def prepare_triton() -> str:
 def _why_not_temporary() -> str:
     """Why compilers may not write for each other where this process's temporary files are."""
     place = Path(tempfile.gettempdir())
-    why = unsafe_above(place / "compiled")
+    why = unsafe_below(place)
     return f"compilers make their files in {place}: {why}. Set TMPDIR to another place" if why else ""
 
 

@@ -163,8 +163,7 @@ def _nodes(given: Sequence[Directive], client: SlurmClient) -> list[NodeSize]:
         return []  # whoever converts asks again, and says so
     chosen = [directive.value for directive in given if directive.name == "data-worker-partition"]
     partitions = (chosen[-1] if chosen else cluster.default_partition) or ""
-    limits = [cluster.limits.get(partition) for partition in partitions.split(",")]
-    return [node for limit in limits if limit is not None for node in limit.nodes] if all(limits) else []
+    return [node for limit in cluster.limits_of(partitions) for node in limit.nodes]
 
 
 def _explanation(conversion: Conversion, name: str) -> list[str]:

@@ -23,11 +23,10 @@ from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, d
 
 EPILOG = f"""\
 CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. A MIG
-instance counts as its share of a GPU. One
-that completes has given everything back, and one that is suspended its CPUs, as sinfo counts them, too. WAITS FOR is
-worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
-heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are jobs themselves, and COMPANION OF
-names the job that they work for. CLASS is there where jobs share GPUs.
+instance counts as its share of a GPU. One that completes has given everything back, and one that is suspended its CPUs,
+as sinfo counts them, too. WAITS FOR is worked out from what is free now; hetstream why JOBID says more. REASON is
+Slurm's own word. A component of a heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are
+jobs themselves, and COMPANION OF names the job that they work for. CLASS is there where jobs share GPUs.
 
 examples:
   hetstream jobs -u $USER
@@ -195,8 +194,7 @@ def class_of(job: Job, opportunistic: Collection[str]) -> str:
         job: of it.
         opportunistic: partitions of opportunistic jobs. They and Slurm's resources count before what its owner says.
     """
-    ways = (job.gres_per_node, job.gres_per_job, job.gres_per_task, job.gres_per_socket, job.gres_held or ())
-    asked = [gres for way in ways for gres in way]
+    asked = (*job.gres_asked, *(job.gres_held or ()))
     if not set(opportunistic).isdisjoint(job.partitions) or any(gres.name == OPPORTUNISTIC_GRES for gres in asked):
         return OPPORTUNISTIC
     said = next((word for word in job.comment.split() if word.startswith(CLASS_MARK)), "").removeprefix(CLASS_MARK)

@@ -251,8 +251,12 @@ class Job:
 
     def type_of(self, name: str) -> str:
         """The type of a GRES that it insists on; empty if any will do."""
-        wanted = (*self.gres_per_job, *self.gres_per_node, *self.gres_per_task, *self.gres_per_socket)
-        return next((gres.type for gres in wanted if gres.name == name and gres.type), "")
+        return next((gres.type for gres in self.gres_asked if gres.name == name and gres.type), "")
+
+    @property
+    def gres_asked(self) -> tuple[Gres, ...]:
+        """What it asks for in all ways, each as it is written: of one node, task or socket, or of the job."""
+        return (*self.gres_per_job, *self.gres_per_node, *self.gres_per_task, *self.gres_per_socket)
 
 
 @dataclass(frozen=True, slots=True)

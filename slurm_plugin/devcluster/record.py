@@ -151,9 +151,17 @@ def write_daemons(state_dir: Path, daemons: list[DaemonState]) -> None:
 
 
 def read_daemons(state_dir: Path) -> list[DaemonState]:
-    """What the supervisor last wrote; nothing before it wrote."""
+    """What the supervisor last wrote; nothing before it wrote.
+
+    Raises:
+        UnsafePlace: somebody else than root and this user could have written it.
+        DevclusterError: it is not what the supervisor writes.
+    """
     fields = _read_json(state_dir / DAEMONS_FILE) or {"daemons": []}
-    return [DaemonState(**{**daemon, "pid": int(daemon["pid"])}) for daemon in fields["daemons"]]
+    try:
+        return [DaemonState(**{**daemon, "pid": int(daemon["pid"])}) for daemon in fields["daemons"]]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _damaged(state_dir / DAEMONS_FILE, exc) from exc
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -82,9 +82,7 @@ class OpportunisticJob:
     @property
     def has_gres(self) -> bool:
         """Whether it asks for a GPU that the packer chose before."""
-        job = self.job
-        wanted = (*job.gres_per_node, *job.gres_per_job, *job.gres_per_task, *job.gres_per_socket)
-        return any(gres.name == GRES for gres in wanted)
+        return any(gres.name == GRES for gres in self.job.gres_asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +179,7 @@ def _let_go(job: OpportunisticJob) -> Settlement | None:
     Whatever its Comment says: that is its owner's to write. Who releases what the packer never places knows what it
     does, and so does who gives a job a GPU by hand: an operator takes the guard's word out of its AdminComment before.
     """
-    is_there = job.job.is_pending or (job.job.is_running and job.job.state != "COMPLETING")
+    is_there = job.job.is_pending or job.job.holds_resources
     if not is_there or job.is_held or not is_guarded(job.notes.admin_comment):
         return None
     if job.job.het or job.wish.problem or not job.notes.can_be_requeued:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
@@ -36,8 +36,6 @@ from hetstream.slurm_plugin.packing.words import (
 NO_ACCOUNT = "(no account)"
 _GPU = "gpu"
 _UNCOUNTED = "its record does not say how many GPUs it asks for. scancel it, and submit it with --gpus=N"
-# GRES that take GPUs, by Slurm's own names: whole ones, and shares of one (gres.c, gres_id_sharing and gres_id_shared).
-_TAKES_GPUS = (_GPU, "shard", "mps")
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def _names(job: Job) -> list[str]:
 
 def takes_gpus(job: Job) -> bool:
     """Whether a job has GPUs or shares of them, or asks for some."""
-    return any(job.count(name) for name in _TAKES_GPUS)
+    return any(job.count(name) for name in (_GPU, *SHARING))
 
 
 def why_not_opportunistic(job: Job) -> str:

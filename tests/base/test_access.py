@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.base.access import UntrustedFile, members_by_first_group, others_can_write, unsafe_above
+from hetstream.base.access import UntrustedFile, members_by_first_group, others_can_write, unsafe_above, unsafe_below
 from hetstream.base.files import Directory
 from hetstream.base.private import own_directory
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
@@ -231,3 +231,8 @@ def test_in_a_container_without_roots_number_only_the_top_counts_as_roots(common
             assert f"{common_place} (owner" in unsafe_above(place), "root's, or anybody's: nobody can tell"
 
     run_as(VICTIM, look)
+
+
+def test_a_directory_that_cannot_be_entered_is_no_safe_one_and_no_error(tmp_path: Path) -> None:
+    assert unsafe_below(tmp_path / "missing") == ""
+    assert unsafe_below(tmp_path / ("x" * 300)).endswith("File name too long")

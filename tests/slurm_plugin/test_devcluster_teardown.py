@@ -15,7 +15,13 @@ import pytest
 
 from hetstream.slurm_plugin.devcluster.lock import locked
 from hetstream.slurm_plugin.devcluster.processes import cluster_processes, start_ticks
-from hetstream.slurm_plugin.devcluster.record import MARKER_VARIABLE, ClusterRecord, read_record, write_record
+from hetstream.slurm_plugin.devcluster.record import (
+    MARKER_VARIABLE,
+    ClusterRecord,
+    read_daemons,
+    read_record,
+    write_record,
+)
 from hetstream.slurm_plugin.devcluster.teardown import plan_teardown, tear_down
 from hetstream.slurm_plugin.errors import DevclusterError
 
@@ -66,6 +72,13 @@ def test_a_damaged_record_is_an_error_that_names_it_and_removes_nothing(tmp_path
     with pytest.raises(DevclusterError, match=r"cluster\.json is damaged.*ps -ef"):
         tear_down(tmp_path)
     assert (tmp_path / "cluster.json").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"daemons": [{"name": "x"}]}', '{"daemons": [{"pid": "x"}]}', "[1]"])
+def test_damaged_states_of_daemons_are_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "daemons.json").write_text(text)
+    with pytest.raises(DevclusterError, match=r"daemons\.json is damaged"):
+        read_daemons(tmp_path)
 
 
 @pytest.mark.parametrize("variable", [MARKER_VARIABLE, "SLURM_CLUSTER_NAME"])

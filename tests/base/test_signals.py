@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,15 +80,25 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+def is_pending(number: int, pid: int) -> bool:
+    """Whether a signal is on its way to a process, which has not taken it yet."""
+    found = re.search(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(found and int(found[1], 16) >> (number - 1) & 1)
+
+
 def test_only_the_parent_ends_a_process_below_the_steps_task(
-    start: Callable[..., subprocess.Popen[str]], slurmstepd: Callable[[int, int], None]
+    start: Callable[..., subprocess.Popen[str]],
+    slurmstepd: Callable[[int, int], None],
+    wait_until: Callable[..., None],
 ) -> None:
     process = start(HOLDING)
     for number in FATAL - {signal.SIGINT, signal.SIGTERM, STOP_OF_PARENT}:
         process.send_signal(number)
     for number in (signal.SIGTERM, signal.SIGINT):
         slurmstepd(number, process.pid)
-    assert process.poll() is None
+        wait_until(lambda: not is_pending(number, process.pid))  # noqa: B023, or the parent's would be one with it
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
     process.terminate()
     assert process.wait(20) == 0
     assert process.stdout is not None

@@ -116,14 +116,18 @@ def taken_variables(environ: Mapping[str, str]) -> list[str]:
     return sorted([*read, *(environ.keys() & {_SWITCHES, _SWITCH_TIME, _HOSTFILE})])
 
 
-def exports(environ: Mapping[str, str], script: SbatchOptions, command_line: SbatchOptions) -> dict[str, str]:
-    """What the job's script must export anew: sbatch is called without it, and would have handed it on to the job."""
+def handed_on(environ: Mapping[str, str], script: SbatchOptions, command_line: SbatchOptions) -> dict[str, str]:
+    """The variables that sbatch hands on to the job, as far as no file has them (`--export-file`).
+
+    The command line wins over SBATCH_EXPORT, and that over the script.
+    """
     if command_line.has("export-file") or script.has("export-file"):
         return {}
     export = command_line.value("export") or environ.get("SBATCH_EXPORT") or script.value("export") or "ALL"
-    names = export.split(",")
-    is_whole = any(name.upper() == "ALL" for name in names)
-    return {name: environ[name] for name in taken_variables(environ) if is_whole or name in names}
+    listed = export.split(",")
+    is_whole = any(word.upper() == "ALL" for word in listed)
+    named = {name: value for name, value in environ.items() if is_whole or name in listed}
+    return {**named, **dict(word.split("=", 1) for word in listed if "=" in word)}
 
 
 def _value(name: str, text: str) -> str | Literal[False] | None:

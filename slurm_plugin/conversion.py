@@ -30,7 +30,7 @@ from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, choo
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
-from hetstream.hetjob.sbatch_environment import exports, from_environment
+from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
 from hetstream.hetjob.step_demand import Surroundings
@@ -94,6 +94,7 @@ def convert_script(
     given = [option for option in command_line if not is_own(option.name)]
     options = [*from_environment(environ, in_script, given), *given]
     all_options = SbatchOptions((*in_script, *options))
+    job_environ = handed_on(environ, SbatchOptions(tuple(in_script)), SbatchOptions(tuple(given)))
     jobs_dir, why = _jobs_dir(spec, environ, all_options.has("chdir"))
     notes = (*notes, *([why] if why else []))
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
@@ -101,7 +102,7 @@ def convert_script(
     cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))
     check_cluster(spec, cluster)
     try:
-        around = _surroundings(environ, all_options)
+        around = _surroundings(job_environ, all_options)
         plan = convert(spec, text, name, command_line=options, cluster=cluster, surroundings=around)
     except MissingPartition as exc:
         if silence is None:
@@ -109,7 +110,9 @@ def convert_script(
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     notes = (*notes, *_note_on_partition(spec, cluster))
     notes += (*_note_on_time(spec, all_options, cluster), *_note_on_own_job(spec, text, name))
-    plan = replace(plan, exports=exports(environ, SbatchOptions(tuple(in_script)), SbatchOptions(tuple(given))))
+    taken = taken_variables(environ)
+    # sbatch is called without these, and would have handed them on to the job.
+    plan = replace(plan, exports={name: job_environ[name] for name in taken if name in job_environ})
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
 
@@ -130,7 +133,7 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
     return named or (text if is_directory_pattern(text) and "%" not in text else None), why
 
 
-def _surroundings(environ: Mapping[str, str], options: SbatchOptions) -> Surroundings:
+def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Surroundings:
     """What a script finds where it runs: files, from its working directory on, and variables."""
     directory = Path(options.value("chdir") or ".")
 
@@ -143,12 +146,9 @@ def _surroundings(environ: Mapping[str, str], options: SbatchOptions) -> Surroun
         except (OSError, ValueError, RuntimeError):
             return None
 
-    export = (options.value("export") or environ.get("SBATCH_EXPORT") or "ALL").split(",")
-    said = dict(word.split("=", 1) for word in export if "=" in word)
-    is_whole = any(word.upper() == "ALL" for word in export)
     # What Slurm says of a job around this submission it will say of that job alone.
-    known = {name: value for name, value in environ.items() if is_whole and not name.startswith("SLURM_")}
-    return Surroundings(read, {**known, **said, "SLURM_SUBMIT_DIR": str(Path.cwd())})
+    known = {name: value for name, value in job_environ.items() if not name.startswith("SLURM_")}
+    return Surroundings(read, {**known, "SLURM_SUBMIT_DIR": str(Path.cwd())})
 
 
 def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.hetjob.sbatch_environment import exports, from_environment, taken_variables
+from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words, words_of
 
 GPUS = {"SBATCH_CPUS_PER_GPU": "4"}
@@ -57,13 +57,18 @@ def test_sbatch_is_called_without_what_has_become_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "command_line", "is_exported"),
+    ("script", "command_line", "setting", "expected"),
     [
-        ("", "", True), ("--export=ALL,X=1", "", True), ("--export=NONE", "", False),
-        ("--export=NONE", "--export=ALL", True),
-        ("--export=X,SBATCH_GRES", "", True), ("--export=X", "", False), ("--export-file=x", "", False),
+        ("", "", "", "A B"), ("--export=ALL,X=1", "", "", "A B X"), ("--export=NONE", "", "", ""),
+        ("--export=NONE", "--export=ALL", "", "A B"), ("--export=X,A", "", "", "A"), ("--export=A=5", "", "", "A"),
+        ("--export-file=x", "", "", ""),
+        # The environment's word wins over the script's, and the command line's over both.
+        ("--export=ALL", "", "NONE", ""), ("--export=NONE", "", "B", "B"), ("", "--export=A", "NONE", "A"),
     ],
 )  # fmt: skip
-def test_the_job_has_what_sbatch_would_have_handed_on(script: str, command_line: str, is_exported: bool) -> None:
+def test_the_job_has_what_sbatch_hands_on(script: str, command_line: str, setting: str, expected: str) -> None:
     given = [SbatchOptions(tuple(parse_words(words.split(), "x")[0])) for words in (script, command_line)]
-    assert exports({"SBATCH_GRES": "gpu:1"}, *given) == ({"SBATCH_GRES": "gpu:1"} if is_exported else {})
+    environ = {"A": "1", "B": "2", **({"SBATCH_EXPORT": setting} if setting else {})}
+    found = handed_on(environ, *given)
+    assert sorted(found.keys() - {"SBATCH_EXPORT"}) == expected.split()
+    assert found.get("A") in (None, "5" if "A=5" in script else "1")

@@ -110,7 +110,8 @@ def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], 
         if plan is None:
             return run_sbatch([*words_of(options), str(path)], os.environ)
         # These variables are options for every component; the plan has made them options of the trainer.
-        environ = {key: value for key, value in os.environ.items() if key not in taken_variables(os.environ)}
+        taken = taken_variables(os.environ)
+        environ = {key: value for key, value in os.environ.items() if key not in taken}
         return run_sbatch([*plan.sbatch_options, str(path), *arguments], environ)
 
 

@@ -58,15 +58,17 @@ def test_in_continuous_integration_a_group_that_vanishes_fails(processes: tuple[
     assert pytest_over(tmp_path, *processes, CI="true").returncode not in (0, 5)
 
 
-def test_a_program_of_tests_is_one_that_make_test_installs() -> None:
-    """Nothing but `tests/programs.py` asks whether a program is there."""
-    asking = []
+def test_what_skips_for_want_of_a_program_asks_for_one_that_make_test_installs() -> None:
+    """No function, with its marks, and no other statement looks for a program itself and skips."""
+    found = []
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == "which" and path.name != "programs.py":
-                asking.append(f"{path.relative_to(TESTS)}:{node.lineno}")
-    # It looks for Slurm's own command.
-    assert [place for place in asking if not place.startswith("slurm_plugin/test_exporter.py")] == []
+        for node in ast.parse(path.read_text()).body:
+            names = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+            if "which" in names and names & {"skip", "skipif"} and path.name != "programs.py":
+                found.append(
+                    f"{path.relative_to(TESTS)}:{node.lineno}: @needs(...) or require(...) of tests/programs.py"
+                )
+    assert found == []
 
 
 def test_a_missing_program_has_a_reason_that_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

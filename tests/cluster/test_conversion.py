@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, sbatch_takes_value
 from hetstream.slurm_plugin.conversion import convert_script, parse_command_line
+from tests.programs import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
@@ -193,15 +193,13 @@ int slurm_spank_init(spank_t spank, int argc, char **argv) {
 @pytest.fixture
 def with_plugin(devcluster: Any, tmp_path: Path) -> dict[str, str]:
     """The environment of a site whose sbatch has options of a SPANK plugin."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler for a SPANK plugin: apt-get install gcc")
+    require("gcc")
     said = devcluster.run(["sbatch", "--version"]).stdout
     major, minor, micro = (int(part) for part in re.findall(r"\d+", said)[:3])
     source, library, stack = (tmp_path / name for name in ("plugin.c", "plugin.so", "plugstack.conf"))
     source.write_text(PLUGIN)
     release = f"-DRELEASE={major << 16 | minor << 8 | micro}"
-    subprocess.run([compiler, "-shared", "-fPIC", release, "-o", library, source], check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", release, "-o", library, source], check=True)
     stack.write_text(f"required {library}\n")
     config = tmp_path / "slurm.conf"
     config.write_text(Path(devcluster.env["SLURM_CONF"]).read_text() + f"\nPlugStackConfig={stack}\n")

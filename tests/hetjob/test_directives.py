@@ -163,7 +163,9 @@ _NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), 
 def test_what_is_written_is_what_is_read(low: int, more: int, cpus: int, partition: str, split: bool) -> None:
     words = [f"--data-workers={low}-{low + more + 1}", f"--data-worker-cpus={cpus}"]
     words.append(f"--data-worker-partition={partition}")
-    lines = [f"#HETSTREAM {shlex.join([word])}" for word in words] if split else [f"#HETSTREAM {shlex.join(words)}"]
+    # As in a #SBATCH line, a backslash escapes also within quotes.
+    quoted = [shlex.quote(word).replace("\\", "\\\\") for word in words]
+    lines = [f"#HETSTREAM {word}" for word in quoted] if split else [f"#HETSTREAM {' '.join(quoted)}"]
     spec = spec_of("\n".join(["#!/bin/bash", *lines, "srun hostname"]))
     assert spec == JobSpec(low, low + more + 1, data_worker_cpus=cpus, data_worker_partition=partition)
 

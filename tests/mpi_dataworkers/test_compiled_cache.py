@@ -20,6 +20,7 @@ from hetstream.mpi_dataworkers.features.graph import FeatureGraph, dense
 from hetstream.mpi_dataworkers.features.transform import FeatureTransform
 from hetstream.mpi_dataworkers.gpu_features.fused import triton_launch
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
+from tests.programs import needs
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 PROGRAM = """
@@ -154,7 +155,7 @@ def test_where_compilers_files_can_be_swapped_nothing_is_compiled(
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs("g++")
 @pytest.mark.timeout(400)
 def test_what_a_stranger_planted_in_torchs_own_place_is_not_run(place: Path) -> None:
     """The same program, run by her with the victim's name before; headers that torch compiles lie there, too."""

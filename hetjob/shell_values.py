@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -44,6 +45,7 @@ class Values:
         self._given = given
         self._assigned: dict[str, list[str]] = {}
         self._changed: set[str] = set()
+        self._found: dict[str, dict[str, None]] = {}  # of each variable what it may be assigned, in order
         for command in found:
             self._note(command)
 
@@ -67,7 +69,7 @@ class Values:
     def with_given(self, given: Mapping[str, str]) -> Values:
         """Those of the same script where it has these variables from outside."""
         found = copy.copy(self)
-        found._given = given
+        found._given, found._found = given, {}
         return found
 
     def has(self, name: str) -> bool:
@@ -111,15 +113,13 @@ class Values:
             if found[1] is not None:
                 pieces.append([str(self._number(found[1], depth))])
             elif found[2] is not None or (found[3] is not None and not found[3][0].isdigit()):
-                pieces.append(self._variable(found[2] or found[3], depth))
+                pieces.append(self._variable(found[3] if found[2] is None else found[2], depth))
             else:
                 raise Unknown(f"{found[0]!r} in {raw[:40]!r} is known only in the job")
         pieces.append([text[at:]])
-        made = itertools.islice(itertools.product(*pieces), _MOST_VALUES + 1)
-        texts = sorted({"".join(parts) for parts in made})
-        if len(texts) > _MOST_VALUES:
+        if math.prod(len(piece) for piece in pieces) > _MOST_VALUES:
             raise Unknown(f"{raw[:40]!r} has too many values")
-        return texts
+        return sorted({"".join(parts) for parts in itertools.product(*pieces)})
 
     def _variable(self, written: str, depth: int) -> list[str]:
         found = re.fullmatch(r"(\w+)(?:\[[@*]\])?(?::?-(.*))?", written, re.DOTALL)
@@ -128,14 +128,17 @@ class Values:
         name = found[1]
         if name in self._changed:
             raise Unknown(f"${name} changes while the script runs")
-        values = [text for raw in self._assigned.get(name, ()) for text in self._texts(raw, depth + 1)]
+        if name not in self._found:
+            raws = dict.fromkeys(self._assigned.get(name, ()))
+            self._found[name] = {text: None for raw in raws for text in self._texts(raw, depth + 1)}
+        values = self._found[name]
         if name in self._given:
-            return [*values, self._given[name]]
+            return [*(values | {self._given[name]: None})]
         if found[2] is not None:
-            return [*values, *self._texts(found[2], depth + 1)]
+            return [*(values | dict.fromkeys(self._texts(found[2], depth + 1)))]
         if not values:
             raise Unknown(f"${name} is known only in the job")
-        return values
+        return [*values]
 
     def _number(self, expression: str, depth: int) -> int:
         def number(found: re.Match[str]) -> str:

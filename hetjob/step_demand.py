@@ -206,11 +206,14 @@ def _check_all(
 
 
 def _check_srun(launch: _Launch, allocation: Allocation, now: _Of, before: _Of, *, is_alone: bool) -> None:
-    needs = [
-        [_needs(options, allocation, values) for options in steps_of(launch.words, values)]
-        for _, values in (now, before)
-    ]
-    for step, all_before in zip(*needs, strict=True):
+    def readings(values: Values) -> list[_Needs]:
+        return [_needs(options, allocation, values) for options in steps_of(launch.words, values)]
+
+    def exact_sizes(found: Sequence[_Needs]) -> list[int]:
+        return [tasks * cpus for step in found if step.is_exact for tasks, cpus in step.sizes]
+
+    steps = readings(now[1])
+    for step in steps:
         for tasks, cpus_per_task in step.sizes:
             what = f"{cpus_per_task} CPUs per task" if step.is_whole else f"{tasks} tasks of {cpus_per_task} CPUs"
             if not cpus_per_task or not allocation.holds(tasks, cpus_per_task, step.nodes, now[0]):
@@ -221,14 +224,10 @@ def _check_srun(launch: _Launch, allocation: Allocation, now: _Of, before: _Of, 
             raise _NoRoom(
                 f"{launch.where} runs srun with {step.cpus_per_gpu} CPUs per GPU, which needs as many in the job"
             )
-        # Steps side by side share the CPUs: that is as before where each has a share of them.
-        shares = [[tasks * cpus for tasks, cpus in found.sizes] for found in (step, all_before)]
-        if (
-            step.is_exact
-            and not is_alone
-            and [size * before[0] for size in shares[0]] != [size * now[0] for size in shares[1]]
-        ):
-            raise Unknown("steps may run side by side")
+    # Steps side by side share the CPUs: that is as before where each has a share of them.
+    sizes = [] if is_alone else exact_sizes(steps)
+    if sizes and [size * before[0] for size in sizes] != [size * now[0] for size in exact_sizes(readings(before[1]))]:
+        raise Unknown("steps may run side by side")
 
 
 @dataclass(frozen=True)

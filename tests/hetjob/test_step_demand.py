@@ -235,6 +235,8 @@ def test_any_text_is_read_in_time_and_without_an_error() -> None:
         "N=$N$N\n" * 500 + "srun -c $N x",
         "'" * 99_999,
         "<<E\n" * 2_000,
+        "srun -c ${} x",
+        "".join(f"A{level}=$A{level + 1}{number}\n" for level in range(7) for number in range(9)) + "srun -c $A0 x",
         f"srun -c $(({'*'.join(['9' * 4_000] * 2)})) x",
     ):
         plan_of(ONE, many)
@@ -244,6 +246,20 @@ def test_commands_in_documents_within_documents_are_found_however_deep() -> None
     for depth in (1, 5, 20, 2_000):
         script = "\n".join([*("bash <<E" for _ in range(depth)), "srun -c 5 python x.py", *("E" for _ in range(depth))])
         assert cpus_of(plan_of(ONE, script)) == 5
+
+
+@pytest.mark.parametrize(
+    ("ending", "cpus"), [("", 4), (" &\nsrun -c 1 python y.py &\nwait", None)], ids=["alone", "side by side"]
+)
+def test_a_step_has_fewer_readings_where_two_of_them_come_to_the_same(ending: str, cpus: int | None) -> None:
+    body = f'O="-c 2"\nO="-c $((SLURM_CPUS_PER_TASK/4))"\nsrun $O python x.py{ending}'
+    assert cpus_of(plan_of(ONE, body)) == cpus
+
+
+def test_each_value_of_a_variable_counts_however_often_another_is_assigned() -> None:
+    assert cpus_of(plan_of(ONE, "N=1\n" * 100 + "N=5\nsrun -c $N python x.py")) == 5
+    deep = "".join(f"A{level}=$A{level + 1}\nA{level}=x$A{level + 1}\n" * 4 for level in range(6))
+    assert cpus_of(plan_of(ONE, f"{deep}A6=1\nsrun -c 5 python $A0 ${{}}")) == 5
 
 
 def test_a_long_script_is_looked_at_once_for_all_numbers_of_cpus() -> None:

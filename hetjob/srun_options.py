@@ -88,7 +88,10 @@ def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
             if re.match(r'"?[$`]', word.text):
                 if re.match(r'"?\$\((which|command -v|type -p)\s', word.text):
                     break
-                pending += [(dict(options), [*_split(text, word), *unread]) for text in values.of(word.text)]
+                texts = values.of(word.text)
+                if any(re.match(r'"?[$`]', piece) for text in texts for piece in text.split()):
+                    raise Unknown(f"{word.text[:40]!r} has a $ in its value, which a shell leaves as it is")
+                pending += [(dict(options), [*_split(text, word), *unread]) for text in texts]
                 options = {"": None}
                 break
             text = unquoted(word.text)

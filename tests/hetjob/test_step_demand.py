@@ -226,6 +226,7 @@ def test_any_text_is_read_in_time_and_without_an_error() -> None:
         "&",
         "|",
     ]
+    assert cpus_of(plan_of(ONE, "srun $N x", environ={"N": "$N"})) is None
     for _ in range(400):
         plan_of(ONE, "".join(draw.choices(pieces, k=draw.randint(1, 30))))
     for many in (
@@ -236,6 +237,8 @@ def test_any_text_is_read_in_time_and_without_an_error() -> None:
         "'" * 99_999,
         "<<E\n" * 2_000,
         "srun -c ${} x",
+        "srun $ x",
+        "N='$N'\nsrun $N x",
         "".join(f"A{level}=$A{level + 1}{number}\n" for level in range(7) for number in range(9)) + "srun -c $A0 x",
         f"srun -c $(({'*'.join(['9' * 4_000] * 2)})) x",
     ):

@@ -33,6 +33,7 @@ _ITEM = re.compile(
 _OTHER_TRES = re.compile(
     r"(?!gres[:/]|gpu=)(?:[\w.-]+/.*|[^(]*=.*|(?:cpu|mem|node|billing|energy|pages|vmem)(?::\w+)?)"
 )
+_NAME = re.compile(r"(?:gres[:/])?([\w.-]+)\s*[:=]")
 # More digits are no count, and more than a float can hold.
 _COUNT = re.compile(r"(\d{1,15})(?:([kmgtp])(b|ib)?)?", re.IGNORECASE)
 # Slurm's buffers for the list of devices have 64 bytes for a node and 128 for a job, and the text is cut to that.
@@ -53,6 +54,26 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
         return ()
     found = (_parse_item(item.strip()) for item in _BETWEEN.split(text) if item.strip())
     return tuple(gres for gres in found if gres is not None)
+
+
+@lru_cache(maxsize=8192)
+def known_gres(text: str) -> tuple[tuple[Gres, ...], tuple[str, ...]]:
+    """The same of what a user may have written: an item without a known form counts as one of its name.
+
+    slurmctld takes more forms than it prints, such as `gpu: 1` and `gpu:x/y:0`. Whose name cannot be read is a GPU.
+
+    Returns:
+        The GRES, and why items could not be read.
+    """
+    found, unreadable = list[Gres](), list[str]()
+    for item in _BETWEEN.split("" if text in _EMPTY else text):
+        try:
+            found += parse_gres(item.strip())
+        except ValueError as exc:
+            unreadable.append(str(exc))
+            name = _NAME.match(item.strip())
+            found.append(Gres(name[1] if name else "gpu", "", 1))
+    return tuple(found), tuple(unreadable)
 
 
 def _parse_item(item: str) -> Gres | None:

@@ -48,7 +48,8 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
         held[gres.name, gres.type] += gres.count
     gpus = tuple(Gres(name, kind, count) for (name, kind), count in held.items())
     asked = job.count("gpu")
-    return replace(job, gres_held=gpus) if sum(gres.count for gres in gpus if gres.name == "gpu") > asked else job
+    is_more = sum(gres.count for gres in gpus if gres.name == "gpu") > asked
+    return replace(job, gres_held=gpus) if is_more or job.gpus_in_doubt else job
 
 
 def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ...]:

@@ -98,6 +98,8 @@ class Job:
             None where the cluster does not account for gres/gpu.
         gres_held: what it holds on all nodes together, which is more than it asks for with `--exclusive`; None where
             nothing says so.
+        unreadable: what of its record cannot be read, and why; users have a say in what stands there.
+        gres_in_doubt: that concerns what it asks for, of which it counts one then.
         untyped_gpu_share: which share of a GPU each of those without a type is: 1, or less on nodes that MIG divides.
         gpu_types_known: False where that share is an average, since nothing says which instances it holds.
         cpus_per_gpu: `--cpus-per-gpu` or its partition's DefCpuPerGPU. Of a pending job they are not in `num_cpus`.
@@ -157,6 +159,13 @@ class Job:
     exclusive: str = ""
     untyped_gpu_share: float = 1.0
     gpu_types_known: bool = True
+    unreadable: tuple[str, ...] = ()
+    gres_in_doubt: bool = False
+
+    @property
+    def gpus_in_doubt(self) -> bool:
+        """Whether nothing says how many GPUs it has or wants: its request cannot be read, and Slurm does not count."""
+        return self.gres_in_doubt and self.gres_held is None and not self.gpus_requested
 
     @property
     def label(self) -> str:
@@ -218,10 +227,10 @@ class Job:
         return sum(_range_length(part) for part in tasks.split(",")) or 1
 
     def count(self, name: str) -> int:
-        """How many of one GRES it holds, or asks for, on all nodes together."""
+        """How many of one GRES it holds, or asks for, on all nodes together; of GPUs in doubt 1 at least."""
         if name == "gpu" and self.gpus_requested is not None and self.gres_held is None:
             return self.gpus_requested
-        return total(self.amounts(name), name)
+        return max(total(self.amounts(name), name), int(name == "gpu" and self.gpus_in_doubt))
 
     @property
     def gpus(self) -> float:
@@ -240,7 +249,7 @@ class Job:
         """What of a GRES it holds, or asks for in one of the ways, on all nodes together."""
         if self.gres_held is not None:
             return self.gres_held
-        if any(gres.name == name for gres in self.gres_per_job):
+        if total(self.gres_per_job, name):
             return self.gres_per_job
         if total(self.gres_per_node, name):
             return _times(self.gres_per_node, self.num_nodes)
@@ -276,6 +285,7 @@ class Node:
         address: under which other nodes reach it.
         cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
         reservation: that it is in now.
+        unreadable: what of its record cannot be read, and why.
     """
 
     name: str
@@ -295,6 +305,7 @@ class Node:
     cpu_load: float | None = None
     reservation: str = ""
     gpus_allocated: int | None = None
+    unreadable: tuple[str, ...] = ()
 
     @property
     def is_usable(self) -> bool:
@@ -521,6 +532,6 @@ def _range_length(text: str) -> int:
     """Tasks in `7`, `3-5` or `0-9:3`; squeue cuts long lists with `...`, which counts as none."""
     bounds, _, step = text.partition(":")
     first, _, last = bounds.partition("-")
-    if not first.isdigit() or (last and not last.isdigit()):
+    if not all(number.isdecimal() for number in (first, last or "1", step or "1")):
         return 0
-    return (int(last or first) - int(first)) // int(step or 1) + 1
+    return (int(last or first) - int(first)) // max(1, int(step or 1)) + 1

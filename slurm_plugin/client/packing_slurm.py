@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -140,8 +141,9 @@ def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
     found = {}
     for line in text.splitlines():
         job_id, _, nodes = line.strip().partition(" ")
-        if job_id.isdigit() and text_or_empty(nodes.strip()):
-            found[int(job_id)] = expand(nodes.strip())
+        if job_id.isdecimal() and text_or_empty(nodes.strip()):
+            with contextlib.suppress(ValueError):  # a user has written it, and it keeps no other job from its place
+                found[int(job_id)] = expand(nodes.strip())
     return found
 
 

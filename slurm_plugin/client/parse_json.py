@@ -6,12 +6,14 @@ or null, or `{set, infinite, number}`; states are a string or a list of strings.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
 from hetstream.slurm_plugin.client.parse_text import (
@@ -155,7 +157,7 @@ class _Node(msgspec.Struct):
 
 
 class _JobsAnswer(msgspec.Struct):
-    jobs: list[_Job]
+    jobs: list[msgspec.Raw]
 
 
 class _NodesAnswer(msgspec.Struct):
@@ -165,12 +167,14 @@ class _NodesAnswer(msgspec.Struct):
 def parse_jobs(text: str | bytes) -> tuple[Job, ...]:
     """The jobs of `squeue --json` or `scontrol show job --json`, with what they hold on each node.
 
-    One that cannot be read is left out and told, as `parse_text.parse_jobs` does.
+    One of which a part cannot be read is kept, as in `parse_text.parse_jobs`.
 
     Raises:
         UnreadableAnswer: it is not that, or no job can be read.
     """
-    return readable(_decode(text, _JobsAnswer).jobs, _job)
+    jobs = readable(_decode(text, _JobsAnswer).jobs, lambda raw: _job(_decode(bytes(raw), _Job)))
+    note_doubts(jobs)
+    return jobs
 
 
 def parse_nodes(text: str | bytes) -> tuple[Node, ...]:
@@ -179,7 +183,9 @@ def parse_nodes(text: str | bytes) -> tuple[Node, ...]:
     Raises:
         UnreadableAnswer: it is not that; newer versions group the nodes of `sinfo --json`.
     """
-    return tuple(_node(row) for row in _decode(text, _NodesAnswer).nodes)
+    nodes = tuple(_node(row) for row in _decode(text, _NodesAnswer).nodes)
+    note_doubts(nodes)
+    return nodes
 
 
 _A = TypeVar("_A")
@@ -202,58 +208,57 @@ def _job(row: _Job) -> Job:
     array_job_id = _whole(row.array_job_id)
     limit_min = _number(row.time_limit)
     time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
-    nodes = int(asked.get("node") or _whole(row.node_count, 1))
+    read = Reading()
+    nodes = read(int, asked.get("node") or str(_whole(row.node_count, 1)), 1)
     state = next((flag for flag in _STATE_FLAGS if flag in states), states[0] if states else "")
-    try:
-        return Job(
-            job_id=row.job_id,
-            name=row.name or "",
-            user=row.user_name or "",
-            uid=None if (uid := _number(row.user_id)) is None else int(uid),
-            partitions=tuple(row.partition.split(",")),
-            state=state,
-            reason="" if row.state_reason in (None, "None") else str(row.state_reason),
-            num_nodes=nodes,
-            num_cpus=_whole(row.cpus, 1),
-            num_tasks=_whole(row.tasks, 1),
-            cpus_per_task=_whole(row.cpus_per_task, 1),
-            memory_mb=megabytes(asked.get("mem", "")),
-            memory_per_cpu_mb=_whole(row.memory_per_cpu) or None if _whole(row.cpus, 1) > nodes else None,
-            array_job_id=array_job_id if array_job_id and tasks else None,
-            array_tasks=tasks if array_job_id else "",
-            het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
-            account=row.account or "",
-            qos=row.qos or "",
-            gres_per_node=parse_gres(row.tres_per_node or ""),
-            gres_per_task=parse_gres(row.tres_per_task or ""),
-            gres_per_job=parse_gres(row.tres_per_job or ""),
-            gres_per_socket=parse_gres(row.tres_per_socket or ""),
-            gpus_requested=requested_gpus(state, row.tres_req_str or ""),
-            cpus_per_gpu=total(parse_gres(row.cpus_per_tres or ""), "gpu"),
-            gres_held=allocated_gres(state, row.tres_alloc_str or ""),
-            nodes=expand(row.nodes or ""),
-            shares=_shares(row),
-            submit_s=_number(row.submit_time) or None,
-            eligible_s=_number(row.eligible_time) or None,
-            start_s=_number(row.start_time) or None,
-            end_s=None if has_no_end(state, time_limit_s) else _number(row.end_time) or None,
-            time_limit_s=time_limit_s,
-            priority=_whole(row.priority),
-            dependency=row.dependency or "",
-            required_nodes=expand(row.required_nodes or ""),
-            planned_nodes=expand(row.scheduled_nodes or ""),
-            features=row.features or "",
-            reservation=row.resv_name or "",
-            comment=row.comment or "",
-            num_restarts=_whole(row.restart_cnt),
-            work_dir=row.current_working_directory or "",
-            exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
-        )
-    except ValueError as exc:
-        raise UnreadableAnswer(str(exc), f"job {row.job_id}") from exc
+    job = Job(
+        job_id=row.job_id,
+        name=row.name or "",
+        user=row.user_name or "",
+        uid=None if (uid := _number(row.user_id)) is None else int(uid),
+        partitions=tuple(row.partition.split(",")),
+        state=state,
+        reason="" if row.state_reason in (None, "None") else str(row.state_reason),
+        num_nodes=nodes,
+        num_cpus=_whole(row.cpus, 1),
+        num_tasks=_whole(row.tasks, 1),
+        cpus_per_task=_whole(row.cpus_per_task, 1),
+        memory_mb=read(megabytes, asked.get("mem", ""), 0),
+        memory_per_cpu_mb=_whole(row.memory_per_cpu) or None if _whole(row.cpus, 1) > nodes else None,
+        array_job_id=array_job_id if array_job_id and tasks else None,
+        array_tasks=tasks if array_job_id else "",
+        het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
+        account=row.account or "",
+        qos=row.qos or "",
+        gres_per_node=read.gres(row.tres_per_node or ""),
+        gres_per_task=read.gres(row.tres_per_task or ""),
+        gres_per_job=read.gres(row.tres_per_job or ""),
+        gres_per_socket=read.gres(row.tres_per_socket or ""),
+        gpus_requested=read(partial(requested_gpus, state), row.tres_req_str or "", None),
+        cpus_per_gpu=total(read.gres(row.cpus_per_tres or ""), "gpu"),
+        gres_held=read(partial(allocated_gres, state), row.tres_alloc_str or "", None),
+        nodes=read(expand, row.nodes or "", ()),
+        shares=_shares(row, read),
+        submit_s=_number(row.submit_time) or None,
+        eligible_s=_number(row.eligible_time) or None,
+        start_s=_number(row.start_time) or None,
+        end_s=None if has_no_end(state, time_limit_s) else _number(row.end_time) or None,
+        time_limit_s=time_limit_s,
+        priority=_whole(row.priority),
+        dependency=row.dependency or "",
+        required_nodes=read(expand, row.required_nodes or "", ()),
+        planned_nodes=read(expand, row.scheduled_nodes or "", ()),
+        features=row.features or "",
+        reservation=row.resv_name or "",
+        comment=row.comment or "",
+        num_restarts=_whole(row.restart_cnt),
+        work_dir=row.current_working_directory or "",
+        exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
+    )
+    return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
 
-def _shares(row: _Job) -> tuple[NodeShare, ...]:
+def _shares(row: _Job, read: Reading) -> tuple[NodeShare, ...]:
     """GRES of each node are in the order of the nodes."""
     held = row.job_resources
     if held is None:
@@ -272,34 +277,33 @@ def _shares(row: _Job) -> tuple[NodeShare, ...]:
         ]
     details = [*row.gres_detail, *[""] * (len(places) - len(row.gres_detail))]
     return tuple(
-        NodeShare(name, cpus, memory_mb, parse_gres(detail))
+        NodeShare(name, cpus, memory_mb, read.gres(detail))
         for (name, cpus, memory_mb), detail in zip(places, details, strict=False)
     )
 
 
 def _node(row: _Node) -> Node:
-    try:
-        return Node(
-            name=row.name,
-            states=node_states([*_words(row.state), *row.state_flags]),
-            partitions=tuple(row.partitions),
-            cpus=row.effective_cpus or row.cpus,
-            cpus_allocated=row.alloc_cpus,
-            memory_mb=max(0, row.real_memory - _whole(row.specialized_memory)),
-            memory_allocated_mb=row.alloc_memory,
-            gres=parse_gres(row.gres or ""),
-            gres_used=in_use(row.gres_used or ""),
-            gres_drained=parse_gres(row.gres_drained or ""),
-            features=tuple(_words(row.active_features)),
-            reason=row.reason or "",
-            address=row.address or "",
-            version=row.version or row.slurmd_version or "",
-            cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
-            reservation=row.reservation or "",
-            gpus_allocated=gpus_allocated(row.tres or "", row.tres_used or ""),
-        )
-    except ValueError as exc:
-        raise UnreadableAnswer(str(exc), f"node {row.name}") from exc
+    read = Reading()
+    node = Node(
+        name=row.name,
+        states=node_states([*_words(row.state), *row.state_flags]),
+        partitions=tuple(row.partitions),
+        cpus=row.effective_cpus or row.cpus,
+        cpus_allocated=row.alloc_cpus,
+        memory_mb=max(0, row.real_memory - _whole(row.specialized_memory)),
+        memory_allocated_mb=row.alloc_memory,
+        gres=read.gres(row.gres or ""),
+        gres_used=in_use(read.gres(row.gres_used or "")),
+        gres_drained=read.gres(row.gres_drained or ""),
+        features=tuple(_words(row.active_features)),
+        reason=row.reason or "",
+        address=row.address or "",
+        version=row.version or row.slurmd_version or "",
+        cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
+        reservation=row.reservation or "",
+        gpus_allocated=gpus_allocated(row.tres or "", row.tres_used or ""),
+    )
+    return replace(node, unreadable=read.unreadable)
 
 
 def _words(value: _Words) -> list[str]:

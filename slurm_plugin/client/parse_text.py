@@ -12,9 +12,11 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
+from hetstream.slurm_plugin.client.gres import known_gres, parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, total
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
@@ -76,13 +78,17 @@ def parse_rows(text: str, fields: Sequence[str], field_end: str, record_end: str
 def parse_jobs(
     text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
 ) -> tuple[Job, ...]:
-    """The jobs that `squeue --noheader -O` printed. One that cannot be read is left out and told, not all others too.
+    """The jobs that `squeue --noheader -O` printed, also those of which a part cannot be read; see `doubt.py`.
+
+    A record without a job's number, which no user writes, is left out and told.
 
     Raises:
         UnreadableAnswer: a record has another number of fields, or no job can be read.
     """
     rows = parse_rows(text, fields, field_end, record_end)
-    return readable(rows, lambda row: _checked(repr(row), _job, row))
+    jobs = readable(rows, lambda row: _checked(repr(row), _job, row))
+    note_doubts(jobs)
+    return jobs
 
 
 def readable(records: Iterable[_R], read: Callable[[_R], _T]) -> tuple[_T, ...]:
@@ -107,55 +113,65 @@ def readable(records: Iterable[_R], read: Callable[[_R], _T]) -> tuple[_T, ...]:
 
 
 def _job(row: Mapping[str, str]) -> Job:
+    read = Reading()
+
+    def number(field: str, otherwise: int = 0) -> int:
+        return read(lambda text: whole(text, otherwise), row.get(field, ""), otherwise)
+
     asked = tres(row["tres-alloc"])
-    job_id = int(row["JobID"])
     tasks = text_or_empty(row.get("ArrayTaskID", ""))
-    het_job_id = whole(row.get("HetJobID", ""))
-    time_limit_s = _limit(seconds(row["TimeLimit"]))
-    return Job(
-        job_id=job_id,
+    het_job_id = number("HetJobID")
+    time_limit_s = _limit(read(seconds, row["TimeLimit"], None))
+    job = Job(
+        job_id=int(row["JobID"]),
         name=row.get("Name", ""),
         user=row["UserName"],
         uid=int(uid) if (uid := row.get("UserID", "")).isdecimal() else None,
         partitions=tuple(row["Partition"].split(",")),
         state=row["State"],
         reason=text_or_empty(row["Reason"]),
-        num_nodes=whole(asked.get("node", ""), whole(row.get("NumNodes", "").split("-")[0], 1)),
-        num_cpus=whole(row["NumCPUs"].split("-")[0], 1),
-        num_tasks=whole(row.get("NumTasks", ""), 1),
-        cpus_per_task=whole(row.get("cpus-per-task", ""), 1),
-        memory_mb=megabytes(asked.get("mem", "")),
-        memory_per_cpu_mb=_per_cpu(row, asked),
-        array_job_id=int(row["ArrayJobID"]) if tasks else None,
+        num_nodes=whole(asked.get("node", ""), read(_least, row.get("NumNodes", ""), 1)),
+        num_cpus=read(_least, row["NumCPUs"], 1),
+        num_tasks=number("NumTasks", 1),
+        cpus_per_task=number("cpus-per-task", 1),
+        memory_mb=read(megabytes, asked.get("mem", ""), 0),
+        memory_per_cpu_mb=read(lambda _: _per_cpu(row, asked), "", None),
+        array_job_id=number("ArrayJobID") if tasks else None,
         array_tasks=tasks,
-        het=HetComponent(het_job_id, whole(row["HetJobOffset"])) if het_job_id else None,
+        het=HetComponent(het_job_id, number("HetJobOffset")) if het_job_id else None,
         account=text_or_empty(row.get("Account", "")),
         qos=text_or_empty(row.get("QOS", "")),
-        gres_per_node=parse_gres(row["tres-per-node"]),
-        gres_per_task=parse_gres(row.get("tres-per-task", "")),
-        gres_per_job=parse_gres(row.get("tres-per-job", "")),
-        gres_per_socket=parse_gres(row.get("tres-per-socket", "")),
-        gpus_requested=requested_gpus(row["State"], row["tres-alloc"]),
-        cpus_per_gpu=total(parse_gres(row.get("cpus-per-tres", "")), "gpu"),
-        gres_held=allocated_gres(row["State"], row["tres-alloc"]),
-        nodes=expand(row["NodeList"]),
-        submit_s=moment(row.get("SubmitTime", "")),
-        eligible_s=moment(row.get("EligibleTime", "")),
-        start_s=moment(row["StartTime"]),
-        end_s=None if has_no_end(row["State"], time_limit_s) else moment(row.get("EndTime", "")),
+        gres_per_node=read.gres(row["tres-per-node"]),
+        gres_per_task=read.gres(row.get("tres-per-task", "")),
+        gres_per_job=read.gres(row.get("tres-per-job", "")),
+        gres_per_socket=read.gres(row.get("tres-per-socket", "")),
+        gpus_requested=read(partial(requested_gpus, row["State"]), row["tres-alloc"], None),
+        cpus_per_gpu=total(read.gres(row.get("cpus-per-tres", "")), "gpu"),
+        gres_held=read(partial(allocated_gres, row["State"]), row["tres-alloc"], None),
+        nodes=read(expand, row["NodeList"], ()),
+        submit_s=read(moment, row.get("SubmitTime", ""), None),
+        eligible_s=read(moment, row.get("EligibleTime", ""), None),
+        start_s=read(moment, row["StartTime"], None),
+        end_s=None if has_no_end(row["State"], time_limit_s) else read(moment, row.get("EndTime", ""), None),
         time_limit_s=time_limit_s,
-        priority=whole(row["PriorityLong"]),
+        priority=number("PriorityLong"),
         dependency=text_or_empty(row.get("Dependency", "")),
-        required_nodes=expand(row.get("ReqNodes", "")),
-        planned_nodes=expand(row.get("SchedNodes", "")),
+        required_nodes=read(expand, row.get("ReqNodes", ""), ()),
+        planned_nodes=read(expand, row.get("SchedNodes", ""), ()),
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),
-        num_restarts=whole(row.get("RestartCnt", "")),
+        num_restarts=number("RestartCnt"),
         work_dir=row.get("WorkDir", ""),
         # As squeue says it: what NO means depends on the release, which is not known here.
         exclusive=text_or_empty(row.get("OverSubscribe", "")),
     )
+    return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
+
+
+def _least(text: str) -> int:
+    """Of `2-4` the first; 1 where nothing is said."""
+    return whole(text.split("-")[0], 1)
 
 
 def exclusive_of(said: str) -> str:
@@ -221,11 +237,14 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
     Raises:
         UnreadableAnswer: a record lacks a value, or a value has another form.
     """
-    return tuple(_checked(line, _node, record(line)) for line in _records(text, "NodeName="))
+    nodes = tuple(_checked(line, _node, record(line)) for line in _records(text, "NodeName="))
+    note_doubts(nodes)
+    return nodes
 
 
 def _node(row: Mapping[str, str]) -> Node:
-    return Node(
+    read = Reading()
+    node = Node(
         name=row["NodeName"],
         states=node_states(row["State"].split("+")),
         partitions=tuple(row["Partitions"].split(",")) if row.get("Partitions") else (),
@@ -233,29 +252,30 @@ def _node(row: Mapping[str, str]) -> Node:
         cpus_allocated=whole(row["CPUAlloc"]),
         memory_mb=max(0, whole(row["RealMemory"]) - whole(row.get("MemSpecLimit", ""))),
         memory_allocated_mb=whole(row["AllocMem"]),
-        gres=parse_gres(row["Gres"]),
-        gres_used=in_use(row.get("GresUsed", "")),
-        gres_drained=parse_gres(row.get("GresDrain", "")),
+        gres=read.gres(row["Gres"]),
+        gres_used=in_use(read.gres(row.get("GresUsed", ""))),
+        gres_drained=read.gres(row.get("GresDrain", "")),
         features=tuple(filter(None, text_or_empty(row.get("ActiveFeatures", "")).split(","))),
         reason=row.get("Reason", "").split(" [")[0],
         version=row.get("Version", ""),
         address=row.get("NodeAddr", ""),
-        cpu_load=float(load) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
+        cpu_load=read(float, load, None) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
         reservation=row.get("ReservationName", ""),
         gpus_allocated=gpus_allocated(row.get("CfgTRES", ""), row.get("AllocTRES", "")),
     )
+    return replace(node, unreadable=read.unreadable)
 
 
 def gpus_allocated(configured: str, allocated: str) -> int | None:
     """GPUs among the allocated TRES of a node; None where the cluster does not account for gres/gpu of it."""
-    if not any(gres.name == "gpu" and not gres.type for gres in parse_gres(configured)):
+    if not any(gres.name == "gpu" and not gres.type for gres in known_gres(configured)[0]):
         return None  # with types alone in AccountingStorageTRES, others may be left out
-    return sum(gres.count for gres in parse_gres(allocated) if gres.name == "gpu" and not gres.type)
+    return sum(gres.count for gres in known_gres(allocated)[0] if gres.name == "gpu" and not gres.type)
 
 
-def in_use(text: str) -> tuple[Gres, ...]:
+def in_use(gres_used: Iterable[Gres]) -> tuple[Gres, ...]:
     """GRES of which something is in use: 22.05 and JSON list the others too, with 0."""
-    return tuple(gres for gres in parse_gres(text) if gres.count or gres.indices)
+    return tuple(gres for gres in gres_used if gres.count or gres.indices)
 
 
 def node_states(names: Sequence[str]) -> frozenset[str]:

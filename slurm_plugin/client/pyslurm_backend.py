@@ -13,14 +13,15 @@ from __future__ import annotations
 import pwd
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
 from hetstream.slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states, requested_gpus
@@ -62,9 +63,11 @@ def read(environ: Mapping[str, str]) -> Answer:
     program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     done = run_slurm([sys.executable, "-I", "-c", program], env=environ)
     try:
-        return typed_json.decode(done.stdout, Answer)
+        answer = typed_json.decode(done.stdout, Answer)
     except msgspec.DecodeError as exc:
         raise UnreadableAnswer(f"pyslurm: {exc}", done.stdout) from exc
+    note_doubts([*answer.jobs, *answer.nodes])
+    return answer
 
 
 # JOB_SHARED_NONE, _USER and _MCS of slurm.h, as the old interface writes them.
@@ -73,13 +76,14 @@ _SHARED = {"0": "NODE", "2": "USER", "3": "MCS"}
 
 def job_of(row: Row, reason: str) -> Job:
     """A job from its record in the old interface and its reason in the new one."""
+    read = Reading()
     asked = tres(row["tres_alloc_str"] or row["tres_req_str"] or "")
-    num_cpus, memory_mb = int(row["num_cpus"]), megabytes(asked.get("mem", ""))
-    num_nodes = int(asked.get("node") or row["num_nodes"])
+    num_cpus, memory_mb = int(row["num_cpus"]), read(megabytes, asked.get("mem", ""), 0)
+    num_nodes = read(int, asked.get("node") or str(row["num_nodes"]), 1)
     per_cpu_mb = row["min_memory_cpu"] or 0
     tasks = row["array_task_str"] or ("" if row["array_task_id"] is None else str(row["array_task_id"]))
     limit = row["time_limit"]  # minutes, or a word for none
-    return Job(
+    job = Job(
         job_id=row["job_id"],
         name=row["name"] or "",
         user=_user(row["user_id"]),
@@ -98,14 +102,14 @@ def job_of(row: Row, reason: str) -> Job:
         het=HetComponent(row["het_job_id"], row["het_job_offset"]) if row["het_job_id"] else None,
         account=row["account"] or "",
         qos=row["qos"] or "",
-        gres_per_node=parse_gres(row["tres_per_node"] or ""),
-        gres_per_task=parse_gres(row["tres_per_task"] or ""),
-        gres_per_job=parse_gres(row["tres_per_job"] or ""),
-        gres_per_socket=parse_gres(row.get("tres_per_socket") or ""),
-        gpus_requested=requested_gpus(row["job_state"], row["tres_req_str"] or ""),
-        cpus_per_gpu=total(parse_gres(row.get("cpus_per_tres") or ""), "gpu"),
-        gres_held=allocated_gres(row["job_state"], row["tres_alloc_str"] or ""),
-        nodes=expand(row["nodes"] or ""),
+        gres_per_node=read.gres(row["tres_per_node"] or ""),
+        gres_per_task=read.gres(row["tres_per_task"] or ""),
+        gres_per_job=read.gres(row["tres_per_job"] or ""),
+        gres_per_socket=read.gres(row.get("tres_per_socket") or ""),
+        gpus_requested=read(partial(requested_gpus, row["job_state"]), row["tres_req_str"] or "", None),
+        cpus_per_gpu=total(read.gres(row.get("cpus_per_tres") or ""), "gpu"),
+        gres_held=read(partial(allocated_gres, row["job_state"]), row["tres_alloc_str"] or "", None),
+        nodes=read(expand, row["nodes"] or "", ()),
         submit_s=row["submit_time"] or None,
         eligible_s=row["eligible_time"] or None,
         start_s=row["start_time"] or None,
@@ -113,8 +117,8 @@ def job_of(row: Row, reason: str) -> Job:
         time_limit_s=None if isinstance(limit, str) or limit * 60 == NO_LIMIT_S else limit * 60.0,
         priority=row["priority"],
         dependency=row["dependency"] or "",
-        required_nodes=expand(",".join(row["req_nodes"])),
-        planned_nodes=expand(row["sched_nodes"] or ""),
+        required_nodes=read(expand, ",".join(row["req_nodes"]), ()),
+        planned_nodes=read(expand, row["sched_nodes"] or "", ()),
         features=",".join(row["features"]),
         reservation=row["resv_name"] or "",
         comment=row["comment"] or "",
@@ -122,6 +126,7 @@ def job_of(row: Row, reason: str) -> Job:
         work_dir=row["work_dir"] or "",
         exclusive=_SHARED.get(str(row.get("shared")), ""),
     )
+    return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
 
 def node_of(row: Row, state: str, cpus: int) -> Node:
@@ -129,7 +134,8 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
     states = node_states(state.split("+"))
     if 0 < row["alloc_cpus"] < cpus:  # scontrol works this out too
         states = states - {"IDLE", "ALLOCATED"} | {"MIXED"}
-    return Node(
+    read = Reading()
+    node = Node(
         name=row["name"],
         states=states,
         partitions=tuple(row["partitions"]),
@@ -137,15 +143,16 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
         cpus_allocated=row["alloc_cpus"],
         memory_mb=max(0, row["real_memory"] - (row.get("mem_spec_limit") or 0)),
         memory_allocated_mb=row["alloc_mem"],
-        gres=parse_gres(",".join(row["gres"])),
-        gres_used=in_use(",".join(row["gres_used"] or ())),
-        gres_drained=parse_gres(row["gres_drain"] or ""),
+        gres=read.gres(",".join(row["gres"])),
+        gres_used=in_use(read.gres(",".join(row["gres_used"] or ()))),
+        gres_drained=read.gres(row["gres_drain"] or ""),
         features=tuple(filter(None, (row["features_active"] or "").split(","))),
         reason=row["reason"] or "",
         version=row["version"] or "",
         address=row["node_addr"] or "",
         cpu_load=None if row["cpu_load"] is None else row["cpu_load"] / 100,
     )
+    return replace(node, unreadable=read.unreadable)
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
-from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus
+from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
@@ -72,12 +72,13 @@ class CommandReader:
         else:
             source, nodes = "commands", self._nodes(release)
             jobs = self._jobs_with_sharing(release, details)
+        jobs = self._with_told_gpus(with_held_gpus(jobs, nodes), nodes)
         reservations = self._reservations()
         return Snapshot(
             taken_s=time.time(),
             version=version,
             source=source,
-            jobs=with_gpu_shares(with_held_gpus(jobs, nodes), nodes),
+            jobs=with_gpu_shares(jobs, nodes),
             nodes=with_reservations(nodes, reservations),
             partitions=self._partitions(),
             config=config,
@@ -106,6 +107,17 @@ class CommandReader:
             except SlurmCommandError as exc:  # all other figures are known
                 logger.warning("which pending jobs want whole nodes (--exclusive) is not known: %s", exc)
         return tuple(replace(job, exclusive=said.get(job.job_id, "")) for job in jobs)
+
+    def _with_told_gpus(self, jobs: tuple[Job, ...], nodes: tuple[Node, ...]) -> tuple[Job, ...]:
+        """The jobs, with what Slurm gave to running ones whose own requests cannot be read."""
+        asked = {job.job_id for job in jobs if job.holds_resources and job.gpus_in_doubt}
+        if not asked:
+            return jobs
+        try:
+            return with_told_gpus(jobs, asked, self.held_gpus(), nodes)[0]
+        except SlurmCommandError as exc:  # they count as in doubt, and all other figures are known
+            logger.warning("what %d job(s) hold whose requests cannot be read is not known: %s", len(asked), exc)
+            return jobs
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:
         """What jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""

@@ -12,6 +12,7 @@ NONE_WORDS = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "
 _EPOCH = re.compile(r"\d{9,10}")
 # More digits are no memory, and more than a float can hold.
 _MEMORY = re.compile(r"(\d{1,15}(?:\.\d+)?)([KMGTP]?)B?[nc]?")
+_WHOLE = re.compile(r"(\d{1,15})([KMGT])")
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 
 
@@ -90,9 +91,12 @@ def tres(value: str) -> dict[str, str]:
 
 
 def whole(value: str, otherwise: int = 0) -> int:
-    """A whole number, or `otherwise` for Slurm's words for none.
+    """A whole number, or `otherwise` for Slurm's words for none; squeue writes `4K` for 4096 (convert_num_unit).
 
     Raises:
         ValueError: it is neither.
     """
-    return otherwise if value in NONE_WORDS else int(value)
+    if value in NONE_WORDS:
+        return otherwise
+    match = _WHOLE.fullmatch(value)
+    return int(match[1]) * 1024 ** " KMGT".index(match[2]) if match and match[2] else int(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.client.values import megabytes, moment, seconds
+from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -204,6 +205,116 @@ def test_values() -> None:
     for parse, text in ((seconds, "soon"), (megabytes, "much"), (moment, "yesterday")):
         with pytest.raises(ValueError, match=text):
             parse(text)
+
+
+# Whatever sbatch and scontrol take: control characters and Slurm's own words and marks among it.
+user_text = st.one_of(
+    st.text(),
+    st.lists(
+        st.sampled_from(
+            ["gpu", ": 0:0", "gres", "/", ":", ",", "(", ")", "[", "]", "-", "=", "0", "4", "K", "\n", "\x1f"]
+        )
+    ).map("".join),
+)
+BY_USERS = (
+    "Name", "WorkDir", "Comment", "Feature", "Reservation", "Dependency", "Account", "QOS", "Partition", "Reason",
+    "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "ReqNodes", "SchedNodes",
+    "NumCPUs", "NumNodes", "NumTasks", "TimeLimit", "MinMemory", "ArrayTaskID", "StartTime",
+)  # fmt: skip
+IN_JSON = (
+    "name", "comment", "features", "resv_name", "dependency", "account", "partition", "current_working_directory",
+    "tres_per_node", "tres_per_task", "tres_per_job", "tres_per_socket", "cpus_per_tres", "required_nodes",
+    "scheduled_nodes", "array_task_string", "tres_req_str",
+)  # fmt: skip
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(BY_USERS), user_text), min_size=1, max_size=4))
+def test_no_text_of_a_user_makes_a_job_vanish(given_texts: list[dict[str, str]]) -> None:
+    ends = parse_text.new_separators()
+    rows = [
+        dict.fromkeys(parse_text.JOB_FIELDS, "") | {"JobID": str(number), "State": "PENDING", "NumCPUs": "1"} | texts
+        for number, texts in enumerate(given_texts, 1)
+    ]
+    said = "".join(ends[0].join(row[name] for name in parse_text.JOB_FIELDS) + ends[1] + "\n" for row in rows)
+    jobs = parse_text.parse_jobs(said, parse_text.JOB_FIELDS, *ends)
+    assert [job.job_id for job in jobs] == [*range(1, len(rows) + 1)]
+    assert all(job.num_records >= 1 and job.gpus >= 0 and job.label for job in jobs)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(IN_JSON), user_text), min_size=1, max_size=4))
+def test_no_text_of_a_user_makes_a_job_vanish_from_json(given_texts: list[dict[str, str]]) -> None:
+    rows = [{"job_id": number, "job_state": "PENDING"} | texts for number, texts in enumerate(given_texts, 1)]
+    jobs = parse_json.parse_jobs(json.dumps({"jobs": rows}).encode(errors="replace"))
+    assert [job.job_id for job in jobs] == [*range(1, len(rows) + 1)]
+
+
+ODD_GRES = (
+    "gpu: 0:0",
+    "gpu: 1",
+    "gpu:x/y:0",
+    "gres:gpu:a:b:1",
+    "gpu:4,gpu: 0:0",
+    "gres/gpu: 2",
+    "gpu :1",
+    "g pu",
+)
+
+
+@pytest.mark.parametrize("text", ODD_GRES)
+@pytest.mark.parametrize("field", ["tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket"])
+def test_a_job_whose_gres_cannot_be_read_has_gpus_in_doubt(
+    text: str, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = parse_text.new_separators()
+    row = dict.fromkeys(parse_text.JOB_FIELDS, "") | {"JobID": "41", "State": "PENDING", field: text}
+    if field != "tres-per-job":
+        row["tres-per-job"] = "gres/gpu:0"
+    said = ends[0].join(row[name] for name in parse_text.JOB_FIELDS) + ends[1]
+    (job,) = parse_text.parse_jobs(said, parse_text.JOB_FIELDS, *ends)
+    assert job.gpus_in_doubt
+    assert job.count("gpu") >= 1
+    assert job.gpus >= 1
+    assert "of job 41 a part cannot be read" in caplog.text
+
+
+def test_what_slurm_counts_leaves_no_doubt_about_a_job() -> None:
+    row = {"job_id": 41, "tres_per_node": "gres/gpu: 0:0,gres/gpu:4"}
+    pending = row | {"job_state": "PENDING", "tres_req_str": "cpu=1,gres/gpu=4"}
+    runs = row | {"job_state": "RUNNING", "tres_alloc_str": "cpu=1,gres/gpu=4"}
+    for job in parse_json.parse_jobs(json.dumps({"jobs": [pending, runs]})):
+        assert (job.count("gpu"), job.gpus_in_doubt, len(job.unreadable)) == (4, False, 1)
+
+
+def test_a_node_with_an_odd_gres_stays(caplog: pytest.LogCaptureFixture) -> None:
+    line = "NodeName=gpu0 State=IDLE CPUTot=4 CPUAlloc=0 RealMemory=10 AllocMem=0 Gres=gpu:4,x:y:z:w GresUsed=gpu:1 \n"
+    (node,) = parse_text.parse_nodes(line)
+    assert (node.gpus, node.gpus_in_use(), len(node.unreadable)) == (4, 1, 1)
+    row = {"name": "gpu0", "state": "IDLE", "cpus": 4, "alloc_cpus": 0, "real_memory": 10, "alloc_memory": 0}
+    (node,) = parse_json.parse_nodes(json.dumps({"nodes": [row | {"gres": "gpu:4,x:y:z:w", "gres_used": "gpu:1"}]}))
+    assert (node.gpus, node.gpus_in_use(), len(node.unreadable)) == (4, 1, 1)
+    assert "of node gpu0 a part cannot be read" in caplog.text
+
+
+def test_what_slurm_gave_is_asked_where_a_running_jobs_request_cannot_be_read(tmp_path: Path) -> None:
+    """On a cluster that does not account for gres/gpu, where two jobs are on a node."""
+    tool = tmp_path / "scontrol"
+    tool.write_text(
+        "#!/bin/sh\necho 'JobId=41 JobName=a JOB_GRES=gpu:3 '\necho 'JobId=42 JobName=b JOB_GRES=(null) '\n"
+        "echo 'JobId=43 JobName=c JOB_GRES=gpu: '\n"
+    )
+    tool.chmod(0o755)
+    rows = [
+        {"job_id": number, "job_state": "RUNNING", "nodes": "gpu0", "tres_per_node": "gres/gpu: 0:0"}
+        for number in (41, 42, 43)
+    ]
+    jobs = parse_json.parse_jobs(json.dumps({"jobs": rows}))
+    node = Node("gpu0", frozenset({"MIXED"}), (), 4, 0, 10, 0, gres=(Gres("gpu", "", 4),))
+    found = CommandReader({"PATH": str(tmp_path)})._with_told_gpus(jobs, (node,))
+    assert [(job.count("gpu"), job.gpus_in_doubt) for job in found] == [(3, False), (0, False), (1, True)]
+
+
+def test_squeue_writes_round_numbers_with_a_unit() -> None:
+    assert [whole(text) for text in ("4K", "1M", "4095", "N/A")] == [4096, 1 << 20, 4095, 0]
 
 
 def test_answers_of_another_form_are_errors() -> None:

@@ -226,7 +226,7 @@ def test_what_a_node_has_is_read_as_printed(resources: tuple[Resource, ...], rel
 
 @given(NODES, st.sampled_from(RELEASES))
 def test_what_is_in_use_is_read_as_printed(resources: tuple[Resource, ...], release: str) -> None:
-    found = parse_text.in_use(in_use(resources, release))
+    found = parse_text.in_use(parse_gres(in_use(resources, release)))
     truth = amounts(resources, "used")
     if release == "22.05":  # of what is shared it counts the devices
         for gres in resources:
@@ -338,7 +338,7 @@ def test_gpus_that_a_pending_job_asks_for_are_as_slurm_counts_them(fields: dict[
 
 def node(gres: str, used: str, allocated: int | None = None) -> Node:
     return Node(
-        "g1", frozenset({"MIXED"}), ("gpu",), 16, 4, 64000, 1000, parse_gres(gres), parse_text.in_use(used),
+        "g1", frozenset({"MIXED"}), ("gpu",), 16, 4, 64000, 1000, parse_gres(gres), parse_text.in_use(parse_gres(used)),
         gpus_allocated=allocated,
     )  # fmt: skip
 

@@ -165,14 +165,15 @@ def granted(seen: Snapshot) -> list[JobStatus]:
 
 
 @hostile
-def test_a_job_that_cannot_be_read_as_json_hides_no_other(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_with_an_odd_gres_in_json_stays_and_hides_none(text: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"job_id": number, "job_state": "PENDING", "partition": "gpu", "name": text, "tres_per_node": gres}
         for number, gres in ((41, "gres:gpu:1"), (43, f"gres:gpu:a:b:1:{text}"))
     ]
-    (job,) = parse_jobs(os.fsencode(json.dumps({"jobs": rows}, ensure_ascii=False)).decode(errors="replace"))
+    job, odd = parse_jobs(os.fsencode(json.dumps({"jobs": rows}, ensure_ascii=False)).decode(errors="replace"))
     assert (job.job_id, job.name) == (41, os.fsencode(text).decode(errors="replace"))
-    assert "1 of squeue's records cannot be read" in caplog.text
+    assert (odd.job_id, odd.gpus_in_doubt, odd.count("gpu") > 0) == (43, True, True)
+    assert "of job 43 a part cannot be read" in caplog.text
     assert len(caplog.text) < 2000
 
 

@@ -3,6 +3,7 @@
 HetstreamError
 ├── UsageError
 │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
+│   │   └── DataWorkersMissing   nothing is wrong but that none says how many data workers
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
 ├── WritersNotStarted        the checkpoint writers of a job did not start
@@ -28,6 +29,7 @@ _MOST_SHOWN = 2000
 
 __all__ = [
     "ConversionError",
+    "DataWorkersMissing",
     "DirectiveError",
     "GpuCoordinatorError",
     "GpuJobRefused",

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -98,7 +99,12 @@ def test_nothing_that_is_run_is_made_where_others_could_swap_it(
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert names == []
-    said = done.stdout if program == "the script of plain sbatch" else (work / "made").read_text()
+    if program == "the script of plain sbatch":
+        said = done.stdout
+        (left,) = re.findall(r"rmdir -- (\S+)", said)  # by the shell of cli_filter.lua, behind sbatch
+        shutil.rmtree(left)
+    else:
+        said = (work / "made").read_text()
     assert "/tmp/" in said
     assert str(place) not in said
 

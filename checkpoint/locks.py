@@ -1,7 +1,8 @@
 """File locks that end with the process that took them: who holds one lives. Used for stores, checkpoint writers and
 directories.
 
-The lock is flock(2). A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
+The lock is flock(2), which whoever may open the file can take: its owner alone may, whatever somebody has made of its
+mode. A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
 alive, so a child gives up its copy at once.
 """
 
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from hetstream.base.files import Directory
+from hetstream.base.own_lock import keep_to_owner
 from hetstream.checkpoint.errors import CheckpointError
 
 _POLL_S = 0.005
@@ -84,6 +86,7 @@ class FileLock:
     def _try(cls, path: Path, descriptor: int, kind: int) -> FileLock | None:
         lock = cls(path, descriptor)
         try:
+            keep_to_owner(descriptor)
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             lock._close()

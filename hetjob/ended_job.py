@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.users import user_name
-from hetstream.hetjob.summary import load_summary
+from hetstream.hetjob.summary import load_own_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class EndedJob:
 
 
 def read_ended(directory: Path) -> EndedJob | None:
-    """What the record in a job's directory tells; None if there is none, or it tells nothing of trainers.
+    """What this user's record in a job's directory tells; None if there is none, or it tells nothing of trainers.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is another user's.
     """
     try:
-        summary, status = load_summary(directory)
+        summary, status = load_own_summary(directory)
         ended_s = float(summary.get("ended_s") or status.st_mtime)  # a copy's file is younger
         return ended_of(summary, directory.name.split("-")[1], user_name(status.st_uid), ended_s)
     except FileNotFoundError:

@@ -5,6 +5,7 @@ Used when a job ends, and by the commands that look at jobs that have ended.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -36,6 +37,20 @@ def load_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
         raise ValueError(f"is damaged: {error}") from error
     if not isinstance(summary, dict):
         raise ValueError("is no record of a job")
+    return summary, status
+
+
+def load_own_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
+    """The same of this user's own record: one in a directory that many can write to must not advise him.
+
+    Raises:
+        PermissionError: it is another user's.
+        OSError, ValueError: as of `load_summary`.
+    """
+    summary, status = load_summary(directory)
+    if status.st_uid != os.geteuid():
+        text = f"it belongs to user {status.st_uid}, this is user {os.geteuid()}"
+        raise PermissionError(errno.EPERM, text, str(directory / SUMMARY_FILE))
     return summary, status
 
 

@@ -31,7 +31,7 @@ def temporary_directory() -> Iterator[Path]:
     unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
     with Directory.open(unlocked) as directory:
         lock = directory.open_file(_LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # in a directory of mode 0700, which nobody else can enter
     path = unlocked.rename(place / unlocked.name.removeprefix("."))  # only now others would look at its lock
     try:
         yield path

@@ -58,6 +58,18 @@ class JobIdentity(msgspec.Struct, frozen=True):
         """This process, as a part of `job`."""
         return JobIdentity(job, os.uname().nodename, os.getpid())
 
+    def is_gone(self) -> bool:
+        """Whether it was a process of this host, and is there no more."""
+        if self.host != os.uname().nodename:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False  # another user's
+        return False
+
     def __str__(self) -> str:
         return f"job {self.job} on {self.host}, process {self.pid}"
 
@@ -187,6 +199,11 @@ def take(
 def _in_use(path: Path) -> DirectoryInUse:
     owner = read_owner(path)
     named = owner.identity if owner else "a process that does not say who it is"
+    if owner and owner.identity.is_gone():
+        return DirectoryInUse(
+            f"{path} is locked, and not by its last owner, which is gone ({named}). Who holds the lock: fuser -v "
+            f"{path / _LOCK}. It may be a process of that job, or somebody who could read the file: end that process"
+        )
     return DirectoryInUse(
         f"{path} is in use by {named}; two jobs cannot share a checkpoint directory: end that job (scancel), "
         "or choose another directory"

@@ -1,7 +1,8 @@
 """A lock among processes of one user, which nobody else can hold. Used by trainers of a host and by devclusters.
 
 flock(2) takes any descriptor of a file or directory, so whoever may open one may lock it, and hold up everybody else
-for as long as he likes: /run and /dev/shm are open to all. The file of this lock can be opened by its owner alone.
+for as long as he likes: /run and /dev/shm are open to all. The file of this lock can be opened by its owner alone, and
+`keep_to_owner` does the same for files that are locked in other ways.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ def own_lock(path: Path, timeout_s: float) -> Iterator[None]:
             # By name, and not by closing alone: a child that was forked meanwhile may have a copy.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+def keep_to_owner(descriptor: int) -> None:
+    """Take a file that is locked from all but its owner, whatever mode somebody has given it (`chmod -R g+rX`).
+
+    Who has it open already may still hold its lock; nobody else comes to it.
+
+    Args:
+        descriptor: of a file that nobody needs to read. Another user's stays as it is.
+    """
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+        with contextlib.suppress(OSError):  # on a file system that cannot be written to
+            os.fchmod(descriptor, 0o600)
 
 
 def _check(path: Path, status: os.stat_result) -> None:

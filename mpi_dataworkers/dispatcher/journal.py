@@ -22,6 +22,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.own_lock import keep_to_owner
 from hetstream.base.private import own_directory
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.faults import reach
@@ -68,6 +69,7 @@ def remove_leftovers(work_dir: Path) -> None:
 def _locked(directory: Directory) -> int:
     """The descriptor whose lock says that this process has the directory."""
     lock = directory.open_file("lock", os.O_RDWR | os.O_CREAT)
+    keep_to_owner(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

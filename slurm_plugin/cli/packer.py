@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError, UsageError
+from hetstream.base.own_lock import keep_to_owner
 from hetstream.slurm_plugin.cli.daemon import settings_of
 from hetstream.slurm_plugin.cli.doctor import why_nobody_is_placed
 from hetstream.slurm_plugin.cli.packing_arguments import (
@@ -196,6 +197,7 @@ def alone(path: Path) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        keep_to_owner(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

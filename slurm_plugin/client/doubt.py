@@ -56,7 +56,7 @@ def note_doubts(records: Iterable[Job | Node]) -> None:
     others = f" and {len(found) - _MOST_NAMED:,} others" if len(found) > _MOST_NAMED else ""
     name, first = found[0]
     in_doubt = [name for name, record in found if isinstance(record, Job) and record.gpus_in_doubt]
-    gpus = f" GPUs are in doubt of: {', '.join(in_doubt[:_MOST_NAMED])}." if in_doubt else ""
+    gpus = f" The GPUs that they ask for are in doubt: {', '.join(in_doubt[:_MOST_NAMED])}." if in_doubt else ""
     logger.warning(
         "of %s%s a part cannot be read; they count all the same.%s Of %s: %r", names, others, gpus, name,
         first.unreadable[0],

@@ -20,6 +20,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory
+from hetstream.base.own_lock import keep_to_owner
 from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.claimed_work import Promise
@@ -89,6 +90,7 @@ class Store:
             raise
 
     def _take_lock(self, directory: Path) -> None:
+        keep_to_owner(self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

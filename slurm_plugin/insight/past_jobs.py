@@ -5,19 +5,18 @@ It reads directories, `job-ID/` in each place, and asks nobody. What this user m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hetstream.base.users import user_name
 from hetstream.hetjob.ended_job import EndedJob, read_ended
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
-from hetstream.hetjob.summary import load_summary
+from hetstream.hetjob.summary import load_own_summary
 from hetstream.slurm_plugin.model.past_job import CLOCKS_DIFFER_S, PastJob, past_job_of
 
 
 def ended_jobs(places: Iterable[Path], since_s: float, until_s: float) -> list[EndedJob]:
-    """Of each script's name and place, the newest job that ended in this time.
+    """Of each script's name and place, the newest of this user's jobs that ended in this time.
 
     Args:
         places: that hold directories of jobs, such as `.hetstream` where they were submitted.
@@ -60,11 +59,9 @@ def _directories(places: Iterable[Path]) -> Iterator[Path]:
 
 def _read(directory: Path) -> PastJob | None:
     try:
-        summary, status = load_summary(directory)
+        summary, status = load_own_summary(directory)
     except (OSError, ValueError):
         return None  # it runs, is not ours, or no record
-    if status.st_uid != os.geteuid():
-        return None
     place = directory.parent  # resolved
     submit_dir = str(place.parent) if place.name == IN_SUBMIT_DIR else ""
     job, user = directory.name.split("-")[1], user_name(status.st_uid)

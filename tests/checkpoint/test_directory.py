@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hetstream.base.files import Directory
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.manifest import PartSpec, read_manifest
@@ -28,6 +32,7 @@ from hetstream.checkpoint.errors import (
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Best, Retention
 from hetstream.checkpoint.record.generation import Generation
+from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import make_record, write_checkpoint
 
 ME = JobIdentity("8123", "gpu01", 77)
@@ -103,6 +108,76 @@ signal.pause()
         directory.release()
         os.killpg(owner.pid, signal.SIGKILL)
         assert owner.stdout.read() == b""
+
+
+def train(path: Path) -> None:
+    """What a training does with locks: it owns the directory, writes a checkpoint there and looks at it."""
+    directory = CheckpointDirectory(path)
+    attempt = directory.acquire(JobIdentity("local", os.uname().nodename, os.getpid()))
+    write_checkpoint(path, Generation(attempt, 10))
+    with Directory.open(path) as root:
+        commit._commit_lock(root).release()
+    directory.release()
+
+
+def lock_files(path: Path) -> list[Path]:
+    return [file for file in path.rglob(".*") if file.name in (".lock", ".commit", ".in-use")]
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory of the victim's, in a place that everybody can enter."""
+    with tempfile.TemporaryDirectory(prefix="hetstream-test-") as place:
+        os.chmod(place, 0o755)
+        path = Path(place, "checkpoints")
+        path.mkdir()
+        os.chown(path, VICTIM, VICTIM)
+        yield path
+
+
+@needs_root
+def test_who_may_read_a_directory_cannot_lock_it(open_place: Path) -> None:
+    """The owner opens all of it to readers (chmod -R), lock files too: they are his again when they are next used."""
+    run_as(VICTIM, lambda: train(open_place))
+    subprocess.run(["chmod", "-R", "g+rX,o+rX", open_place], check=True)
+    locks = lock_files(open_place)
+    assert {file.name for file in locks} >= {".lock", ".commit"}
+    run_as(VICTIM, lambda: train(open_place))
+
+    def read() -> None:
+        for file in locks:
+            if file.name != ".in-use":
+                with pytest.raises(PermissionError):
+                    file.open()
+
+    run_as(STRANGER, read)
+
+
+@needs_root
+def test_who_holds_the_lock_of_a_dead_owner_is_looked_for_and_not_the_dead(open_place: Path) -> None:
+    run_as(VICTIM, lambda: train(open_place))
+    lock = open_place / ".lock"
+    lock.chmod(0o644)
+    holder = subprocess.Popen(
+        ["flock", str(lock), "sh", "-c", "echo held; read line"],
+        user=STRANGER,
+        group=STRANGER,
+        extra_groups=[],
+        stdin=-1,
+        stdout=-1,
+    )
+    with holder:
+        assert holder.stdout
+        assert holder.stdout.readline()
+
+        def refused() -> None:
+            with pytest.raises(DirectoryInUse, match=r"its last owner, which is gone.*fuser -v .*\.lock"):
+                train(open_place)
+
+        run_as(VICTIM, refused)
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        holder.communicate(b"\n")
+    run_as(VICTIM, lambda: train(open_place))
 
 
 def test_the_history_tells_how_attempts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

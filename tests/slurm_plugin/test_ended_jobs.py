@@ -12,6 +12,7 @@ from recorded import Recorded
 
 from hetstream.hetjob.ended_job import EndedJob, read_ended
 from hetstream.slurm_plugin.insight.past_jobs import ended_jobs
+from tests.base.users import STRANGER, needs_root
 
 
 def leave(
@@ -45,6 +46,16 @@ def test_what_is_no_record_says_nothing(tmp_path: Path, text: str) -> None:
     assert read_ended(directory) is None
     (directory / "summary.json").unlink()
     assert read_ended(directory) is None
+
+
+@needs_root
+def test_a_record_of_somebody_else_advises_nobody(tmp_path: Path) -> None:
+    """A directory that many can write to holds a forged one, which is newer."""
+    leave(tmp_path, "1")
+    os.chown(leave(tmp_path, "2") / "summary.json", STRANGER, STRANGER)
+    assert [job.job for job in ended_jobs([tmp_path / ".hetstream"], 0.0, float("inf"))] == ["1"]
+    with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
+        read_ended(tmp_path / ".hetstream/job-2")
 
 
 def test_of_each_script_the_newest_job_counts(tmp_path: Path) -> None:

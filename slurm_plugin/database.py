@@ -24,6 +24,10 @@ History = TypeVar("History", bound="HistoryFile")
 _BESIDE = ("-journal", "-wal", "-shm")
 
 
+# A change is a matter of milliseconds. Who may read a file can keep it from its writer for as long as he likes.
+BUSY_TIMEOUT_S = 5.0
+
+
 class ForeignDatabase(Exception):
     """It holds tables of another program."""
 
@@ -132,6 +136,21 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def locked_by_another(exc: Exception, path: Path) -> str:
+    """What to say where SQLite gave up waiting for somebody else; empty of any other error.
+
+    A reader's lock stops a writer, too, and whoever may read a file can take it
+    (https://sqlite.org/lockingv3.html, 3.0).
+    """
+    # Names of its codes (sqlite_errorname) are there from Python 3.11 on.
+    if not isinstance(exc, sqlite3.OperationalError) or "is locked" not in str(exc):
+        return ""
+    return (
+        f"somebody else has had it locked for {BUSY_TIMEOUT_S:g} s: one who writes to it, or who may read it. Nothing "
+        f"in it is damaged. Who it is: fuser -v {shlex.quote(str(path))}. Give others a copy of it"
+    )
+
+
 class HistoryFile:
     """A file of what was: base of the histories. Its errors name it, and say what to do.
 
@@ -185,6 +204,8 @@ class HistoryFile:
                 f"{shlex.quote(str(self.path))}"
             ) from exc
         except (sqlite3.Error, msgspec.MsgspecError) as exc:
+            if locked := locked_by_another(exc, self.path):
+                raise HistoryError(f"{self} cannot be used now: {locked}") from exc
             raise HistoryError(
                 f"{self} cannot be used: {exc}. If it is damaged, move it away: a new one is begun"
             ) from exc

@@ -33,6 +33,7 @@ from hetstream.slurm_plugin.database import (
     check_beside,
     create_private,
     is_new,
+    locked_by_another,
     transaction,
 )
 from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
@@ -363,6 +364,8 @@ def _named(path: Path) -> Iterator[None]:
     except OSError as exc:
         raise DaemonStateError(f"{exc.filename or path} cannot be opened: {exc.strerror}. See --state-dir") from exc
     except (sqlite3.Error, msgspec.MsgspecError) as exc:
+        if locked := locked_by_another(exc, path):
+            raise DaemonStateError(f"{path} cannot be used now: {locked}") from exc
         raise DaemonStateError(
             f"{path} cannot be used: {exc}. If it is damaged, move it away: jobs report again by themselves"
         ) from exc

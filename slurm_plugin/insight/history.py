@@ -12,14 +12,13 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.database import HistoryFile, create_private
+from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, create_private, transaction
 from hetstream.slurm_plugin.insight.observation import Sample
 
 KEEP_S = 92 * 86400.0
 # Marks the file as ours (pragma application_id): "hets".
 _APPLICATION_ID = 0x68657473
 _SCHEMA_VERSION = 1
-_BUSY_TIMEOUT_S = 30.0
 
 
 class History(HistoryFile):
@@ -38,7 +37,7 @@ class History(HistoryFile):
 
     def _connect(self) -> sqlite3.Connection:
         create_private(self.path)
-        return sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        return sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
     def _prepare(self) -> None:
         if self._is_new(_APPLICATION_ID, _SCHEMA_VERSION):
@@ -51,7 +50,7 @@ class History(HistoryFile):
         Raises:
             HistoryError: it cannot be written.
         """
-        with self._named():
+        with self._named(), transaction(self._database):  # of both, so that they are waited for once
             self._database.execute(
                 "insert or replace into samples values (?, ?)", (sample.taken_s, msgspec.json.encode(sample).decode())
             )

@@ -31,7 +31,7 @@ from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.hetjob.jobs_dir import for_user, setting
 from hetstream.hetjob.site.address import site_value
-from hetstream.slurm_plugin.database import HistoryFile, check_beside, create_private, transaction
+from hetstream.slurm_plugin.database import BUSY_TIMEOUT_S, HistoryFile, check_beside, create_private, transaction
 from hetstream.slurm_plugin.model.past_job import CLOCKS_DIFFER_S, PastJob, within_bounds
 
 JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY_USERS"
@@ -43,7 +43,6 @@ _NEWER_FIELDS = ("directory", "commands", "files")
 # Marks the file as ours (pragma application_id): "hetj".
 _APPLICATION_ID = 0x6865746A
 _SCHEMA_VERSION = 1
-_BUSY_TIMEOUT_S = 10.0
 _KEY_BYTES = 32
 
 
@@ -95,10 +94,10 @@ class JobHistory(HistoryFile):
             # Without its log beside it, nobody is writing: the file is whole, and read as it is.
             beside = "" if Path(f"{self.path}-wal").exists() else "&immutable=1"
             address = f"{self.path.absolute().as_uri()}?mode=ro{beside}"
-            return sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            return sqlite3.connect(address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         create_private(self.path)
-        return sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        return sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
     def _prepare(self) -> None:
         if not self.is_read_only:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import sqlite3
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError, HistoryError, UnsafePlace
 from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import Sample
 from hetstream.slurm_plugin.model.job_history import JobHistory
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 
@@ -133,3 +136,50 @@ def test_what_a_daemon_of_another_user_remembers_is_read_where_he_alone_writes(c
     os.chown(place / "daemon.sqlite-wal", VICTIM, VICTIM)
     with pytest.raises(DaemonStateError, match="it is not read"):
         remembered_jobs(place)
+
+
+def writes_history(path: Path) -> None:
+    with History(path) as history:
+        history.append(Sample(time.time(), 1, 0, 8, 0, 1, 0, None, 0, 0, None, (0, 0, 0, 0, 0), 0, 0, 0.0, {}))
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("h.sqlite", lambda place: writes_history(place / "h.sqlite")),
+        ("job-history.sqlite", lambda place: JobHistory(place, plain_names=True).close()),
+    ],
+)
+def test_a_reader_who_locks_a_file_is_waited_for_a_while_and_named(
+    tmp_path: Path, name: str, write: Callable[[Path], object]
+) -> None:
+    """A read lock keeps a writer waiting; nothing is damaged, and the file goes on as soon as the reader has gone."""
+    for path in (one for one in (tmp_path, *tmp_path.parents) if one != Path("/tmp")):
+        path.chmod(path.stat().st_mode | 0o011)
+    place = made(tmp_path / "place", VICTIM, 0o755)
+    run_as(VICTIM, lambda: write(place))
+    (place / name).chmod(0o644)
+    hold, held = os.pipe(), os.pipe()
+    reader = os.fork()
+    if reader == 0:
+        os.close(hold[1])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        file = os.open(place / name, os.O_RDONLY)
+        fcntl.lockf(file, fcntl.LOCK_SH, 510, 0x40000002)  # SHARED_FIRST and SHARED_SIZE of SQLite's source
+        os.write(held[1], b"x")
+        os.read(hold[0], 1)
+        os._exit(0)
+    os.close(hold[0])
+    try:
+        assert os.read(held[0], 1) == b"x"
+        begin_s = time.monotonic()
+        refused(lambda _: write(place), place, f"locked.*Nothing in it is damaged.*fuser -v .*{name}.*a copy")
+        assert time.monotonic() - begin_s < 60.0, "some waits of 5 s"
+    finally:
+        os.close(hold[1])
+        os.waitpid(reader, 0)
+        for descriptor in held:
+            os.close(descriptor)
+    run_as(VICTIM, lambda: write(place))

@@ -17,10 +17,12 @@ from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
+from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
+from hetstream.slurm_plugin.packing.tenants import takes_gpus
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
@@ -272,6 +274,7 @@ def test_a_job_whose_gres_cannot_be_read_has_gpus_in_doubt(
     said = ends[0].join(row[name] for name in parse_text.JOB_FIELDS) + ends[1]
     (job,) = parse_text.parse_jobs(said, parse_text.JOB_FIELDS, *ends)
     assert job.gpus_in_doubt
+    assert takes_gpus(job), "the packer holds it where GPUs have quotas"
     assert job.count("gpu") >= 1
     assert job.gpus >= 1
     assert "of job 41 a part cannot be read" in caplog.text
@@ -311,6 +314,10 @@ def test_what_slurm_gave_is_asked_where_a_running_jobs_request_cannot_be_read(tm
     node = Node("gpu0", frozenset({"MIXED"}), (), 4, 0, 10, 0, gres=(Gres("gpu", "", 4),))
     found = CommandReader({"PATH": str(tmp_path)})._with_told_gpus(jobs, (node,))
     assert [(job.count("gpu"), job.gpus_in_doubt) for job in found] == [(3, False), (0, False), (1, True)]
+
+
+def test_excluded_nodes_that_cannot_be_read_are_of_that_job_alone() -> None:
+    assert parse_excluded("8 g[1-\n9 g[1-2]\n\u00b2 g1\n10 (null)\n") == {9: ("g1", "g2")}
 
 
 def test_squeue_writes_round_numbers_with_a_unit() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _DEEPEST_DOCUMENT = 8  # in each other
 
@@ -33,11 +33,13 @@ class Command:
         words: its words; targets of redirections are left out.
         in_background: it ends with `&`.
         goes_on: its output goes to a file or another command.
+        is_piped: another command runs beside it, which reads what it writes.
     """
 
     words: tuple[Word, ...]
     in_background: bool = False
     goes_on: bool = False
+    is_piped: bool = False
 
 
 def commands(text: str, first_line: int = 1) -> list[Command]:
@@ -140,6 +142,7 @@ class _Reader:
         self._word = ""
         self._word_line = first_line
         self._is_target = False
+        self._is_here_string = False
         self._goes_on = False
         self._words: list[Word] = []
         self._commands: list[Command] = []
@@ -191,14 +194,21 @@ class _Reader:
     def _end_word(self) -> None:
         if self._word and not self._is_target:
             self._words.append(Word(self._word, self._word_line))
+        if self._word and self._is_here_string:  # text that a shell may run
+            self._commands += _of_document(unquoted(self._word).split("\n"), self._word_line, self._depth + 1)
         if self._word:
-            self._is_target = False
+            self._is_target = self._is_here_string = False
         self._word = ""
 
-    def _end_command(self, *, in_background: bool = False, goes_on: bool = False) -> None:
+    def _end_command(self, *, in_background: bool = False, goes_on: bool = False, is_piped: bool = False) -> None:
         self._end_word()
         if self._words:
-            self._commands.append(Command(tuple(self._words), in_background, goes_on or self._goes_on))
+            self._commands.append(Command(tuple(self._words), in_background, goes_on or self._goes_on, is_piped))
+        elif self._commands and (in_background or is_piped):  # behind `)`, which has ended the command
+            last = self._commands[-1]
+            self._commands[-1] = replace(
+                last, in_background=last.in_background or in_background, is_piped=last.is_piped or is_piped
+            )
         self._words, self._goes_on = [], False
 
     def _operator(self) -> None:
@@ -210,7 +220,7 @@ class _Reader:
         is_double = text[at : at + 2] in ("&&", "||", ";;")
         self._at += 2 if is_double else 1
         is_pipe = text[at] == "|" and not is_double
-        self._end_command(in_background=text[at] == "&" and not is_double, goes_on=is_pipe)
+        self._end_command(in_background=text[at] == "&" and not is_double, goes_on=is_pipe, is_piped=is_pipe)
 
     def _redirect(self) -> None:
         if self._word.isdigit():
@@ -221,7 +231,8 @@ class _Reader:
         operator = found[0]
         self._at = found.end()
         if operator.endswith("("):
-            self._end_command(goes_on=True)
+            self._end_command(goes_on=True, is_piped=True)
+            self._is_target = False  # of `> >(`: what follows is a command
         elif operator in ("<<", "<<-"):
             delimiter = re.compile(r"[ \t]*([^\s;|&<>()]+)").match(self._text, self._at)
             if delimiter is None:
@@ -230,6 +241,7 @@ class _Reader:
             self._at = delimiter.end()
         else:
             self._is_target = True
+            self._is_here_string = operator == "<<<"
             self._goes_on |= operator in (">", ">>", ">|")
 
     def _skip_documents(self) -> None:

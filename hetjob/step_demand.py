@@ -23,7 +23,9 @@ _OPAQUE = ("aprun", "jsrun", "prun", "taskset", "numactl", "likwid-pin", "likwid
 _NAMES = "|".join(re.escape(name) for name in (*_LAUNCHERS, *_OPAQUE))
 _MENTION = re.compile(rf"(?<![\w./-])(?:[\w./-]*/)?({_NAMES})(?![\w./-])")
 # Variables of srun that ask for CPUs or say where they are.
-_OF_SRUN = re.compile(r"S(?:RUN|LURM)_\w*(?:CPU|TASK|PROC|CORE|THREAD|EXACT|EXCLUSIVE|HINT|BIND|TRES|OVERLAP)\w*")
+_OF_SRUN = re.compile(
+    r"S(?:RUN|LURM)_\w*(?:CPU|TASK|PROC|CORE|THREAD|EXACT|EXCLUSIVE|HINT|BIND|TRES|OVERLAP|MEM_PER_)\w*"
+)
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "source", ".")
 # Files that set up an environment and start no steps; they are found by paths of the site that nobody else knows.
 _SETTING_UP = re.compile(
@@ -254,6 +256,8 @@ def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
         given = options.get(name)
         return [as_number(text) for text in (given.texts(values) if given else default)]
 
+    if "mem-per-cpu" in options:
+        raise Unknown("with fewer CPUs its --mem-per-cpu would be less memory")
     binding = options.get("cpu-bind") or options.get("cpu_bind")
     if binding and any("map_cpu" in text or "mask_cpu" in text for text in binding.texts(values)):
         raise Unknown("it chooses CPUs by their numbers")
@@ -319,8 +323,14 @@ def _find(script: str, read: Callable[[str], str | None]) -> _Text:
             raise Unknown(f"{place or 'the script '}cannot be split into commands ({error})") from error
         found.commands += parsed
         values = Values(found.commands, {})
+        is_beside = False
         for command in parsed:
+            before = len(found.launches)
             _look_at(command, values, found, place)
+            is_launch = len(found.launches) > before
+            found.has_background |= is_beside and (is_launch or command.words[0].text == "while")
+            is_beside = command.is_piped and (is_launch or is_beside or len(command.words) == 1)
+            _look_at_made(command, values, place)
             for path, is_needed in _called(command, values, place):
                 called = read(path)
                 if called is None:
@@ -398,6 +408,30 @@ def _look_inside(word: Word, values: Values, found: _Text, place: str, depth: in
             if is_made or not re.search(r"[\w$]", first):
                 raise Unknown(f"{_at(place, word)} has a launcher in {text[:40]!r}")
             _look_at(Command(command.words, command.in_background, goes_on=True), values, found, place, depth + 1)
+
+
+def _look_at_made(command: Command, values: Values, place: str) -> None:
+    """Refuse a command whose name, or whose text for `eval`, comes from variables that may hold a launcher."""
+    parts = [word for word in command.words if not re.match(r"\w+\+?=", word.text)]
+    while parts and parts[0].text in ("do", "then", "else", "if", "elif", "while", "until", "!", "{", "time", "exec"):
+        parts.pop(0)
+    if not parts:
+        return
+    name = unquoted(parts[0].text)
+    made = parts[1:] if name == "eval" else parts[:1]
+    for word in made:
+        is_found = re.match(r'"?\$\((which|command -v|type -p|conda|mamba|micromamba|hetstream)\s', word.text)
+        # Of a path only its last part says which program that is.
+        is_named = name != "eval" and "$" not in name.rpartition("/")[2] and "/" in name
+        if "$" not in word.text or is_found or is_named or list(values.with_launchers([word], _MENTION)) != [word]:
+            continue
+        try:
+            texts = values.of(word.text)
+        except Unknown as error:
+            raise Unknown(f"{_at(place, word)} runs what a variable says: {error}") from error
+        for text in texts:
+            if _MENTION.search(text):
+                raise Unknown(f"{_at(place, word)} has a launcher in {text[:40]!r}")
 
 
 def _without(text: str, parts: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetstream.hetjob.files_named import reachable
 from hetstream.hetjob.shell_text import Command, UnreadableText, Word, commands, inner_texts, unquoted
 from hetstream.hetjob.shell_values import Unknown, Values, as_number
 from hetstream.hetjob.srun_options import Step, steps_of
@@ -33,22 +34,8 @@ _SETTING_UP = re.compile(
 )
 _PROCESSES = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?$", re.DOTALL)
 _NO_CALLS = (
-    "echo",
-    "printf",
-    "rm",
-    "chmod",
-    "cp",
-    "mv",
-    "ln",
-    "mkdir",
-    "cat",
-    "ls",
-    "test",
-    "[",
-    "[[",
-    "cd",
-    "module",
-    "ml",
+    *("echo", "printf", "rm", "chmod", "cp", "mv", "ln", "mkdir", "cat", "ls"),
+    *("test", "[", "[[", "cd", "module", "ml"),
 )
 _DEEPEST, _MOST_STEPS = 4, 200
 
@@ -314,7 +301,7 @@ def _find(script: str, read: Callable[[str], str | None]) -> _Text:
         Unknown: something of it cannot be read.
     """
     found = _Text()
-    pending = [(script, "", 0)]
+    pending, seen = [(script, "", 0)], set[str]()
     while pending:
         text, place, depth = pending.pop()
         try:
@@ -337,13 +324,25 @@ def _find(script: str, read: Callable[[str], str | None]) -> _Text:
                     if is_needed:
                         raise Unknown(f"{_at(place, command.words[0])} runs {path}, which cannot be read here")
                 elif path.endswith(".py"):
-                    _look_at_python(called, path)
+                    continue  # read below
                 elif depth >= _DEEPEST:
                     raise Unknown(f"{_at(place, command.words[0])} runs scripts that run scripts ({path})")
                 elif is_needed or re.match(r"#!.*sh\b", called) or re.search(r"\.(sh|bash|ksh|zsh)$", path):
                     pending.append((called, f"{path} ", depth + 1))
+                    seen.add(path)
         if len(found.launches) > _MOST_STEPS:
             raise Unknown(f"the script starts more than {_MOST_STEPS} steps")
+    for path, text in reachable(tuple(found.commands), Values(found.commands, {}), read, _NO_CALLS):
+        if path.endswith(".py"):
+            _look_at_python(text, path)
+        elif _SETTING_UP.search(path):
+            for assigned in re.finditer(r"^[ \t]*(?:export[ \t]+)?(\w+=[^\s;]*)", text, re.MULTILINE):
+                word = Word(assigned[1], text.count("\n", 0, assigned.start()) + 1)
+                _check_variable(word, f"{path} ")
+                found.commands.append(Command((word,)))
+        elif path not in seen and (mention := _MENTION.search(text)):
+            line = text.count("\n", 0, mention.start()) + 1
+            raise Unknown(f"{path} line {line} has {mention[1]}, and nothing says what runs it")
     return found
 
 

@@ -187,6 +187,18 @@ def test_what_nobody_can_know_leaves_all_cpus_and_says_so(options: str, body: st
         ("python run.py", {"run.py": "import os\nos.system('srun -c 8 x')\n"}, None),
         ("python run.py", {"run.py": "import subprocess\nsubprocess.run(['srun', '-c', '8'])\n"}, None),
         ("sh a.sh", {"a.sh": "sh b.sh", "b.sh": "sh a.sh"}, None),
+        ("make -f jobs.mk train", {"jobs.mk": "train:\n\tsrun -c 8 x\n"}, None),
+        ("make train", {"Makefile": "train:\n\tsrun -c 8 x\n"}, None),
+        ("python -m launch", {"launch.py": "import os\nos.system('srun -c 8 x')\n"}, None),
+        ("python a.py", {"a.py": "import lib\n", "lib.py": "import os\nos.system('srun -c 8 x')\n"}, None),
+        ("python a.py", {"a.py": "from p import b as c\n", "p/b.py": "import os\nos.system('srun -c 8 x')\n"}, None),
+        (". ./modules.sh\nsrun x", {"modules.sh": "export SRUN_CPUS_PER_TASK=5\n"}, 5),
+        ("source ./activate\nsrun -c ${N:-2} x", {"activate": "N=5\n"}, 5),
+        ("perl launch.pl", {"launch.pl": "system('srun -c 8 x');\n"}, None),
+        ("PATH=$PWD:$PATH launch", {"launch": "#!/bin/bash\nsrun -c 8 x\n"}, None),
+        ("python d.py cfg.yaml", {"d.py": "import sys\n", "cfg.yaml": "cmd: srun -c 8 x\n"}, None),
+        ("python d.py", {"d.py": "open('cfg.yaml')\n", "cfg.yaml": "cmd: srun -c 8 x\n"}, None),
+        ("srun python t.py --cfg cfg.yaml", {"t.py": "import torch\n", "cfg.yaml": "lr: 1\n"}, 2),
     ],
 )
 def test_what_a_script_calls_is_read_too(body: str, files: dict[str, str], cpus: int | None) -> None:

@@ -183,6 +183,8 @@ def _check_all(
     """
     for launch in text.launches:
         try:
+            if any(word.text == ":" for word in launch.words):
+                raise Unknown("it starts several programs, with : between them")
             if launch.launcher == "srun":
                 _check_srun(launch, allocation, now, before, is_alone=not text.has_background)
             else:

@@ -132,6 +132,8 @@ def test_the_trainer_keeps_what_a_step_needs(options: str, body: str, cpus: int)
         (ONE, "X=run; s$X -c 8 x", "has a launcher"),
         (ONE, "s$X -c 8 x", "runs what a variable says"),
         (ONE, "srun --mem-per-cpu=2G x", "less memory"),
+        (ONE, "mpirun -np 1 a : -np 7 b", "several programs"),
+        (ONE, "srun a : -n1 -c4 b", "several programs"),
         (ONE, "export SLURM_MEM_PER_CPU=2048\nsrun x", "sets SLURM_MEM_PER_CPU"),
         (ONE, "srun -c $CPUS x", r"line 3 .*\$CPUS is known only in the job"),
         (ONE, "srun -c $1 x", "known only in the job"),

@@ -54,7 +54,8 @@ def prepare_triton() -> str:
         return _why_not(Path(chosen), _TRITON)
     if home:
         return _why_not(Path(home) / ".triton" / "cache", _TRITON_HOME)
-    if _why_not(Path.home() / ".triton" / "cache", "HOME"):
+    own = Path(os.path.expanduser("~/.triton/cache"))  # stays as it is for a user without a home directory
+    if not own.is_absolute() or _why_not(own, "HOME"):
         os.environ[_TRITON] = str(_private("triton"))
     return ""
 

@@ -142,6 +142,14 @@ def test_tritons_place_at_home_stays_unless_others_can_change_it(place: Path) ->
 
 
 @needs_root
+def test_a_user_without_a_home_directory_has_tritons_cache_elsewhere(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    assert told(compiled_cache.prepare_triton, TRITON) == f"|{place}/hetstream-triton-{VICTIM}"
+
+
+@needs_root
 def test_where_compilers_files_can_be_swapped_nothing_is_compiled(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,14 +71,15 @@ local function element(part)
   return name, kind, tonumber(digits) * FACTOR[unit:lower()]
 end
 
--- GPUs that a request names, as slurmctld counts them: of one type the last count holds, and those of a type are part of
--- those without. Also whether it could name others, in a form that is not known; the types, as a text; and whether it names
--- shares of GPUs.
+-- GPUs that a request names. Also whether it could name others than that, in a form that is not known; the types, as a text;
+-- and whether it names shares of GPUs. What slurmctld makes of a type that is named twice, or beside GPUs of no type, depends
+-- on the release and on the counts (`gpu:2,gpu:0` gives two): that is no form that is known.
 local function gpus_in(request)
   local counts, unclear, shares = {}, false, false
   for part in (request or ""):gmatch("[^,]+") do
     local name, kind, count = element(part)
     if count and name == "gpu" then
+      unclear = unclear or counts[kind] ~= nil or not kind:find("^[%w_.%-]*$")
       counts[kind] = count
     elseif count and GPUS[name] then
       shares = shares or count > 0
@@ -86,13 +87,14 @@ local function gpus_in(request)
       for word in pairs(GPUS) do unclear = unclear or part:find(word, 1, true) ~= nil end
     end
   end
-  local typed, types = 0, {}
+  local total, types = 0, {}
   for kind, count in pairs(counts) do
-    if kind ~= "" then typed = typed + count end
+    total = total + count
+    unclear = unclear or kind ~= "" and counts[""] ~= nil
     if count > 0 then types[#types + 1] = kind end
   end
   table.sort(types)
-  return math.max(typed, counts[""] or 0), unclear, table.concat(types, ","), shares
+  return total, unclear, table.concat(types, ","), shares
 end
 
 -- Whether a job could get GPUs: what is not understood could name some.
@@ -149,6 +151,7 @@ local function partitions(job, part_list)
   return ""
 end
 
+-- The first of some names that a list has.
 local function listed(names, list)
   for name in (names or ""):gmatch("[^,]+") do
     for _, known in ipairs(type(list) == "string" and { list } or table_of(list)) do
@@ -214,7 +217,10 @@ end
 -- The class of a job, and why.
 local function class_of(policy, names, qos)
   local rule = table_of(policy.opportunistic)
-  local partition, quality = listed(names, rule.partitions), listed(qos, rule.qos)
+  local partition, quality = listed(names, rule.partitions)
+  for _, known in ipairs(type(rule.qos) == "string" and { rule.qos } or table_of(rule.qos)) do
+    quality = quality or listed((qos or ""):lower(), known:lower())       -- Slurm compares QOS without case
+  end
   if partition then return "opportunistic", "partition " .. partition end
   if quality then return "opportunistic", "QOS " .. quality end
   return "guaranteed", "no opportunistic partition or QOS"
@@ -407,6 +413,12 @@ local function keeps_quota(policy, change, record, part_list)
     return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no Priority, no Nice, and "
       .. "no release of what you do not hold")
   end
+  for _, field in ipairs(GPU_FIELDS) do                   -- also none, which the packer would count
+    if change[field] ~= nil and change[field] ~= record[field] then
+      return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their GPUs. scancel the job and submit another "
+        .. "one")
+    end
+  end
   for _, field in ipairs(SIZE_FIELDS) do
     if given(change[field]) and change[field] ~= record[field] then
       return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their " .. field .. ". scancel the job and "
@@ -441,9 +453,13 @@ local function submit(policy, job, part_list, uid)
   local own = not is_manager(policy, uid) and packers_own(job, job.comment)
   if own then return own end
   for _, field in ipairs(READ_EARLY) do given(job[field]) end
+  local has_rules = policy.quota or policy.opportunistic or policy.cpus_per_gpu
+  if has_rules and given(job.reservation) and not given(job.partition) and not is_manager(policy, uid) then
+    return refuse("partition", "a reservation may bring a partition of its own. Write --partition beside --reservation")
+  end
   local names = partitions(job, part_list)
   local rule = table_of(policy.opportunistic)
-  local class, why = class_of(policy, names, job.qos)
+  local class, why = class_of(policy, names, given(job.qos) and job.qos or job.default_qos)
   if class == "guaranteed" then
     local rc = right_size(policy, job, names)
     return rc == slurm.SUCCESS and hold_for_quota(policy, job, with_alternates(names, part_list), uid) or rc

@@ -242,7 +242,7 @@ def test_where_gpus_have_quotas_no_owner_starts_his_guaranteed_job(
     with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
         job = cluster.submit("-pgpu", "--gpus=1", "--account=a")
         assert re.search(r"Priority=0 .*JobState=PENDING Reason=JobHeldUser", cluster.show(job), re.DOTALL)
-        for change in ("Priority=5", "Nice=0", "TresPerJob=gres:gpu:2", "Account=b"):
+        for change in ("Priority=5", "Nice=0", "TresPerJob=gres:gpu:2", "Account=b", "Gres=gpu:0", "Gres=gpu: 0:0"):
             assert cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", change).returncode == 1, change
         done = cluster.run(*OWNER, "scontrol", "release", job)
         assert done.returncode == 1
@@ -263,7 +263,8 @@ WAYS_TO_GPUS = (
     ("-n1", "--gpus=1"), ("-n2", "--ntasks-per-gpu=1"), ("-n4", "--ntasks-per-gpu=4"), ("-N1", "--ntasks-per-gpu=2"),
     ("-n2", "--ntasks-per-gpu=1", "--gpus=2"), ("-n3", "--ntasks-per-gpu=2"), ("-n2", "--gpus-per-task=1"),
     ("-N1", "--gpus-per-node=1"), ("--gpus-per-socket=1", "--sockets-per-node=1"), ("--gres=gpu",),
-    ("--gres=gpu:1,gpu:2",), ("--gres=gpu:1K",), ("--gres=xgres:gpu:1",), ("--gres=gres:gpu:1",), ("--gres=gpu:+1",),
+    ("--gres=gpu:1,gpu:2",), ("--gres=gpu:2,gpu:0",), ("--gpus=2,0",), ("--gres=gpu:4,gpu:0,gpu: 0:0",),
+    ("--gpus-per-node=1", "--gres=gpu:0"), ("--gres=gpu: 0:0",), ("--gres=gpu:1K",), ("--gres=xgres:gpu:1",), ("--gres=gres:gpu:1",), ("--gres=gpu:+1",),
     ("--exclusive",), ("--array=0-1", "-n2", "--ntasks-per-gpu=1"), ("--core-spec=1",),
     ("-n1", "--gpus=1", ":", "-pgpu", "--mem=100", "-n2", "--ntasks-per-gpu=1"), ("--wrap", "sleep 60"),
     ("by_line.sh",),

@@ -52,8 +52,6 @@ def guard(policy: str, before: str = "") -> str:
         ('tres_per_node = "gres/gpu:2"', 8),
         ('tres_per_node = "gres/gpu:h200:2"', 8),
         ('tres_per_node = "gres/gpu:h200=2"', 8),
-        ('tres_per_node = "gres/gpu:1,gres/gpu:2"', 8),
-        ('tres_per_node = "gres/gpu:h200:1,gres/gpu:2"', 8),
         ('tres_per_node = "gres/gpu=2"', 8),
         ('tres_per_node = "gpu"', 4),
         ('tres_per_node = "gres:gpu:a:1,gres:gpu:b:1"', 8),
@@ -222,6 +220,44 @@ def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: obje
     ]
 
 
+@pytest.mark.parametrize("request_", ["gres/gpu:1,gres/gpu:0", "gres/gpu:1,gres/gpu:2", "gres/gpu:a:1,gres/gpu:2"])
+def test_gpus_that_are_named_twice_are_not_counted(lua: object, request_: str) -> None:
+    """Of `gpu:2,gpu:0` slurmctld makes two GPUs, and of `gpu:1,gpu:2` two as well."""
+    text = guard("{cpus_per_gpu = {max = {gpu = 2}}}")
+    text += f'print(slurm_job_submit(job{{partition = "gpu", tres_per_node = "{request_}"}}, {{}}, 1000))'
+    said, code = lua(text)  # type: ignore[operator]
+    assert (code, "cannot be read. Write --gpus=N" in said) == ("-1", True)
+
+
+@pytest.mark.parametrize(
+    "fields", ['qos = "OPPQ"', 'qos = "oppq"', 'default_qos = "oppq"', 'qos = "", default_qos = "OppQ"']
+)
+def test_a_qos_is_one_name_in_any_case_and_by_default(lua: object, fields: str) -> None:
+    """As slurmctld reads it (assoc_mgr compares without case); the default is that of the job's association."""
+    text = guard('{opportunistic = {qos = {"OppQ"}, hold = true}}')
+    text += f"""
+    print(slurm_job_submit(job{{partition = "gpu", tres_per_job = "gres/gpu:1", {fields}}}, {{}}, 1000))
+    local j = job{{partition = "gpu", {fields}}}
+    j.script = "x"
+    print(slurm_job_submit(j, {{}}, 1000), j.priority)
+    print(slurm_job_modify(job{{qos = "OPPQ"}}, {{partition = "gpu"}}, {{}}, 1000))
+    """
+    lines = [line for line in lua(text) if not line.startswith(("user:", "log:"))]  # type: ignore[operator]
+    assert lines == ["-1", "0\t0", "-1"]
+
+
+def test_a_reservation_brings_no_partition_of_its_own(lua: object) -> None:
+    """Slurm takes the reservation's partition in place of the default one, behind the hook."""
+    text = guard('{opportunistic = {partitions = {"opp"}, hold = true, managers = {64}}}')
+    text += """
+    local parts = {cpu = {flag_default = 1}}
+    for _, uid in ipairs{1000, 64} do print(slurm_job_submit(job{reservation = "r"}, parts, uid)) end
+    print(slurm_job_submit(job{reservation = "r", partition = "cpu"}, parts, 1000))
+    """
+    said, *codes = lua(text)  # type: ignore[operator]
+    assert ("Write --partition beside --reservation" in said, codes) == (True, ["-1", "0", "0"])
+
+
 def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     text = guard('{opportunistic = {partitions = {"opp"}, qos = {"spare"}, hold = true, managers = {64}}}')
     text += """
@@ -372,6 +408,10 @@ def test_a_job_says_how_many_gpus_it_takes_where_these_have_quotas(lua: object, 
         ("nice = 0", "", "are started by the site"),
         ('tres_per_node = "gres:gpu:8"', "", "have quotas"),
         ('tres_per_node = "gres:gpu:8"', 'tres_per_job = ""', "have quotas"),
+        ('tres_per_job = "gres:gpu:0"', "", "keep their GPUs"),
+        ('tres_per_job = ""', "", "keep their GPUs"),
+        ('tres_per_node = "gres:gpu: 0:0"', "", "have quotas"),
+        ('tres_per_node = "gres:license:1"', "", "keep their GPUs"),
         ('partition = "gpu"', 'partition = "cpu"', "GPUs of partition gpu have quotas"),
         ('account = "b"', 'account = "a"', "keep their account"),
         ("min_nodes = 4", "min_nodes = 1", "keep their min_nodes"),
@@ -403,6 +443,10 @@ WAYS_TO_GPUS = (
     'tres_per_job = "gresgpu:1"', 'tres_per_job = "gres/gres/gpu:1"', 'tres_per_node = "gres:gpu: 1"',
     'tres_per_node = "gres:gpu:+1"', 'tres_per_node = "gres:gpu:1KiB"',
     'tres_per_node = "gres:gpu:99999999999999999999"', 'tres_per_node = "license/gres/gpu:1"',
+    'tres_per_node = "gres:gpu:4,gres:gpu:0,gres:gpu: 0:0"', 'tres_per_node = "gres:gpu:2,gres:gpu:0"',
+    'tres_per_job = "gres/gpu:2,gres/gpu:0"', 'tres_per_task = "gres/gpu:1,gres/gpu:0", num_tasks = 1',
+    'tres_per_node = "gres/gpu:a:2,gres/gpu:a:0"', 'tres_per_node = "gres/gpu:a:0,gres/gpu:0,gres/gpu:0"',
+    'tres_per_node = "gres/gpu: 0:0"', 'tres_per_node = "gres/gpu:x/y:0"', 'tres_per_node = "gres/gpu:0,gres/gpu:a:0"',
     'tres_per_node = "gres/shard:4"', 'tres_per_node = "gres:mps:100"', "shared = 0", "shared = 4", "shared = 65535",
     "core_spec = 1", "thread_spec = 1",
 )  # fmt: skip

@@ -197,7 +197,10 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     Times are asked for in seconds since the epoch: local time has an hour twice each autumn.
     """
     own = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
-    return {name: value for name, value in environ.items() if not name.startswith(own)} | {"SLURM_TIME_FORMAT": "%s"}
+    return {name: value for name, value in environ.items() if not name.startswith(own)} | {
+        "SLURM_TIME_FORMAT": "%s",
+        "SLURM_BITSTR_LEN": "0",  # of an array, all indices: squeue ends them with "..." after 64 characters (squeue(1))
+    }
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -199,7 +199,7 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     own = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
     return {name: value for name, value in environ.items() if not name.startswith(own)} | {
         "SLURM_TIME_FORMAT": "%s",
-        "SLURM_BITSTR_LEN": "0",  # of an array, all indices: squeue ends them with "..." after 64 characters (squeue(1))
+        "SLURM_BITSTR_LEN": "0",  # all indices of an array: squeue ends them with "..." after 64 characters
     }
 
 

@@ -102,8 +102,8 @@ def parse_time(option: str, text: str, now_s: float) -> float:
 
 
 def with_wait_shares(usages: tuple[Usage, ...], shares: dict[str, float]) -> list[Usage]:
-    """The jobs with what their trainers told; sacct names components by their own numbers, which tell nothing here."""
-    return [replace(usage, wait_share=shares.get(usage.job)) for usage in usages]
+    """The runs with what trainers tell while they run; sacct names components by numbers which tell nothing here."""
+    return [replace(usage, wait_share=None if usage.end_s else shares.get(usage.job)) for usage in usages]
 
 
 def report_of(

@@ -93,14 +93,14 @@ def from_sacct(
         UnreadableAnswer: it printed another form.
     """
     plain = plain_environ(environ)
-    rows: dict[str, Row] = {}
+    rows: list[Row] = []
     deadline_s = clock() + _ALL_S
     begin_s = start_s
     while begin_s < end_s:
         until_s = min(begin_s + _DAY_S, end_s)
         delimiter = new_separators()[0]
         argv = [
-            "sacct", "--allusers", "--noheader", "--parsable2", f"--delimiter={delimiter}",
+            "sacct", "--allusers", "--duplicates", "--noheader", "--parsable2", f"--delimiter={delimiter}",
             f"--format={','.join(SACCT_FIELDS)}", f"--starttime={local_time(begin_s)}",
             f"--endtime={local_time(until_s)}", "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
         ]  # fmt: skip
@@ -110,10 +110,9 @@ def from_sacct(
             what = f"the days before {local_time(begin_s)} took {_ALL_S:g} s"
             raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", what, hint)
         done = run_slurm(argv, env=plain, hint=hint, timeout_s=min(_ONE_S, left_s))
-        # Who ran over midnight is in the answers for both days.
-        rows |= {row["JobIDRaw"]: row for row in sacct_rows(done.stdout, delimiter)}
+        rows += sacct_rows(done.stdout, delimiter)
         begin_s = until_s
-    return usages_of(rows.values())
+    return usages_of(rows)
 
 
 def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
@@ -139,25 +138,33 @@ def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
 
 
 def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
-    """The jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
+    """The runs of jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
+
+    A job that was requeued has run several times, under one number; a run that goes over midnight is in the answers for
+    two days, with one start.
+
+    Args:
+        rows: steps behind the line of their job, as sacct prints them.
 
     Raises:
         UnreadableAnswer: a value has another form.
     """
-    jobs: dict[str, Row] = {}
-    steps: dict[str, list[Row]] = {}
+    runs: dict[tuple[str, str], Row] = {}
+    steps: dict[tuple[str, str], dict[str, Row]] = {}
+    starts: dict[str, str] = {}  # of the run that the lines are about, by job
     for row in rows:
         job, _, step = row["JobIDRaw"].partition(".")
         if step:
-            steps.setdefault(job, []).append(row)
+            steps.setdefault((job, starts.get(job, "")), {})[step] = row
         else:
-            jobs[job] = row
+            starts[job] = row["Start"]
+            runs[job, row["Start"]] = row
     found = []
-    for job, row in jobs.items():
+    for run, row in runs.items():
         try:
             start_s = moment(row["Start"])
             if start_s is not None:
-                found.append(_usage(job, row, steps.get(job, []), start_s))
+                found.append(_usage(run[0], row, [*steps.get(run, {}).values()], start_s))
         except ValueError as exc:
             raise UnreadableAnswer(str(exc), repr(row)) from exc
     return tuple(found)
@@ -165,9 +172,12 @@ def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
 
 def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
     reported = told_by_jobstats(row["AdminComment"])
-    used_s = _cpu_seconds(row["TotalCPU"]) or (reported.cpu_used_s if reported else 0.0)
     untyped, parts = _gpus(row["AllocTRES"])
     gpus = untyped + parts
+    end_s = moment(row["End"])
+    # Of a job that runs, the accounting has those of its steps that have ended, and of a long one nothing.
+    counted = (_cpu_seconds(row["TotalCPU"]), _gpu_share(row, steps, gpus)) if end_s is not None else (0.0, None)
+    used_s = counted[0] or (reported.cpu_used_s if reported else 0.0)
     return Usage(
         job=job,
         name=row["JobName"],
@@ -177,11 +187,11 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
         cpus=int(row["AllocCPUS"] or 0),
         gpus=gpus,
         start_s=start_s,
-        end_s=moment(row["End"]),
+        end_s=end_s,
         elapsed_s=float(row["ElapsedRaw"]) if row["ElapsedRaw"] else None,
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
-        gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else _gpu_share(row, steps, gpus),
+        gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else counted[1],
         nodes=expand(row["NodeList"]) if untyped else (),
         untyped_gpus=untyped,
     )
@@ -241,7 +251,7 @@ def with_mig(
     held: Mapping[int, tuple[Gres, ...] | None] | None = None
     found = {}
     for usage in in_doubt:
-        job = running.get(usage.job)
+        job = running.get(usage.job) if usage.end_s is None else None
         share, is_known = untyped_share([of_nodes], usage.nodes, usage.gpus)
         if job and job.count("gpu") == usage.gpus:
             share, is_known = job.gpus / usage.gpus, job.gpu_types_known
@@ -251,8 +261,9 @@ def with_mig(
             if "" not in types and sum(types.values()) == usage.gpus:
                 share, is_known = untyped_share([{"": types}], [""], usage.gpus)[0], True
         typed = usage.gpus - usage.untyped_gpus
-        found[usage.job] = replace(usage, gpus=typed + share * usage.untyped_gpus, gpu_types_known=is_known)
-    return tuple(found.get(usage.job, usage) for usage in usages)
+        gpus = typed + share * usage.untyped_gpus
+        found[usage.job, usage.start_s] = replace(usage, gpus=gpus, gpu_types_known=is_known)
+    return tuple(found.get((usage.job, usage.start_s), usage) for usage in usages)
 
 
 def _cpu_seconds(text: str) -> float:

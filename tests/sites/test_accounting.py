@@ -104,6 +104,32 @@ def test_utilisation_is_what_sacct_says(site: Any) -> None:
     assert groups["free"]["cpu_measured_share"] == 1
 
 
+def test_each_run_of_a_requeued_job_counts_and_a_running_one_is_not_measured(site: Any) -> None:
+    """The times are compared with sacct's own sum."""
+    begin_s = time.time() - 1
+    job = site.submit("--account=free", "--requeue", "--gpus=1", "-c2", *SMALL, command="srun true; sleep 300")
+    site.settle(**{job: "RUNNING"})
+    step = ("sacct", "-nPj", f"{job}.0", "-o", "State")
+    site.wait_until(lambda: "COMPLETED" in site.run(*step), 30, "the step's end")
+    site.run("scontrol", "requeue", job)
+
+    site.settle(**{job: "PENDING"})
+    # Slurm lets a requeued job wait for two minutes; at once, what ends the first run can end the second.
+    site.run("scontrol", "update", f"JobId={job}", "StartTime=now+5seconds")
+    site.settle(**{job: "RUNNING"})
+    slurm = CommandSlurm(site.cluster.env)
+
+    def runs() -> list[Any]:
+        return [run for run in slurm.usages(slurm.snapshot(), begin_s, time.time()) if run.job == job]
+
+    site.wait_until(lambda: [run.end_s is None for run in runs()] == [False, True], 60, "both runs in accounting")
+    first, second = runs()
+    told = site.run("sacct", "-nDXPj", job, "-o", "State,ElapsedRaw").split()
+    (elapsed,) = (line.split("|")[1] for line in told if line.startswith("REQUEUED"))
+    assert (first.ran_s, first.gpus, second.cpu_used_s, second.gpu_share) == (float(elapsed), 1, None, None)
+    site.run("scancel", job)
+
+
 def test_nothing_of_the_database_is_left_to_others(site: Any) -> None:
     """The database listens on its socket alone, in a directory of root's own."""
     directory = site.cluster.state_dir / "database"

@@ -102,6 +102,32 @@ def test_lines_of_sacct() -> None:
         usages_of(sacct_rows(sacct_line(TotalCPU="much")))
 
 
+def test_each_run_of_a_job_counts_with_its_own_steps() -> None:
+    """A job that was requeued; the first answer has its second run still at work, the next one its end."""
+    first = sacct_line(JobIDRaw="7", State="REQUEUED", AllocTRES="cpu=4,gres/gpu=2") + sacct_line(
+        JobIDRaw="7.0", AllocTRES="cpu=4,gres/gpu=2", TRESUsageInAve="gres/gpuutil=80"
+    )
+    again = {"JobIDRaw": "7", "Start": "2026-11-21T16:00:00", "AllocTRES": "cpu=4,gres/gpu=2"}
+    second = sacct_line(**again, End="Unknown", State="RUNNING") + sacct_line(
+        JobIDRaw="7.0", Start=again["Start"], TRESUsageInAve="gres/gpuutil=20"
+    )
+    pending = sacct_line(JobIDRaw="7", Start="Unknown", End="Unknown", State="PENDING")
+    ended = sacct_line(**again, End="2026-11-21T18:00:00") + second.splitlines(keepends=True)[1]
+    runs = usages_of(sacct_rows(first + pending + second + first + ended))
+    assert [(run.job, run.end_s, run.gpu_share) for run in runs] == [
+        ("7", moment("2026-11-20T18:00:00"), pytest.approx(0.8)),
+        ("7", moment("2026-11-21T18:00:00"), pytest.approx(0.2)),
+    ]  # fmt: skip
+
+
+def test_what_ended_steps_of_a_running_job_used_is_no_measurement_of_it() -> None:
+    """`srun nvidia-smi; srun python train.py`: sacct has the CPU time of steps that have ended."""
+    line = sacct_line(JobIDRaw="8", End="Unknown", State="RUNNING", TotalCPU="00:00.001", AllocTRES="cpu=4,gres/gpu=2")
+    step = sacct_line(JobIDRaw="8.0", TRESUsageInAve="gres/gpuutil=1", ElapsedRaw="1")
+    (running,) = usages_of(sacct_rows(line + step))
+    assert (running.cpu_used_s, running.gpu_share) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("steps", "share"),
     [

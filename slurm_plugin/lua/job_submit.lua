@@ -26,6 +26,7 @@ local OPERATORS_HOLD = "hetstream:operators-hold"
 local GUARDED = "hetstream:guarded"                       -- and of its AdminComment: seen here, so the packer lets it be
 local TAKING = "hetstream:taking"                         -- of an AdminComment: the packer itself is about to hold the job
 local RELEASING = "  "                                    -- ends the Comment of a released job: 22.05 writes no empty one
+local REQUEST_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task", "cpus_per_tres" }
 local PLACE_FIELDS = {
   "account", "comment", "req_nodes", "exc_nodes", "features", "reservation", "tres_per_job", "tres_per_node", "tres_per_socket",
   "tres_per_task"
@@ -58,28 +59,34 @@ end
 local function table_of(value) return type(value) == "table" and value or {} end
 
 -- Name, type and count of one element of a request by Slurm's grammar: gres/gpu:h200:2, gres:gpu:2, gpu=2, cpu=4. Nothing
--- where it has another form: slurmctld looks for "gres" anywhere in a text, and takes what follows.
+-- where it has another form: slurmctld looks for "gres" anywhere in a text, takes what follows, and reads a count as
+-- strtoull does, with blanks, signs and units (_is_valid_number).
 local function element(part)
   local body = part:match("^gres[:/](.*)$") or part
   local name, about = body:match("^([%w_.%-]+)(.*)$")
   if not name or body:find("gres", 1, true) then return nil end
   if about == "" then return name, "", 1 end
   local kind, digits, unit = "", about:match("^[:=](%d+)([kKmMgG]?)$")
-  if not digits then kind, digits, unit = about:match("^:([^:=]+)[:=](%d+)([kKmMgG]?)$") end
-  if not kind then return name, about:match("^:([^:=]+)$"), about:match("^:[^:=]+$") and 1 end
+  if not digits then kind, digits, unit = about:match("^:([%w_.%-]+)[:=](%d+)([kKmMgG]?)$") end
+  if not kind then
+    kind = about:match("^:([%w_.%-]+)$")
+    -- What Slurm would take for a count: a unit of another kind, or a number below 0, which it turns into one above.
+    if not kind or kind:find("^%-") or kind:find("^%d+%a*$") then return nil end
+    return name, kind, 1
+  end
   if #digits > 9 then return nil end
   return name, kind, tonumber(digits) * FACTOR[unit:lower()]
 end
 
--- GPUs that a request names. Also whether it could name others than that, in a form that is not known; the types, as a text;
--- and whether it names shares of GPUs. What slurmctld makes of a type that is named twice, or beside GPUs of no type, depends
--- on the release and on the counts (`gpu:2,gpu:0` gives two): that is no form that is known.
+-- GPUs that a request names. Also whether it could name others: its form is not known, or it names one type twice, or GPUs
+-- with and without a type. Of these slurmctld takes one, and which depends on the counts and the release. The types, as a
+-- text, "" for those without, nil where none is named; and whether it names shares of GPUs.
 local function gpus_in(request)
   local counts, unclear, shares = {}, false, false
   for part in (request or ""):gmatch("[^,]+") do
     local name, kind, count = element(part)
     if count and name == "gpu" then
-      unclear = unclear or counts[kind] ~= nil or not kind:find("^[%w_.%-]*$")
+      unclear = unclear or counts[kind] ~= nil
       counts[kind] = count
     elseif count and GPUS[name] then
       shares = shares or count > 0
@@ -90,11 +97,10 @@ local function gpus_in(request)
   local total, types = 0, {}
   for kind, count in pairs(counts) do
     total = total + count
-    unclear = unclear or kind ~= "" and counts[""] ~= nil
-    if count > 0 then types[#types + 1] = kind end
+    types[#types + 1] = kind
   end
   table.sort(types)
-  return total, unclear, table.concat(types, ","), shares
+  return total, unclear or counts[""] ~= nil and #types > 1, types[1] and table.concat(types, ","), shares
 end
 
 -- Whether a job could get GPUs: what is not understood could name some.
@@ -132,11 +138,11 @@ local function size(job)
   local tasks = given(job.num_tasks) and job.num_tasks or nodes * (positive(job.ntasks_per_node) or 1)
   local gpus, of_each = 0, positive(job.ntasks_per_tres)
   if of_each and not given(job.num_tasks) then tasks = nodes * of_each end
-  local times = { 1, nodes, nodes * (positive(job.sockets_per_node) or 1), tasks }
+  local times, named = { 1, nodes, nodes * (positive(job.sockets_per_node) or 1), tasks }, false
   for number, field in ipairs(GPU_FIELDS) do
-    local count, unclear = gpus_in(job[field])
-    if unclear then return nil end
-    if gpus == 0 then gpus = count * times[number] end
+    local count, unclear, types = gpus_in(job[field])
+    if unclear or types and named then return nil end    -- of two fields slurmctld may raise one by the other
+    if types then gpus, named = count * times[number], true end
   end
   if not of_each then return tasks, gpus, gpus > 0 end
   if gpus == 0 then return tasks, math.floor(tasks / of_each), false end
@@ -151,21 +157,30 @@ local function partitions(job, part_list)
   return ""
 end
 
--- The first of some names that a list has.
+local function entries(list) return type(list) == "string" and { list } or table_of(list) end
+
 local function listed(names, list)
   for name in (names or ""):gmatch("[^,]+") do
-    for _, known in ipairs(type(list) == "string" and { list } or table_of(list)) do
+    for _, known in ipairs(entries(list)) do
       if name == known then return name end
     end
   end
 end
 
--- Whether all partitions of a job are opportunistic.
-local function all_opportunistic(rule, names)
+local function all_listed(names, list)
   for name in names:gmatch("[^,]+") do
-    if not listed(name, rule.partitions) then return false end
+    if not listed(name, list) then return false end
   end
   return true
+end
+
+-- Slurm compares names of QOS without case, and takes quotes out of a list of them (assoc_mgr.c, slurm_addto_char_list).
+local function plain_qos(names) return ((names or ""):gsub("[%s\"']", ""):lower()) end
+
+local function qos_of(rule)
+  local found = {}
+  for number, name in ipairs(entries(rule.qos)) do found[number] = plain_qos(name) end
+  return found
 end
 
 local function is_manager(policy, uid)
@@ -192,6 +207,8 @@ end
 local function with_word(text, word)
   if has_word(text, word) then return text end
   local kept = (text or ""):reverse():match("^%s*(.*)$"):reverse()      -- a pattern that ends with $ looks again and again
+  -- Slurm would refuse a longer one, and say that a path is too long.
+  if #kept + 1 + #word > MAX_BYTES then error({ field = "comment", limit = MAX_BYTES - 1 - #word, room = word }, 0) end
   return kept == "" and word or kept .. " " .. word
 end
 
@@ -217,10 +234,7 @@ end
 -- The class of a job, and why.
 local function class_of(policy, names, qos)
   local rule = table_of(policy.opportunistic)
-  local partition, quality = listed(names, rule.partitions)
-  for _, known in ipairs(type(rule.qos) == "string" and { rule.qos } or table_of(rule.qos)) do
-    quality = quality or listed((qos or ""):lower(), known:lower())       -- Slurm compares QOS without case
-  end
+  local partition, quality = listed(names, rule.partitions), listed(plain_qos(qos), qos_of(rule))
   if partition then return "opportunistic", "partition " .. partition end
   if quality then return "opportunistic", "QOS " .. quality end
   return "guaranteed", "no opportunistic partition or QOS"
@@ -242,20 +256,28 @@ local function no_whole_nodes(why)
     .. "their GPUs. Remove --exclusive")
 end
 
--- How many of a thing one element of a request asks for; nil where none does.
+-- The most of a thing that one element of a request asks for; nil where none does. Also whether one cannot be read.
 local function count_of(request, wanted)
-  local found
+  local found, unclear = nil, false
   for part in (request or ""):gmatch("[^,]+") do
     local name, _, count = element(part)
-    if name == wanted then found = count or found end
+    if not count then
+      unclear = unclear or part:find(wanted, 1, true) ~= nil
+    elseif name == wanted then
+      found = math.max(found or 0, count)
+    end
   end
-  return found
+  return found, unclear
 end
 
--- CPUs of each task and of each GPU that a request names: --cpus-per-task, --tres-per-task=cpu:N, --cpus-per-gpu.
+-- CPUs of each task and of each GPU that a request names: --cpus-per-task, --tres-per-task=cpu:N, --cpus-per-gpu. Also
+-- whether one of them cannot be read.
 local function cpus_named(job)
   local task = given(job.cpus_per_task) and job.cpus_per_task or nil
-  return task or count_of(job.tres_per_task, "cpu"), count_of(job.cpus_per_tres, "gpu")
+  local of_task, unclear = count_of(job.tres_per_task, "cpu")
+  local of_gpu, is_other = count_of(job.cpus_per_tres, "gpu")
+  if task and of_task then task = math.max(task, of_task) end
+  return task or of_task, of_gpu, unclear or is_other
 end
 
 -- The most CPUs for each GPU where the job may run, and the partition; nil without a limit.
@@ -286,10 +308,15 @@ local function right_size(policy, job, names)
   if not limit then return slurm.SUCCESS end
   local tasks, gpus = size(job)
   if not tasks then
-    return refuse("cpus_per_gpu", "how many GPUs the job asks for cannot be read. Write --gpus=N, or --gpus-per-node=N")
+    return refuse("cpus_per_gpu", "how many GPUs the job asks for cannot be read. Write --gpus=N, or --gpus-per-node=N, "
+      .. "in one option")
   end
   if gpus == 0 then return slurm.SUCCESS end
-  local task, gpu = cpus_named(job)
+  local task, gpu, unclear = cpus_named(job)
+  if unclear then
+    return refuse("cpus_per_gpu", "how many CPUs the job asks for cannot be read. Write --cpus-per-task=N, or "
+      .. "--cpus-per-gpu=N")
+  end
   local named = math.max(tasks * (task or 1), (gpu or 0) * gpus)
   -- Also those that belong to no task: --mincpus, on each node.
   local nodes = positive(job.min_nodes) or 1
@@ -335,15 +362,18 @@ local function why_not_counted(job)
   if takes_whole_nodes(job) then
     return "--exclusive takes all GPUs of its nodes, and so does --core-spec. Ask for them: --gpus-per-node"
   end
-  local named, types
+  local named, total = nil, 0
   for _, field in ipairs(GPU_FIELDS) do
-    local count, unclear, its_types, shares = gpus_in(job[field])
+    local count, unclear, types, shares = gpus_in(job[field])
     if shares then return "shares of GPUs (shard, mps) are no part of a quota. Write --gpus=N" end
-    if unclear then return field .. " cannot be read. Write --gpus=N, or --gpus-per-node=N" end
+    if unclear then
+      return field .. " cannot be read, or names GPUs twice. Write --gpus=N, or --gpus-per-node=N, and each type once"
+    end
     if count > 0 and field == "tres_per_socket" then return "--gpus-per-socket depends on the node. Write --gpus-per-node" end
-    if count > 0 and named and its_types ~= types then return "its options name different GPUs. Write one of them" end
-    if count > 0 then named, types = named or field, its_types end
+    if types and named then return "two of its options name GPUs. Write one: --gpus=N, or --gpus-per-node=N" end
+    if types then named, total = field, count end
   end
+  if total == 0 then named = nil end
   local of_each = positive(job.ntasks_per_tres)
   if of_each then
     local tasks, gpus = size(job)
@@ -413,8 +443,8 @@ local function keeps_quota(policy, change, record, part_list)
     return refuse("quota", "jobs with GPUs in partition " .. from .. " are started by the site: no Priority, no Nice, and "
       .. "no release of what you do not hold")
   end
-  for _, field in ipairs(GPU_FIELDS) do                   -- also none, which the packer would count
-    if change[field] ~= nil and change[field] ~= record[field] then
+  for _, field in ipairs(REQUEST_FIELDS) do
+    if change[field] ~= nil then                          -- whatever it says: "" and 0 take away what was counted
       return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their GPUs. scancel the job and submit another "
         .. "one")
     end
@@ -449,26 +479,68 @@ local function keeps_cpus(policy, change, record)
   end
 end
 
+local function names_partitions(policy)
+  for _, rule in ipairs({ table_of(policy.opportunistic).partitions or {}, table_of(policy.quota).partitions or {} }) do
+    if #entries(rule) > 0 then return true end
+  end
+  return next(table_of(table_of(policy.cpus_per_gpu).max)) ~= nil
+end
+
+-- An empty name, which Slurm passes over and leaves in the record: who reads that finds another partition.
+local function odd_partition(names)
+  if given(names) and (names:find("%s") or ("," .. names .. ","):find(",,", 1, true)) then
+    return refuse("partition", "--partition has an empty name or a blank. Write the names of partitions, with one comma "
+      .. "between two")
+  end
+end
+
+-- Which partition a job goes to, said where the job does not say it: slurmctld takes that of a reservation, also of one
+-- that comes later or stands in a list, as long as it has chosen the partition itself (job_mgr.c, JOB_PART_ASSIGNED).
+local function settle_partition(policy, job, names)
+  if not names_partitions(policy) then return end
+  if given(job.partition) then return odd_partition(job.partition) end
+  if given(job.reservation) then
+    return refuse("partition", "a reservation may bring a partition of its own. Write --partition beside --reservation")
+  end
+  if names ~= "" then job.partition = names end
+end
+
+-- The QOS of a job that names none: the defaults of its associations, which can be of a partition. Which one Slurm takes
+-- where there is no default no hook is told (assoc_mgr.c, assoc_mgr_get_default_qos_info).
+local function default_qos(job, names)
+  local asked, found = job.partition, {}
+  for name in names:gmatch("[^,]+") do
+    job.partition = name
+    found[#found + 1] = given(job.default_qos) and job.default_qos or nil
+  end
+  if given(asked) then job.partition = asked end
+  return table.concat(found, ",")
+end
+
 local function submit(policy, job, part_list, uid)
   local own = not is_manager(policy, uid) and packers_own(job, job.comment)
   if own then return own end
   for _, field in ipairs(READ_EARLY) do given(job[field]) end
-  local has_rules = policy.quota or policy.opportunistic or policy.cpus_per_gpu
-  if has_rules and given(job.reservation) and not given(job.partition) and not is_manager(policy, uid) then
-    return refuse("partition", "a reservation may bring a partition of its own. Write --partition beside --reservation")
-  end
   local names = partitions(job, part_list)
   local rule = table_of(policy.opportunistic)
-  local class, why = class_of(policy, names, given(job.qos) and job.qos or job.default_qos)
+  local refused = not is_manager(policy, uid) and settle_partition(policy, job, names)
+  if refused then return refused end
+  local qos = job.qos
+  if not given(qos) and #qos_of(rule) > 0 then qos = default_qos(job, names) end
+  local class, why = class_of(policy, names, qos)
   if class == "guaranteed" then
     local rc = right_size(policy, job, names)
     return rc == slurm.SUCCESS and hold_for_quota(policy, job, with_alternates(names, part_list), uid) or rc
   end
   if has_gpus(job) then return no_gpus(why) end
   if takes_whole_nodes(job) then return no_whole_nodes(why) end
-  if listed(names, rule.partitions) and not all_opportunistic(rule, names) then
+  if listed(names, rule.partitions) and not all_listed(names, rule.partitions) then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
       .. "--partition with opportunistic ones only")
+  end
+  if not listed(names, rule.partitions) and not all_listed(plain_qos(qos), qos_of(rule)) then
+    return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot have other QOS, too. Write --qos with "
+      .. "opportunistic ones only")
   end
   -- Slurm requeues batch jobs alone, and a job that gives way must be able to come back.
   if not job.script and not (given(job.het_job_offset) and job.het_job_offset > 0) then
@@ -533,13 +605,18 @@ local function modify(policy, change, record, part_list, uid)
   end
   local comment = change.comment                          -- as it was asked for
   if owners_hold(policy, change, record, uid) then comment = nil end
-  local refused = packers_own(change, comment) or keeps_quota(policy, change, record, part_list)
+  local refused = packers_own(change, comment) or names_partitions(policy) and odd_partition(change.partition)
+    or keeps_quota(policy, change, record, part_list)
     or keeps_cpus(policy, change, record)
   if refused then return refused end
   if uid ~= record.user_id then operators_hold(policy, change, record, uid) end
   local class, why = class_of(policy, record.partition, record.qos)
   local becomes, because = class_of(policy, change.partition, change.qos)
   if class == "guaranteed" then
+    if change.qos == "" and #qos_of(rule) > 0 then        -- Slurm takes the default one then
+      return refuse("opportunistic", "jobs of some QOS are opportunistic, and which one is the default is not known here. "
+        .. "Write QOS=NAME")
+    end
     if becomes == "guaranteed" then return slurm.SUCCESS end
     return refuse("opportunistic", "a job does not become an opportunistic one (" .. because .. "). scancel it and submit "
       .. "it there")
@@ -552,7 +629,7 @@ local function modify(policy, change, record, part_list, uid)
   if given(change.partition) and change.partition ~= record.partition then
     return refuse("opportunistic", job .. " keeps its partition. scancel it and submit to the other one")
   end
-  if given(change.qos) and change.qos ~= record.qos then
+  if change.qos ~= nil and plain_qos(change.qos) ~= plain_qos(record.qos) then
     return refuse("opportunistic", job .. " keeps its QOS. scancel it and submit with the other one")
   end
   if has_gpus(change) then return no_gpus(why) end
@@ -590,6 +667,11 @@ local function modify_undecided(policy, change, record, part_list, uid)
   return refuse("opportunistic", "the change cannot be looked at: tell your administrator, who finds why in slurmctld's log")
 end
 
+local function too_long(text)
+  local why = text.room and ": hetstream adds " .. text.room or ""
+  return refuse("length", text.field .. " has more than " .. text.limit .. " characters" .. why)
+end
+
 -- A hook that cannot fail: what `decide` raises is logged, and `undecided` says what becomes of the job.
 local function guarded(site, decide, undecided)
   return function(...)
@@ -598,11 +680,10 @@ local function guarded(site, decide, undecided)
     if type(rc) == "number" and rc ~= slurm.SUCCESS then return rc end
     local ok, ours = pcall(decide, ...)
     if ok then return ours == slurm.SUCCESS and rc or ours end
-    if type(ours) == "table" then
-      return refuse("length", ours.field .. " has more than " .. ours.limit .. " characters")
-    end
+    if type(ours) == "table" then return too_long(ours) end
     pcall(slurm.log_info, "hetstream: job accepted as it is, the hook failed: %s", tostring(ours))
     local _, answer = pcall(undecided, ...)
+    if type(answer) == "table" then return too_long(answer) end
     return answer == slurm.ERROR and answer or rc
   end
 end

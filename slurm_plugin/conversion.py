@@ -205,18 +205,31 @@ def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
     ]
 
 
+# What means a step of the job by its number, as in `scancel -s USR1 $SLURM_JOB_ID.0`.
+_OWN_STEP = re.compile(r"\$\{?SLURM_JOB_?ID\}?\.\d")
 # What asks Slurm about the job that the script is.
 _OWN_JOB = re.compile(r"\b(squeue|scontrol\s[^\n|;]*show\s+job)\b[^\n|;]*\$\{?SLURM_JOB_?ID\b")
 
 
 def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
-    """What to say when a script reads what Slurm says of its job, which is more than of a plain one."""
-    numbers = [number for number, line in enumerate(text.split("\n"), start=1) if _OWN_JOB.search(line)]
-    if not spec.data_workers_min or not numbers:
-        return []
+    """What to say when a script means its job or a step of it where that is something else than in a plain job."""
+    told = (
+        (
+            _OWN_JOB,
+            spec.data_workers_min > 0,
+            "Slurm answers for each component of the job, the trainer's and the data workers'. What is the trainer's",
+        ),
+        (
+            _OWN_STEP,
+            spec.data_workers_max > 0 or spec.checkpoint is not None,
+            "the first steps of the job are hetstream's, and the script's have other numbers. How to find one by name",
+        ),
+    )
+    lines = [*enumerate(text.split("\n"), start=1)]
     return [
-        f"{name} line {numbers[0]}: Slurm answers for each component of the job, the trainer's and the data workers'. "
-        "See what is the trainer's: docs/jobs.md"
+        f"{name} line {number}: {what}: docs/jobs.md"
+        for pattern, is_so, what in told
+        if is_so and (number := next((number for number, line in lines if pattern.search(line)), 0))
     ]
 
 

@@ -194,6 +194,17 @@ def test_a_script_that_asks_about_its_own_job_is_told_of_two_answers(shell: Shel
     assert "each component" not in shell.run("sbatch", "--data-workers=0-2", "train.sbatch").stderr
 
 
+@pytest.mark.parametrize(
+    "line", ["trap 'scancel -s USR1 \"${SLURM_JOB_ID}.0\"' USR1", "sstat -j $SLURM_JOBID.0 -o MaxRSS"]
+)
+def test_a_script_that_means_a_step_by_its_number_is_told_of_other_steps(shell: Shell, line: str) -> None:
+    script = shell.directory / "train.sbatch"
+    number = script.read_text().count("\n") + 1
+    script.write_text(f"{script.read_text()}echo job.$SLURM_JOB_ID.out\n{line}\n")
+    said = shell.run("sbatch", "--data-workers=0-2", "train.sbatch").stderr
+    assert f"line {number + 1}: the first steps of the job are hetstream's" in said
+
+
 def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
     done = shell.run("sbatch", "late.sbatch")

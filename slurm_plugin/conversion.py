@@ -213,7 +213,7 @@ _OWN_JOB = re.compile(r"\b(squeue|scontrol\s[^\n|;]*show\s+job)\b[^\n|;]*\$\{?SL
 
 def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
     """What to say when a script means its job or a step of it where that is something else than in a plain job."""
-    told = (
+    meanings = (
         (
             _OWN_JOB,
             spec.data_workers_min > 0,
@@ -228,7 +228,7 @@ def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
     lines = [*enumerate(text.split("\n"), start=1)]
     return [
         f"{name} line {number}: {what}: docs/jobs.md"
-        for pattern, is_so, what in told
+        for pattern, is_so, what in meanings
         if is_so and (number := next((number for number, line in lines if pattern.search(line)), 0))
     ]
 

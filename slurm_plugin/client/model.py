@@ -108,7 +108,10 @@ class Job:
         shares: what it holds on each node; empty unless details were asked for.
         start_s: when it started; of a pending job, when Slurm plans to start it.
         time_limit_s: None if it has none.
-        required_nodes: `--nodelist`.
+        required_nodes: `--nodelist` or `--nodefile`: these and, where it wants more, others.
+        excluded_nodes: `--exclude`.
+        is_contiguous: `--contiguous`: nodes side by side in the order of the cluster's.
+        num_switches: `--switches`, for so few of which Slurm lets it wait some time; 0 if it does not ask.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
         num_restarts: how often it was requeued.
         exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
@@ -161,6 +164,9 @@ class Job:
     gpu_types_known: bool = True
     unreadable: tuple[str, ...] = ()
     gres_in_doubt: bool = False
+    excluded_nodes: tuple[str, ...] = ()
+    is_contiguous: bool = False
+    num_switches: int = 0
 
     @property
     def gpus_in_doubt(self) -> bool:

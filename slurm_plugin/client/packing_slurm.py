@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,13 +33,11 @@ class JobNotes:
     Attributes:
         admin_comment: which administrators alone can change.
         can_be_requeued: `--requeue`, or the site's JobRequeue.
-        excluded_nodes: `--exclude`.
         has_ended: by itself, as far as Slurm knows: as FAILED or COMPLETED.
     """
 
     admin_comment: str
     can_be_requeued: bool
-    excluded_nodes: tuple[str, ...] = ()
     has_ended: bool = False
 
 
@@ -52,12 +49,10 @@ class PackingSlurm(CommandSlurm):
         ends = parse_text.new_separators()
         argv = ["squeue", "--all", "--local", "--noheader", f"--partition={','.join(sorted(partitions))}"]
         said = self._ask(*argv, "--states=all", "-O", parse_text.job_format(_FIELDS, *ends))
-        excluded = parse_excluded(self._ask(*argv, "-o", "%A %x"))  # which -O of 22.05 does not know
         return {
             int(row["JobID"]): JobNotes(
                 text_or_empty(row["admin_comment"]),
                 row["requeue"].strip() in ("1", "yes"),
-                excluded.get(int(row["JobID"]), ()),
                 row["State"].strip() in _ENDED,
             )
             for row in parse_text.parse_rows(said, _FIELDS, *ends)
@@ -134,17 +129,6 @@ def parse_gpu_spots(text: str) -> tuple[tuple[str, int], ...]:
         )
     except ValueError:
         return ()
-
-
-def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
-    """The nodes that jobs exclude, by the jobs' numbers, from lines such as `8123 g[1-4]`."""
-    found = {}
-    for line in text.splitlines():
-        job_id, _, nodes = line.strip().partition(" ")
-        if job_id.isdecimal() and text_or_empty(nodes.strip()):
-            with contextlib.suppress(ValueError):  # a user has written it, and it keeps no other job from its place
-                found[int(job_id)] = expand(nodes.strip())
-    return found
 
 
 def parse_topology(text: str) -> dict[str, tuple[str, ...]]:

@@ -122,6 +122,9 @@ class _Job(msgspec.Struct):
     priority: _Num = None
     dependency: str | None = ""
     required_nodes: str | None = ""
+    excluded_nodes: str | None = ""
+    contiguous: bool = False
+    required_switches: _Num = None
     scheduled_nodes: str | None = ""
     features: str | None = ""
     resv_name: str | None = ""
@@ -248,6 +251,9 @@ def _job(row: _Job) -> Job:
         dependency=row.dependency or "",
         required_nodes=read(expand, row.required_nodes or "", ()),
         planned_nodes=read(expand, row.scheduled_nodes or "", ()),
+        excluded_nodes=read(expand, row.excluded_nodes or "", ()),
+        is_contiguous=row.contiguous,
+        num_switches=_whole(row.required_switches),
         features=row.features or "",
         reservation=row.resv_name or "",
         comment=row.comment or "",

@@ -6,6 +6,7 @@ fields that a version does not know are left out of the record, and unknown ones
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
@@ -30,7 +31,8 @@ JOB_FIELDS = (
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
     "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
-    "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Name", "WorkDir", "Comment",
+    "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Name", "WorkDir",
+    "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -158,6 +160,9 @@ def _job(row: Mapping[str, str]) -> Job:
         dependency=text_or_empty(row.get("Dependency", "")),
         required_nodes=read(expand, row.get("ReqNodes", ""), ()),
         planned_nodes=read(expand, row.get("SchedNodes", ""), ()),
+        excluded_nodes=read(expand, row.get("ExcNodes", ""), ()),
+        is_contiguous=row.get("Contiguous") == "1",
+        num_switches=number("ReqSwitch"),
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),
@@ -194,6 +199,17 @@ def parse_exclusive(text: str) -> dict[int, str]:
         if match := _JOB_ID.match(line):
             said.setdefault(int(match[1]), []).extend(_SAID_EXCLUSIVE.findall(line))
     return {job_id: found[0] if len(found) == 1 and found[0] in _EXCLUSIVE else "" for job_id, found in said.items()}
+
+
+def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
+    """The nodes that jobs exclude, by the jobs' numbers, from lines such as `8123 g[1-4]`."""
+    found = {}
+    for line in text.splitlines():
+        job_id, _, nodes = line.strip().partition(" ")
+        if job_id.isdecimal() and text_or_empty(nodes.strip()):
+            with contextlib.suppress(ValueError):  # a user has written it, and it keeps no other job from its place
+                found[int(job_id)] = expand(nodes.strip())
+    return found
 
 
 def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:

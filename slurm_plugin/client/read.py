@@ -1,9 +1,9 @@
 """Read a cluster with Slurm's commands: one snapshot of jobs, nodes, partitions and configuration.
 
-Called by `CommandSlurm`. Five commands whatever the size of the cluster (six with 26.05 while jobs wait for resources,
-which says in `scontrol show job` alone which of them want whole nodes), none of which changes anything. Jobs come from
-`squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
-what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
+Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything; a sixth while
+jobs wait, before 24.05 for the nodes that they exclude, and with 26.05 for which of them want whole nodes. Jobs come
+from `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running
+jobs: what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
 and of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
 """
 
@@ -33,6 +33,8 @@ SUBMISSION_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "UserID",
 _JSON_IN_SCONTROL = (23, 2)
 # squeue then says NO of all jobs that do not oversubscribe, and scontrol alone says Exclusive=NODE.
 _OWN_FIELD_FOR_EXCLUSIVE = (26, 5)
+# `squeue -O` knows no field for --exclude before, and `-o` does.
+_FIELD_FOR_EXCLUDED = (24, 5)
 logger = logging.getLogger(__name__)
 
 
@@ -71,7 +73,7 @@ class CommandReader:
             source, jobs, nodes = "pyslurm", answer.jobs, answer.nodes
         else:
             source, nodes = "commands", self._nodes(release)
-            jobs = self._jobs_with_sharing(release, details)
+            jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
         jobs = self._with_told_gpus(with_held_gpus(jobs, nodes), nodes)
         reservations = self._reservations()
         return Snapshot(
@@ -95,9 +97,16 @@ class CommandReader:
         said = self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format(JOB_FIELDS, *ends))
         return parse_text.parse_jobs(said, JOB_FIELDS, *ends)
 
-    def _jobs_with_sharing(self, release: tuple[int, int], details: bool) -> tuple[Job, ...]:
+    def _with_excluded(self, release: tuple[int, int], jobs: tuple[Job, ...], details: bool) -> tuple[Job, ...]:
+        """The jobs, with the nodes that pending ones exclude."""
+        if details or release >= _FIELD_FOR_EXCLUDED or not any(job.is_pending for job in jobs):
+            return jobs
+        said = self._run("squeue", "--all", "--local", "--noheader", "--states=PENDING", "--format=%A %x")
+        excluded = parse_text.parse_excluded(said)
+        return tuple(replace(job, excluded_nodes=excluded.get(job.job_id, ())) for job in jobs)
+
+    def _with_sharing(self, release: tuple[int, int], jobs: tuple[Job, ...]) -> tuple[Job, ...]:
         """Pending and running jobs, with which of the pending ones want whole nodes."""
-        jobs = self.jobs(details=details)
         if release < _OWN_FIELD_FOR_EXCLUSIVE:
             return tuple(replace(job, exclusive=exclusive_of(job.exclusive)) for job in jobs)
         said: dict[int, str] = {}

@@ -318,8 +318,8 @@ def _may_run(table: NodeTable, shape: Shape) -> Mask:
     """The nodes that could give what a shape asks for, were they empty."""
     cpus, _ = table.cpus_for(shape.partitions)
     where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
-    if shape.required_nodes or shape.features:
-        where = where & table.asked_for(shape.required_nodes, shape.features)
+    if shape.required_nodes or shape.features or shape.excluded_nodes:
+        where = where & table.asked_for(shape)
     return where & (table.devices(shape.gpu_type)[0] >= shape.gpus) if shape.gpus else where
 
 
@@ -399,7 +399,7 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     other = "cpus" if unit == "gpus" else "gpus"
     groups: dict[tuple[Hashable, ...], list[Shape]] = {}
     for shape in shapes:
-        where = shape.partitions, shape.required_nodes, shape.features
+        where = shape.partitions, shape.required_nodes, shape.features, shape.excluded_nodes
         key = getattr(shape, unit), shape.gpu_type, where, shape.whole_nodes
         groups.setdefault(key, []).append(shape)
     kept: list[Shape] = []

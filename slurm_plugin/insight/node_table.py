@@ -6,16 +6,16 @@ partition allows is part of the answer: MaxCPUsPerNode, whole nodes (OverSubscri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetstream.slurm_plugin.client.constraint import alternatives, meets
 from hetstream.slurm_plugin.client.model import Job, Node, Partition
+from hetstream.slurm_plugin.insight.shapes import Shape
 
-_ONE_FEATURE = re.compile(r"[\w.-]+")
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
@@ -27,6 +27,7 @@ class NodeTable:
         nodes: which.
         partitions: those that the cluster has; one that is not among them allows everything.
         jobs: running ones count against MaxCPUsPerNode.
+        cluster: all nodes in Slurm's order, where more than these follow each other.
 
     Attributes:
         nodes: in the order of the arrays.
@@ -34,8 +35,16 @@ class NodeTable:
         reserved: whether only jobs of a reservation start there.
     """
 
-    def __init__(self, nodes: Iterable[Node], partitions: Iterable[Partition] = (), jobs: Iterable[Job] = ()) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        partitions: Iterable[Partition] = (),
+        jobs: Iterable[Job] = (),
+        cluster: Iterable[Node] = (),
+    ) -> None:
         self.nodes = tuple(nodes)
+        order = {node.name: place for place, node in enumerate(cluster)}
+        self._order = self._counts(order.get(node.name, place) for place, node in enumerate(self.nodes))
         self.cpus = self._counts(node.cpus for node in self.nodes)
         self.cpus_free = self._counts(node.cpus_free for node in self.nodes)
         self.memory_mb = self._counts(node.memory_mb for node in self.nodes)
@@ -63,7 +72,7 @@ class NodeTable:
         self._eligible: dict[tuple[frozenset[str], str], Mask] = {}
         self._cpus: dict[frozenset[str], tuple[Counts, Counts]] = {}
         self._devices: dict[str, tuple[Counts, Counts]] = {}
-        self._features: dict[str, Mask] = {}
+        self._features: dict[str, list[Mask]] = {}
 
     def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
         """The nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
@@ -85,14 +94,29 @@ class NodeTable:
         """The nodes with these names."""
         return self._at([self._places[name] for name in names if name in self._places])
 
-    def asked_for(self, required_nodes: Collection[str], features: str) -> Mask:
-        """The nodes that `--nodelist` and `--constraint` leave; expressions of features are Slurm's to weigh."""
-        mask = self.named(required_nodes) if required_nodes else np.ones(len(self.nodes), dtype=np.bool_)
-        if not _ONE_FEATURE.fullmatch(features):
-            return mask
+    def asked_for(self, shape: Shape) -> Mask:
+        """The nodes that `--nodelist`, `--exclude` and `--constraint` leave."""
+        mask = self.named(shape.required_nodes) if shape.required_nodes else np.ones(len(self.nodes), dtype=np.bool_)
+        if shape.excluded_nodes:
+            mask = mask & ~self.named(shape.excluded_nodes)
+        choices = self.alike(shape.features)
+        return mask & np.logical_or.reduce(choices) if choices else mask
+
+    def alike(self, features: str) -> list[Mask]:
+        """The nodes that meet each of the alternatives of which all nodes of a job must meet the same one."""
         if features not in self._features:
-            self._features[features] = self._mask(features in node.features for node in self.nodes)
-        return mask & self._features[features]
+            self._features[features] = [self._meeting(choice) for choice in alternatives(features)]
+        return self._features[features]
+
+    def _meeting(self, expression: str) -> Mask:
+        """The nodes that meet an expression of features, in which few of them differ."""
+        found = {features: meets(expression, features) for features in {node.features for node in self.nodes}}
+        return self._mask(found[node.features] for node in self.nodes)
+
+    def are_side_by_side(self, mask: Mask, wanted: int) -> bool:
+        """Whether so many of these nodes follow each other in the order of the cluster's."""
+        places = self._order[mask]
+        return any(last - first == wanted - 1 for first, last in zip(places, places[wanted - 1 :], strict=False))
 
     def cpus_for(self, partitions: Collection[str], whole_nodes: bool = False) -> tuple[Counts, Counts]:
         """CPUs of each node that a job in one of these partitions could have at all, and now.

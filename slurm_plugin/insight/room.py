@@ -1,4 +1,4 @@
-"""Where a job could run, and where it has room now: (nodes as arrays, what it asks of a node) -> masks. No I/O.
+"""Where a job could run, and where it has room now: (nodes as arrays, what it asks for) -> masks. No I/O.
 
 Made by `why.py` for each kind of request. Two jobs that ask alike have the same room, whenever they were submitted.
 """
@@ -41,7 +41,11 @@ class Room:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
         self._table = table
-        anywhere = table.everywhere(names) & table.asked_for(job.required_nodes, job.features)
+        self._wanted = max(1, job.num_nodes)
+        self._is_contiguous = job.is_contiguous and self._wanted > 1
+        self._named = table.named(job.required_nodes)
+        self._has_named = np.count_nonzero(self._named) == len(set(job.required_nodes))
+        anywhere = table.everywhere(names) & table.asked_for(shape)
         mine = table.eligible(names, job.reservation)
         if kept is not None:
             mine = mine & ~kept
@@ -73,22 +77,36 @@ class Room:
                 mask = mask & enough
         return mask
 
-    def short_alone(self, wanted: int) -> tuple[str, ...]:
+    def is_enough(self, mask: Mask) -> bool:
+        """Whether these nodes would do: as many as the job wants, with all that it names, and alike or side by side."""
+        if not self._has_named or (self._named & ~mask).any():
+            return False
+        return any(
+            np.count_nonzero(alike) >= self._wanted
+            and not (self._named & ~alike).any()
+            and (not self._is_contiguous or self._table.are_side_by_side(alike, self._wanted))
+            for alike in [mask & choice for choice in self._table.alike(self.shape.features)] or [mask]
+        )
+
+    def short_alone(self) -> tuple[str, ...]:
         """The resources of which more of that one alone would let it start on so many nodes.
 
         GPUs are named last: where more of something else would do, it is that which keeps free GPUs from being used.
         """
         ordered = sorted(RESOURCES, key=lambda name: name == "GPUs")
-        return tuple(
-            name for name in ordered if name in self.enough and np.count_nonzero(self.enough_but(name)) >= wanted
-        )
+        return tuple(name for name in ordered if name in self.enough and self.is_enough(self.enough_but(name)))
 
     def short(self) -> tuple[str, ...]:
         """The resources of which some node has too little."""
         return tuple(name for name in RESOURCES if name in self.enough and (self.possible & ~self.enough[name]).any())
 
     def most_free(self, resource: str) -> tuple[int, str, int]:
-        """Of the nodes with enough of all other resources: the most free of this one, where, and how many they are."""
-        places = np.flatnonzero(self.enough_but(resource))
+        """Of the nodes with enough of all other resources: the most free of this one, where, and how many they are.
+
+        Where the job names nodes that have no room, of these.
+        """
+        others = self.enough_but(resource)
+        full = self._named & ~self.fits
+        places = np.flatnonzero(others & full if (others & full).any() else others)
         best = int(places[np.argmax(self.free[resource][places])])
         return int(self.free[resource][best]), self._table.nodes[best].name, len(places)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from hetstream.slurm_plugin.client.constraint import for_one_node
 from hetstream.slurm_plugin.client.model import Job
 
 RESOURCES = ("GPUs", "CPUs", "memory")
@@ -24,7 +25,8 @@ class Shape:
         partitions: where it may run; empty means everywhere.
         num_jobs: how many pending jobs have this shape.
         whole_nodes: it gets whole nodes alone (`--exclusive`).
-        required_nodes, features: `--nodelist` and `--constraint`.
+        required_nodes: `--nodelist`, where it names as many nodes as it wants: it then runs on no other.
+        features, excluded_nodes: `--constraint` and `--exclude`.
     """
 
     cpus: int
@@ -36,6 +38,7 @@ class Shape:
     whole_nodes: bool = False
     required_nodes: tuple[str, ...] = ()
     features: str = ""
+    excluded_nodes: tuple[str, ...] = ()
 
 
 def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -47,8 +50,8 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
             key = (
                 job.reason, job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
                 id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), id(job.gres_per_socket),
-                job.gpus_requested, job.required_nodes, job.features, job.reservation, job.exclusive,
-                job.user if job.exclusive == "USER" else "",
+                job.gpus_requested, job.required_nodes, job.features, job.excluded_nodes, job.is_contiguous,
+                job.num_switches, job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
             )  # fmt: skip
             group = groups.get(key)
             if group is None:
@@ -82,6 +85,7 @@ def shape_of(job: Job) -> Shape:
         gpu_type=job.type_of("gpu"),
         partitions=tuple(sorted(job.partitions)),
         whole_nodes=job.exclusive == "NODE",
-        required_nodes=job.required_nodes,
-        features=job.features,
+        required_nodes=job.required_nodes if len(set(job.required_nodes)) >= nodes else (),
+        features=job.features if nodes > 1 else for_one_node(job.features),
+        excluded_nodes=job.excluded_nodes,
     )

@@ -82,12 +82,14 @@ class Explainer:
     def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
         self._snapshot = snapshot
         self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
-        self._table = NodeTable((node for node in snapshot.nodes if node.is_usable), snapshot.partitions, snapshot.jobs)
+        usable = (node for node in snapshot.nodes if node.is_usable)
+        self._table = NodeTable(usable, snapshot.partitions, snapshot.jobs, snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
         self._best_tiers: dict[tuple[str, ...], int] = {}
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
+        self._has_switches = snapshot.config.get("TopologyPlugin", "").endswith(("/tree", "/block"))
         # In the order of their beginning: the jobs of others must have ended by then.
         self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
@@ -200,7 +202,8 @@ class Explainer:
     def _key(self, shape: Shape, job: Job) -> Hashable:
         """What decides where there is room."""
         owner = (job.uid, job.user) if job.exclusive == "USER" else None
-        return shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job), owner
+        together = job.num_nodes, job.required_nodes, job.is_contiguous
+        return shape, together, job.reservation, self._num_before_end(job), owner
 
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
@@ -211,17 +214,16 @@ class Explainer:
         return self._kinds[key]
 
     def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
-        wanted = max(1, job.num_nodes)
-        if _count(room.fits) >= wanted:
+        if room.is_enough(room.fits):
             return ()
-        if self._in_the_way(job) and _count(Room(self._table, room.shape, job, self._up).fits) >= wanted:
+        if self._in_the_way(job) and (later := Room(self._table, room.shape, job, self._up)).is_enough(later.fits):
             return ("reservation",)
-        if _count(room.possible) < wanted:
+        if not room.is_enough(room.possible):
             out = Room(self._unusable, room.shape, job, None)
             return ("nodes",) if out.possible.any() or room.reserved.any() else ("size",)
         if room.needs_whole_nodes:
             return ("whole nodes",)
-        return room.short_alone(wanted) or room.short()[:1]
+        return room.short_alone() or room.short()[:1]
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
@@ -271,13 +273,14 @@ class Explainer:
                 why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
                 text = f"it gets whole nodes ({why}), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
-            elif room.short_alone(wanted):
+            elif room.short_alone():
                 blockers.append(_lack(kind, room, wanted))
             else:
                 blockers.append(Blocker(kind, f"{' and '.join(room.short())} are not free on the same node(s)"))
         if blockers and wanted > 1:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
-            blockers.append(Blocker("gang", f"it needs {wanted} nodes at once; {len(fits)} have room now{where}"))
+            text = f"it needs {wanted} nodes at once{_together(job)}; {len(fits)} have room now{where}"
+            blockers.append(Blocker("gang", text))
         return fits, blockers
 
     def _kept_for_later(self, room: Room, job: Job) -> Blocker:
@@ -318,7 +321,19 @@ class Explainer:
         if ahead:
             text = f"there is room now; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
             return Blocker("priority", text, "squeue --start")
+        if kind := self._kind_not_looked_at(job):
+            what = f"--constraint={job.features}" if kind == "constraints" else f"--switches={job.num_switches}"
+            text = f"each node alone has room now, and no job is ahead; only Slurm weighs what {what} asks of all"
+            return Blocker(kind, text, f"scontrol show job {job.job_id}")
         return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
+
+    def _kind_not_looked_at(self, job: Job) -> str:
+        """The kind of what a job asks of its nodes together and only Slurm weighs; empty if there is nothing."""
+        if job.num_nodes < 2:
+            return ""
+        if "*" in job.features:
+            return "constraints"
+        return "switches" if job.num_switches and self._has_switches else ""
 
     def _turn(self, job: Job) -> str:
         """The kind of what a job with room waits for, found without looking at all the jobs ahead."""
@@ -330,7 +345,7 @@ class Explainer:
                 return "backfill"
             if self._first.get(name, place) < place:
                 turn = "priority"
-        return turn
+        return (turn == "scheduler" and self._kind_not_looked_at(job)) or turn
 
     def _ahead(self, job: Job) -> list[Job]:
         """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
@@ -456,7 +471,7 @@ def _said_by_slurm(job: Job) -> Blocker | None:
 
 def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
     """Fewer nodes than it needs could run it, were they empty."""
-    asks, eligible, possible = _asks(room.shape), _count(room.eligible), _count(room.possible)
+    asks, eligible, possible = _asks(room.shape) + _together(job), _count(room.eligible), _count(room.possible)
     wanted = max(1, job.num_nodes)
     if out or reserved:
         others = [f"{compress(node.name for node in out)} is out of use"] if out else []
@@ -473,6 +488,16 @@ def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Nod
         f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} that it may use have that at all",
         "ask for less, or for another partition: hetstream frag",
     )
+
+
+def _together(job: Job) -> str:
+    """What a job wants of its nodes together; empty if it takes any."""
+    if job.num_nodes < 2:
+        return ""
+    parts = [f"{compress(job.required_nodes)} among them"] if job.required_nodes else []
+    parts += ["side by side (--contiguous)"] if job.is_contiguous else []
+    parts += [f"alike in {job.features}"] if "[" in job.features else []
+    return "".join(f", {part}" for part in parts)
 
 
 def _asks(shape: Shape) -> str:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from hetstream.slurm_plugin.client.constraint import alternatives, meets
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
@@ -263,9 +264,9 @@ def _only_nodes(job: OpportunisticJob, snapshot: Snapshot) -> frozenset[str]:
     found = {node.name for node in snapshot.nodes if not set(node.partitions).isdisjoint(job.job.partitions)}
     if asked:
         found &= {*asked}
-    if re.fullmatch(r"\w+", job.job.features):
-        found &= {node.name for node in snapshot.nodes if job.job.features in node.features}
-    found -= {*job.notes.excluded_nodes}
+    if choices := alternatives(job.job.features):
+        found &= {node.name for node in snapshot.nodes if any(meets(choice, node.features) for choice in choices)}
+    found -= {*job.job.excluded_nodes}
     found = {node.name for node in snapshot.nodes if node.name in found and _has_spare(node, job, snapshot)}
     return frozenset(found) or frozenset({"no node"})
 

@@ -17,7 +17,6 @@ from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
-from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
@@ -221,12 +220,12 @@ user_text = st.one_of(
 BY_USERS = (
     "Name", "WorkDir", "Comment", "Feature", "Reservation", "Dependency", "Account", "QOS", "Partition", "Reason",
     "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "ReqNodes", "SchedNodes",
-    "NumCPUs", "NumNodes", "NumTasks", "TimeLimit", "MinMemory", "ArrayTaskID", "StartTime",
+    "NumCPUs", "NumNodes", "NumTasks", "TimeLimit", "MinMemory", "ArrayTaskID", "StartTime", "ExcNodes", "ReqSwitch",
 )  # fmt: skip
 IN_JSON = (
     "name", "comment", "features", "resv_name", "dependency", "account", "partition", "current_working_directory",
     "tres_per_node", "tres_per_task", "tres_per_job", "tres_per_socket", "cpus_per_tres", "required_nodes",
-    "scheduled_nodes", "array_task_string", "tres_req_str",
+    "scheduled_nodes", "array_task_string", "tres_req_str", "excluded_nodes",
 )  # fmt: skip
 
 
@@ -317,7 +316,7 @@ def test_what_slurm_gave_is_asked_where_a_running_jobs_request_cannot_be_read(tm
 
 
 def test_excluded_nodes_that_cannot_be_read_are_of_that_job_alone() -> None:
-    assert parse_excluded("8 g[1-\n9 g[1-2]\n\u00b2 g1\n10 (null)\n") == {9: ("g1", "g2")}
+    assert parse_text.parse_excluded("8 g[1-\n9 g[1-2]\n\u00b2 g1\n10 (null)\n") == {9: ("g1", "g2")}
 
 
 def test_squeue_writes_round_numbers_with_a_unit() -> None:

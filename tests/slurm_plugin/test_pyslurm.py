@@ -24,7 +24,7 @@ JOB = dict(
     account=None, qos=None, tres_per_node=None, tres_per_task=None, tres_per_job="gres:gpu:2", nodes="gpu0",
     submit_time=1795283191, eligible_time=1795283191, start_time=1795283192, end_time=1795283492, time_limit=5,
     priority=4294901758, dependency=None, req_nodes=["gpu[0", "2]"], sched_nodes=None, features=[], resv_name=None,
-    comment="a|b \\x1d", work_dir="/tmp",
+    comment="a|b \\x1d", work_dir="/tmp", exc_nodes=["gpu[1", "3]"], contiguous=True, req_switch=2,
 )
 WAITS = dict(
     JOB, job_id=6, job_state="PENDING", state_reason="ReqNodeNotAvail,_UnavailableNodes:a_b", tres_alloc_str=None,
@@ -106,6 +106,7 @@ def test_what_it_says_is_the_model(installed: Callable[..., CommandReader]) -> N
     assert (runs.label, runs.partitions, runs.user, runs.reason) == ("9+1", ("cpu", "gpu"), "root", "")
     assert (runs.memory_mb, runs.memory_per_cpu_mb, runs.time_limit_s, runs.end_s) == (600, 100, 300, 1795283492)
     assert (runs.count("gpu"), runs.required_nodes, runs.het) == (2, ("gpu0", "gpu2"), HetComponent(9, 1))
+    assert (runs.excluded_nodes, runs.is_contiguous, runs.num_switches) == (("gpu1", "gpu3"), True, 2)
     assert (waits.label, waits.num_records, waits.end_s, waits.time_limit_s) == ("6_[1-8%2]", 8, None, None)
     assert waits.reason == "ReqNodeNotAvail, UnavailableNodes:a_b"
     (node,) = read.nodes

@@ -79,6 +79,7 @@ class Cluster(Recorded):
         path.write_text(
             f"#!{sys.executable} -IS\nimport json, os, sys\n"
             f"jobs = json.load(open({str(self.directory / 'jobs.json')!r}))\n"
+            "if '-O' not in sys.argv: raise SystemExit  # which nodes jobs exclude\n"
             "asked = [one.split(':', 1) for one in sys.argv[sys.argv.index('-O') + 1].split(',')]\n"
             "for job in jobs:\n"
             "    sys.stdout.buffer.write(os.fsencode(''.join(job[name] + end for name, end in asked) + '\\n'))\n"

@@ -142,7 +142,11 @@ class PackedSlurm:
         )  # fmt: skip
 
     def _queue(self) -> tuple[Job, ...]:
-        return tuple(job for number, job in self.jobs.items() if number not in self.ended)
+        return tuple(
+            replace(job, excluded_nodes=self.excluded.get(number, ()))
+            for number, job in self.jobs.items()
+            if number not in self.ended
+        )
 
     def _node(self, name: str) -> Node:
         used = [
@@ -163,8 +167,7 @@ class PackedSlurm:
     def notes(self, partitions: Collection[str]) -> dict[int, JobNotes]:
         return {
             number: JobNotes(
-                self.admin_comments[number], number not in self.no_requeue, self.excluded.get(number, ()),
-                number in self.ended,
+                self.admin_comments[number], number not in self.no_requeue, number in self.ended
             )
             for number, job in self.jobs.items()
             if set(job.partitions) <= set(partitions)

@@ -14,7 +14,6 @@ from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
 from hetstream.slurm_plugin.client.model import Node
-from hetstream.slurm_plugin.client.packing_slurm import parse_excluded
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
 
@@ -363,11 +362,6 @@ def test_a_job_is_not_placed_on_nodes_that_it_excludes(site: Site) -> None:
     assert site.look() == ["placed", "waits"]
     assert slurm.jobs[7].required_nodes == ("g3",)
     assert "on nodes that it does not ask for" in site.events[1].reason
-
-
-def test_excluded_nodes_are_read_as_squeue_writes_them() -> None:
-    """22.05, 24.11 and 26.05 alike."""
-    assert parse_excluded("9 gpu[0-1]\n10 gpu0\n11 \n12 (null)\n") == {9: ("gpu0", "gpu1"), 10: ("gpu0",)}
 
 
 def test_a_node_complains_of_its_own_jobs_alone(site: Site) -> None:

@@ -18,6 +18,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hetstream.base.own_job import of_own_job, other_job, own_job
+
 # Not resolved: in a checkout a link leads to this folder.
 _INSTALLED_IN = str(Path(os.path.abspath(__file__)).parents[2])
 
@@ -30,12 +32,12 @@ NO_JOB = "local"
 
 def job_has_writers(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the job's script has started checkpoint writers."""
-    return environ.get(JOB_WRITER, "") == "1"
+    return environ.get(JOB_WRITER, "") == "1" and not other_job(JOB_WRITER, environ)
 
 
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The checkpoint directory that the job's script names, or None."""
-    return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) else None
+    """The checkpoint directory that the job's script names, or None; that of another job's script is not this one's."""
+    return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) and not other_job(DIRECTORY, environ) else None
 
 
 def takes_over(environ: Mapping[str, str] = os.environ) -> str:
@@ -48,9 +50,8 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
 
     Without Slurm the job is "local".
     """
-    job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or NO_JOB
-    component = environ.get("SLURM_HET_GROUP_ID", "")
-    return job, int(component) if component.isdecimal() else 0
+    component = of_own_job(environ).get("SLURM_HET_GROUP_ID", "")
+    return own_job(environ) or NO_JOB, int(component) if component.isdecimal() else 0
 
 
 def several_ranks(environ: Mapping[str, str] = os.environ, *, is_mpi: bool = False) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory
+from hetstream.base.own_job import other_job
 from hetstream.base.private import temporary_place
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, places, setting
@@ -114,7 +115,8 @@ def find_address_file(
     """
     if job is not None and service is not None:
         raise UsageError("name a job, or --service, not both")
-    if job is None and (named := service or environ.get("HETSTREAM_SERVICE")):
+    inherited = other_job("HETSTREAM_SERVICE", environ)
+    if job is None and (named := service or ("" if inherited else environ.get("HETSTREAM_SERVICE"))):
         return parse_service(named)
     jobs_dir = setting(JOBS_DIR, environ)
     if job is None:

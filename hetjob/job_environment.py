@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.own_job import of_own_job
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
 
+_COMMANDS = str(Path(__file__).with_name("commands"))
 CONTROLLER_STATE_FILE = "elastic.json"
 
 
@@ -57,6 +60,7 @@ class JobEnvironment:
                 f"{', '.join(missing)} is not set: the job master runs inside a batch job. "
                 "Submit the script with: hetstream sbatch SCRIPT"
             )
+        environ = of_own_job(environ)
         plain = {**environ, **plain_variables(environ)}
         return cls(
             job_id=environ["SLURM_JOB_ID"],
@@ -118,8 +122,19 @@ def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
     Slurm gives a heterogeneous job's batch script `SLURM_CPUS_PER_TASK_HET_GROUP_0` but no `SLURM_CPUS_PER_TASK`
     (seen on 22.05), on which the user's script may count.
     """
-    own = ((re.fullmatch(r"(SLURM_\w+)_HET_GROUP_0", name), value) for name, value in environ.items())
+    own = ((re.fullmatch(r"(SLURM_\w+)_HET_GROUP_0", name), value) for name, value in of_own_job(environ).items())
     return {match[1]: value for match, value in own if match and match[1] not in environ}
+
+
+def submitting(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a heterogeneous job's script needs so that the jobs that it submits itself are ordinary ones.
+
+    Its PATH begins with commands that take Slurm's variables of its components out of what they hand on.
+    """
+    if "SLURM_HET_SIZE" not in of_own_job(environ):
+        return {}
+    kept = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry != _COMMANDS]
+    return {"PATH": os.pathsep.join([_COMMANDS, *kept])}
 
 
 def export_variables(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hetstream.base.own_job import with_job
 from hetstream.base.private import make_private
 from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.hetjob.errors import WritersNotStarted
@@ -71,7 +72,7 @@ def start(
     step = client.start_step(options, [*program, "ckpt", "writer", *place], output, in_background=True)
     if why := await_ready(step, lambda: _num_ready(job) >= job.num_nodes, limit_s, "not all were ready"):
         raise WritersNotStarted(f"the checkpoint writers did not start: {why}. See the logs in {job.writers}")
-    return {JOB_WRITER: "1"}
+    return with_job({JOB_WRITER: "1"}, environ)
 
 
 def _num_ready(job: JobEnvironment) -> int:

@@ -11,12 +11,16 @@ HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what 
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
 HETSTREAM_EXPLAIN        of `hetstream explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
+*_OF_JOB                 of a variable that a script has exported: the job that it is for, see `base/own_job.py`
 HETSTREAM_FAULT          for tests: where a process is to die, see `faults.py`
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
+import multiprocessing
 import os
 import uuid
 from collections.abc import Mapping
@@ -25,7 +29,10 @@ from pathlib import Path
 
 from hetstream.base.errors import ConfigError
 from hetstream.base.installed import install_command
+from hetstream.base.own_job import of_own_job, other_job, own_job
 from hetstream.mpi_dataworkers.transports.registry import ALL_NAMES, DEFAULT_NAMES
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
@@ -104,12 +111,26 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     """The service to connect to, or None to work in process."""
+    if environ.get("HETSTREAM_SERVICE") and (whose := other_job("HETSTREAM_SERVICE", environ)):
+        _say_local(whose, own_job(environ))
+        return None
     return environ.get("HETSTREAM_SERVICE") or None
+
+
+@functools.cache
+def _say_local(whose: str, own: str) -> None:
+    # Once in a program: not in its workers, and in one of its ranks.
+    if multiprocessing.parent_process() is None and os.environ.get("SLURM_PROCID", "0") == "0":
+        _log.warning(
+            "the data service in the environment is that %s, from which this job %s was submitted: DataLoaders stay "
+            "local. To use that service all the same: unset HETSTREAM_SERVICE_OF_JOB",
+            *(whose, own),
+        )
 
 
 def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     """What of a model's forward may move to the data workers: `off`, `auto` or `all`."""
-    value = environ.get("HETSTREAM_OFFLOAD") or "off"
+    value = ("" if other_job("HETSTREAM_OFFLOAD", environ) else environ.get("HETSTREAM_OFFLOAD")) or "off"
     if value not in OFFLOADS:
         raise ConfigError(f"environment variable HETSTREAM_OFFLOAD={value!r}: must be one of {', '.join(OFFLOADS)}")
     return value
@@ -272,7 +293,7 @@ def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:
     All of them, but in a step over the components of a heterogeneous job whose batches come by MPI: there the tasks of
     component 0 are the trainers and have the first ranks, and the others are data workers (docs/mpi.md).
     """
-    leaders = _number(environ, "SLURM_NTASKS_HET_GROUP_0")
+    leaders = _number(of_own_job(environ), "SLURM_NTASKS_HET_GROUP_0")
     return leaders if leaders is not None and "mpi" in transports_from_environment(environ) else num_tasks
 
 

@@ -210,6 +210,12 @@ _OWN_STEP = re.compile(r"\$\{?SLURM_JOB_?ID\}?\.\d")
 # What asks Slurm about the job that the script is.
 _OWN_JOB = re.compile(r"\b(squeue|scontrol\s[^\n|;]*show\s+job)\b[^\n|;]*\$\{?SLURM_JOB_?ID\b")
 
+# What takes Slurm's variables from an `srun`: `env -i srun`, `unset ${!SLURM_@}`.
+_WITHOUT_VARIABLES = re.compile(
+    r"\benv\s(?:[^\n|;&]*\s)?(?:-|-\w*i\w*|--ignore-environment)\s(?:[^\n]|\\\n)*\bsrun\b"
+    r"|\bunset\b[^\n]*(?:\bSLURM_HET_SIZE\b|\$\{!SLURM\w*[@*]|\bSLURM_?\*)|\bexec\s+-\w*c\w*\s[^\n]*\bsrun\b"
+)
+
 
 def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
     """What to say when a script means its job or a step of it where that is something else than in a plain job."""
@@ -224,13 +230,14 @@ def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
             spec.data_workers_max > 0 or spec.checkpoint is not None,
             "the first steps of the job are hetstream's, and the script's have other numbers. How to find one by name",
         ),
+        (
+            _WITHOUT_VARIABLES,
+            spec.data_workers_min > 0,
+            "without SLURM_HET_SIZE in its environment srun starts nothing in a job of several components. What to add",
+        ),
     )
-    lines = [*enumerate(text.split("\n"), start=1)]
-    return [
-        f"{name} line {number}: {what}: docs/jobs.md"
-        for pattern, is_so, what in meanings
-        if is_so and (number := next((number for number, line in lines if pattern.search(line)), 0))
-    ]
+    found = [(pattern.search(text), what) for pattern, is_so, what in meanings if is_so]
+    return [f"{name} line {text.count(chr(10), 0, at.start()) + 1}: {what}: docs/jobs.md" for at, what in found if at]
 
 
 def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: Cluster) -> list[str]:

@@ -85,7 +85,10 @@ class FlashCheckpointer:
         check_arguments(shared, interval, keep, ranks, options)
         path = directory_of_job() if directory is None else directory
         if path is None:
-            raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")
+            raise OptionsError(
+                "no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR (a job that is "
+                "submitted from such a job's script names its own)"
+            )
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._pid = os.getpid()
         self._options = options

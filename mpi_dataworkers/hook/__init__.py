@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hetstream.base.own_job import with_job
 from hetstream.mpi_dataworkers.config import hash_seed
 
 _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
@@ -18,7 +19,7 @@ _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 def environment(
     service: str | None, environ: Mapping[str, str] = os.environ, offload: str | None = None
 ) -> dict[str, str]:
-    """Variables under which `python train.py` streams.
+    """Variables under which `python train.py` streams, in this job and in no other that is submitted from it.
 
     Args:
         service: `file:PATH` of the dispatcher's address file, or None for the same batches made in process.
@@ -31,4 +32,5 @@ def environment(
     # Else the order of a set of text, and what samples make of it, would differ between the processes that make them.
     variables |= {} if environ.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": hash_seed(environ)}
     variables |= {} if offload is None else {"HETSTREAM_OFFLOAD": offload}
-    return variables | ({"HETSTREAM_SERVICE": service} if service else {})
+    # Empty without a service: the environment may have that of a surrounding job.
+    return with_job(variables | {"HETSTREAM_SERVICE": service or ""}, environ)

@@ -5,19 +5,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from hetstream.base.imports import when_imported
+from hetstream.base.own_job import other_job
 
 _MARK = "_hetstream_stands_in"
 
 
 def install() -> None:
-    """Have the loaders patched when they are imported, or now if they were; calling it twice changes nothing."""
+    """Have the loaders patched when they are imported, or now if they were; calling it twice changes nothing.
+
+    Not in a job that was submitted from another one's script: that one's data workers are not for it.
+    """
+    if other_job("HETSTREAM_HOOK", os.environ):
+        when_imported("torch.utils.data.dataloader", _stay_local)
+        return
     when_imported("torch.utils.data.dataloader", _patch)
     when_imported("hetstream.mpi_dataworkers.loader.data_loader", _patch_ours)
+
+
+def _stay_local(module: ModuleType) -> None:
+    from hetstream.mpi_dataworkers.config import service_from_environment
+
+    del module
+    service_from_environment()  # which says so
 
 
 def _patch(module: ModuleType) -> None:

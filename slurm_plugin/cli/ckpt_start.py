@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.own_job import with_job
 from hetstream.checkpoint.config import DIRECTORY
 from hetstream.hetjob.job_environment import export_lines, export_variables
 from hetstream.hetjob.jobs_dir import JOBS_DIR, choose, setting
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start them and print shell text that exports the variables."""
-    directory = {DIRECTORY: str(args.checkpoint.absolute())} if args.checkpoint else {}
+    directory = with_job({DIRECTORY: str(args.checkpoint.absolute())} if args.checkpoint else {}, os.environ)
     # Printed first: the program needs it even if no checkpoint writer starts.
     sys.stdout.write(export_lines(directory | export_variables(os.environ, directory)))
     try:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hetstream.base.own_job import of_own_job
 from hetstream.base.private import temporary_place
 from hetstream.base.signals import FATAL
 from hetstream.hetjob.errors import SlurmCommandError
@@ -351,4 +352,5 @@ def run_sbatch(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what belongs to the surrounding batch script or step."""
     foreign = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
-    return {name: value for name, value in environ.items() if not name.startswith(foreign) or _KEEP.match(name)}
+    own = of_own_job(environ)
+    return {name: value for name, value in own.items() if not name.startswith(foreign) or _KEEP.match(name)}

@@ -490,10 +490,10 @@ def test_a_requeued_job_waits_for_the_lock_of_its_earlier_start(
 def test_odd_variables_of_slurm_and_paths() -> None:
     assert job_and_component({"SLURM_JOB_ID": "", "SLURM_HET_GROUP_ID": "x"}) == ("local", 0)
     assert job_and_component({"SLURM_JOB_ID": "7", "SLURM_HET_GROUP_ID": "²"}) == ("7", 0)
-    assert job_and_component({"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_HET_GROUP_ID": "1"}) == (
-        "7",
-        1,
-    )
+    step = {"SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_JOB_ID_HET_GROUP_1": "8", "SLURM_HET_GROUP_ID": "1"}
+    assert job_and_component(step | {"SLURM_JOB_ID": "8"}) == ("7", 1)
+    # What a heterogeneous job leaves in the environment of a job that is submitted from it.
+    assert job_and_component(step | {"SLURM_JOB_ID": "9"}) == ("9", 0)
     paths = environment_of_writer({"PYTHONPATH": "src:/abs:"})["PYTHONPATH"].split(":")
     assert paths == [str(ROOT), os.path.abspath("src"), "/abs"]
     assert not find_stores([Path("/nowhere")])

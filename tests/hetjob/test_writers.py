@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hetstream.base.own_job import with_job
 from hetstream.hetjob.errors import WritersNotStarted
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import Child
@@ -49,7 +50,7 @@ def _in_the_submit_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_writers_start_beside_everything_else(tmp_path: Path, wait_until: Callable[..., None]) -> None:
     slurm = fake(tmp_path, SLURM_HET_SIZE="2", SLURM_JOB_NUM_NODES_HET_GROUP_0="1", SLURM_JOB_NUM_NODES="5")
-    assert start(PROGRAM, slurm, slurm.environ, 20) == {"HETSTREAM_CKPT_WRITER": "1"}
+    assert start(PROGRAM, slurm, slurm.environ, 20) == with_job({"HETSTREAM_CKPT_WRITER": "1"}, slurm.environ)
     ((method, words),) = slurm.calls
     assert method == "start_step"
     assert words[: words.index(PROGRAM[0])] == (

@@ -205,6 +205,26 @@ def test_a_script_that_means_a_step_by_its_number_is_told_of_other_steps(shell: 
     assert f"line {number + 1}: the first steps of the job are hetstream's" in said
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "env -i PATH=$PATH SLURM_JOB_ID=$SLURM_JOB_ID srun -n1 python train.py",
+        "env -i PATH=$PATH \\\n  srun -n1 python train.py",
+        "unset ${!SLURM_@}; srun hostname",
+        "unset $(env | grep -o SLURM_HET_SIZE)",
+        "exec -c srun hostname",
+    ],
+)
+def test_a_script_that_empties_the_environment_of_srun_is_told_what_to_add(shell: Shell, line: str) -> None:
+    script = shell.directory / "train.sbatch"
+    number = script.read_text().count("\n") + 1
+    script.write_text(f"{script.read_text()}{line}\n")
+    assert f"line {number}: without SLURM_HET_SIZE" in shell.run("sbatch", "train.sbatch").stderr
+    assert "SLURM_HET_SIZE" not in shell.run("sbatch", "--data-workers=0-2", "train.sbatch").stderr
+    script.write_text(script.read_text().replace(line, "env A=-i x; unset A; srun env -u B hostname"))
+    assert "SLURM_HET_SIZE" not in shell.run("sbatch", "train.sbatch").stderr
+
+
 def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
     done = shell.run("sbatch", "late.sbatch")

@@ -31,7 +31,8 @@ def test_the_environment_of_a_step_does_not_inherit_the_batch_scripts_options(
 ) -> None:
     tool(tmp_path, "srun", 'echo "$@"; env | sort')
     slurm = client(
-        tmp_path, SLURM_JOB_ID="7", SLURM_HET_SIZE="2", SLURM_JOB_ID_HET_GROUP_1="8", SLURM_CONF="/x", HOME="/root",
+        tmp_path, SLURM_JOB_ID="7", SLURM_HET_SIZE="2", SLURM_JOB_ID_HET_GROUP_0="7", SLURM_JOB_ID_HET_GROUP_1="8",
+        SLURM_CONF="/x", HOME="/root",
         SLURM_NTASKS="4", SLURM_CPUS_PER_TASK="2", SLURM_EXPORT_ENV="NONE", SRUN_CPUS_PER_TASK="2", SLURM_STEP_ID="0",
     )  # fmt: skip
     log = tmp_path / "log"

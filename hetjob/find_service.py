@@ -164,7 +164,7 @@ def _is_own(path: Path) -> bool:
 def _only_one(places: Iterable[Path]) -> Path:
     candidates = [
         *(path for place in places for path in place.glob("job-*/address")),
-        *temporary_place().glob("hetstream-*/address"),
+        *temporary_place(make=False).glob("hetstream-*/address"),
     ]
     found = sorted(path for path in candidates if _is_own(path))
     if len(found) == 1:

@@ -61,11 +61,14 @@ def make_private(path: str | os.PathLike[str], *, own_parents: int = 0) -> None:
         os.fchmod(directory.descriptor, 0o700)
 
 
-def temporary_place() -> Path:
+def temporary_place(*, make: bool = True) -> Path:
     """Where this user's temporary directories are made: nobody else can put another one in the place of one there.
 
     That is TMPDIR, or where Python makes them without it; if that is not safe, `/tmp`, `/var/tmp`, or the home
     directory's. Of programs and scripts there the user runs what he wrote.
+
+    Args:
+        make: the home directory's is made where it is taken and missing. To look for something, nothing is made.
 
     Raises:
         UntrustedFile: none of them is safe.
@@ -80,7 +83,8 @@ def temporary_place() -> Path:
     if found is None:
         try:
             found = Path.home() / _IN_HOME / "tmp"
-            own_directory(found, own_parents=1).close()
+            if make:
+                own_directory(found, own_parents=1).close()
         except (OSError, RuntimeError) as error:
             raise _untrusted(f"no safe place for temporary files: {why}. In the home directory: {error}") from error
     _say_once(wanted, found, why)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
@@ -32,6 +33,7 @@ from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
+from hetstream.hetjob.shell_values import Unknown
 from hetstream.hetjob.spec import OPTIONS, JobSpec
 from hetstream.hetjob.step_demand import Surroundings
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
@@ -40,6 +42,8 @@ from hetstream.slurm_plugin.render.report import duration
 
 # A longer file is no script that somebody wrote.
 _MOST_READ_BYTES = 1 << 20
+# Of paths in a script and in what it runs: on a slow file system looking each up takes about a millisecond.
+_MOST_PATHS = 10_000
 # Of hetstream's commands with a command line of sbatch.
 _OWN_FLAGS = ("dry-run", "json", "auto", "no-wait")
 
@@ -136,8 +140,13 @@ def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> 
 def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Surroundings:
     """What a script finds where it runs: files, from its working directory on, and variables."""
     directory = Path(options.value("chdir") or ".")
+    left = _MOST_PATHS
 
     def read(path: str) -> str | None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Unknown(f"it names more than {_MOST_PATHS:,} paths, too many to look at")
         place = directory / Path(path).expanduser()
         try:
             if not place.is_file() or place.stat().st_size > _MOST_READ_BYTES:
@@ -205,39 +214,50 @@ def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
     ]
 
 
-# What means a step of the job by its number, as in `scancel -s USR1 $SLURM_JOB_ID.0`.
-_OWN_STEP = re.compile(r"\$\{?SLURM_JOB_?ID\}?\.\d")
-# What asks Slurm about the job that the script is.
-_OWN_JOB = re.compile(r"\b(squeue|scontrol\s[^\n|;]*show\s+job)\b[^\n|;]*\$\{?SLURM_JOB_?ID\b")
-
+# A command of a script, with the lines on which it goes on.
+_COMMAND = re.compile(r"(?:\\\n|[^\n;])+")
+_OWN_ID = r"\$\{?SLURM_JOB_?ID\b"
+# Patterns that a command has one behind the other: a single one of all would take quadratic or cubic time.
+_ASKS_ABOUT_OWN_JOB = ((r"\bsqueue\b", _OWN_ID), (r"\bscontrol\s", r"\bshow\s+job\b", _OWN_ID))
+_MEANS_OWN_STEP = ((rf"{_OWN_ID}\}}?\.\d",),)  # as in `scancel -s USR1 $SLURM_JOB_ID.0`
 # What takes Slurm's variables from an `srun`: `env -i srun`, `unset ${!SLURM_@}`.
-_WITHOUT_VARIABLES = re.compile(
-    r"\benv\s(?:[^\n|;&]*\s)?(?:-|-\w*i\w*|--ignore-environment)\s(?:[^\n]|\\\n)*\bsrun\b"
-    r"|\bunset\b[^\n]*(?:\bSLURM_HET_SIZE\b|\$\{!SLURM\w*[@*]|\bSLURM_?\*)|\bexec\s+-\w*c\w*\s[^\n]*\bsrun\b"
+_TAKES_VARIABLES = (
+    (r"\benv\b", r"\s-(?:(?=\w*i)\w+|-ignore-environment)?(?=\s)", r"\bsrun\b"),
+    (r"\bunset\b", r"\bSLURM_HET_SIZE\b|\$\{!SLURM\w*[@*]|\bSLURM_?\*"),
+    (r"\bexec\s+-(?=\w*c)\w+\s", r"\bsrun\b"),
 )
 
 
 def _note_on_own_job(spec: JobSpec, text: str, name: str) -> list[str]:
     """What to say when a script means its job or a step of it where that is something else than in a plain job."""
     meanings = (
-        (
-            _OWN_JOB,
-            spec.data_workers_min > 0,
-            "Slurm answers for each component of the job, the trainer's and the data workers'. What is the trainer's",
-        ),
-        (
-            _OWN_STEP,
-            spec.data_workers_max > 0 or spec.checkpoint is not None,
-            "the first steps of the job are hetstream's, and the script's have other numbers. How to find one by name",
-        ),
-        (
-            _WITHOUT_VARIABLES,
-            spec.data_workers_min > 0,
-            "without SLURM_HET_SIZE in its environment srun starts nothing in a job of several components. What to add",
-        ),
-    )
-    found = [(pattern.search(text), what) for pattern, is_so, what in meanings if is_so]
-    return [f"{name} line {text.count(chr(10), 0, at.start()) + 1}: {what}: docs/jobs.md" for at, what in found if at]
+        (spec.data_workers_min > 0, _ASKS_ABOUT_OWN_JOB,
+         "Slurm answers for each component of the job, the trainer's and the data workers'. What is the trainer's"),
+        (spec.data_workers_max > 0 or spec.checkpoint is not None, _MEANS_OWN_STEP,
+         "the first steps of the job are hetstream's, and the script's have other numbers. How to find one by name"),
+        (spec.data_workers_min > 0, _TAKES_VARIABLES,
+         "without SLURM_HET_SIZE in its environment srun starts nothing in a job of several components. What to add"),
+    )  # fmt: skip
+    return [
+        f"{name} line {text.count(chr(10), 0, command.start()) + 1}: {what}: docs/jobs.md"
+        for is_other, ways, what in meanings
+        if is_other
+        for command in islice((found for found in _COMMAND.finditer(text) if _has(found[0], ways)), 1)
+    ]
+
+
+def _has(command: str, ways: Iterable[Sequence[str]]) -> bool:
+    """Whether a command has all patterns of some way, one behind the other."""
+    for patterns in ways:
+        end = 0
+        for pattern in patterns:
+            found = re.compile(pattern).search(command, end)
+            if found is None:
+                break
+            end = found.end()
+        else:
+            return True
+    return False
 
 
 def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: Cluster) -> list[str]:

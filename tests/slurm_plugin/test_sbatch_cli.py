@@ -225,6 +225,18 @@ def test_a_script_that_empties_the_environment_of_srun_is_told_what_to_add(shell
     assert "SLURM_HET_SIZE" not in shell.run("sbatch", "train.sbatch").stderr
 
 
+@pytest.mark.timeout(60)
+def test_a_script_of_any_size_is_converted_in_time(shell: Shell) -> None:
+    script = shell.directory / "train.sbatch"
+    for words in ("scontrol show job ", "env -i ", "unset "):
+        script.write_text(f"{script.read_text()}: {words * 2000}\n")
+    script.write_text(f"{script.read_text()}python train.py\n")
+    (shell.directory / "train.py").write_text("\n".join(f"import lib{number}" for number in range(10_000)))
+    done = shell.run("convert", "train.sbatch")
+    assert done.returncode == 0
+    assert "because it names more than 10,000 paths, too many to look at" in done.stderr
+
+
 def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
     done = shell.run("sbatch", "late.sbatch")

@@ -113,8 +113,7 @@ def announce(address_file: Path) -> None:
 def announced(address_file: Path) -> PythonEnvironment | None:
     """Where the program runs that last announced it; None if none did, or nobody can tell."""
     try:
-        with Directory.open_safe(address_file.parent) as directory:
-            directory.check_own()
+        with Directory.open_safe(address_file.parent, own=True) as directory:
             fields = json.loads(directory.read(_FILE, _MAX_BYTES))
         return PythonEnvironment(**{**fields, "variables": dict(fields["variables"])})
     except (OSError, ValueError, TypeError, KeyError):

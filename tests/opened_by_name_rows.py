@@ -169,7 +169,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetjob/find_service.py": "_is_own _only_one*2 job_directory",
         "hetjob/job_cleaning.py": "_files jobs_left remove*2",
         "hetjob/master/companions.py": "CompanionJobs._number_after_those_of_before CompanionJobs.submit",
-        "hetjob/master/controller_state_file.py": "ControllerStateFile._directory told_by",
+        "hetjob/master/controller_state_file.py": "ControllerStateFile.__init__ ControllerStateFile.write told_by",
         "hetjob/master/journal_place.py": "lead_to remove*2 remove_left",
         "hetjob/master/migration.py": "Migration.begin",
         "hetjob/master/server.py": "MasterConfig.read _tidy*6 start*2",

@@ -58,7 +58,7 @@ class ControllerStateFile:
         self.tally = TimeTally()
         self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
         try:
-            with self._directory() as directory:
+            with Directory.open_safe(self._path.parent, own=True) as directory:
                 page = typed_json.decode(directory.read(path.name, _MAX_BYTES), _FileContent)
         except FileNotFoundError:
             return
@@ -78,7 +78,7 @@ class ControllerStateFile:
         if page == self._written:
             return
         try:
-            with self._directory() as directory:
+            with Directory.open_safe(self._path.parent, own=True) as directory:
                 directory.write_whole(self._path.name, page)
         except OSError as error:
             if str(error) != self._problem:
@@ -86,16 +86,6 @@ class ControllerStateFile:
             self._problem = str(error)
             return
         self._written = page
-
-    def _directory(self) -> Directory:
-        """The job's, where nobody else can have put another one: companions are started by what is read there."""
-        directory = Directory.open_safe(self._path.parent)
-        try:
-            directory.check_own()
-        except BaseException:
-            directory.close()
-            raise
-        return directory
 
 
 class Told(NamedTuple):

@@ -120,8 +120,7 @@ class MasterConfig:
                 have put it, or a directory on the way, in its place.
         """
         try:
-            with Directory.open_safe(path.parent) as directory:
-                directory.check_own()
+            with Directory.open_safe(path.parent, own=True) as directory:
                 return typed_json.decode(directory.read(path.name, _MOST_SPEC_BYTES), cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise MasterError(

@@ -74,7 +74,7 @@ class Directory:
         return cls(Path(path), descriptor, group=status.st_gid if is_open else None)
 
     @classmethod
-    def open_safe(cls, path: str | os.PathLike[str], *, make: bool = False) -> Directory:
+    def open_safe(cls, path: str | os.PathLike[str], *, make: bool = False, own: bool = False) -> Directory:
         """Open a directory in whose place nobody else can put another one, nor something in place of what it holds.
 
         Every directory on the way is entered from the one above it and looked at, links included: between the look and
@@ -83,9 +83,10 @@ class Directory:
         Args:
             path: of the directory.
             make: it is made where it is missing, and what is above it, with mode 0755.
+            own: it has to be this user's alone to write to.
 
         Raises:
-            UntrustedFile: it, or one above it, is not safe; see `access.unsafe_above`.
+            UntrustedFile: it, or one above it, is not safe (see `access.unsafe_above`); with `own` see `check_own`.
             OSError: it is not there, or no directory.
         """
         way = Way(make=make)
@@ -95,9 +96,14 @@ class Directory:
                 code = errno.ENOTDIR if way.missing.exists() else errno.ENOENT
                 raise OSError(code, os.strerror(code), str(way.missing))
             way.check(way.path)
-            return cls(Path(path), os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=way.descriptor))
+            descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=way.descriptor)
         finally:
             os.close(way.descriptor)
+        directory = cls(Path(path), descriptor)
+        if own and (reason := directory.strangers()):
+            directory.close()
+            raise UntrustedFile(reason)
+        return directory
 
     def close(self) -> None:
         """Close it. A second time does nothing."""

@@ -117,8 +117,7 @@ def _keep(args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
     config = MasterConfig.read(args.spec)
     place = config.job(os.environ).master_log
-    with Directory.open_safe(place.parent) as directory:
-        directory.check_own()
+    with Directory.open_safe(place.parent, own=True) as directory:
         log = directory.open_file(place.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

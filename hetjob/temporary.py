@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.files import Directory
 from hetstream.base.private import temporary_place
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def remove_leftovers(place: Path) -> list[Path]:
                 with Directory.open(place) as outer:
                     remove_tree(outer, path.name)
                 removed.append(path)
-        except (OSError, UntrustedFile) as error:
+        except OSError as error:
             log.debug("%s stays: %s", path, error)
     if removed:
         log.info("removed what killed commands had left: %s", ", ".join(map(str, removed)))

@@ -259,7 +259,7 @@ class CheckpointDirectory:
                     manifests = dict(enumerate(self._manifests(place, generation)))
                 else:
                     manifests = commit.read_parts(place, generation, ranks)
-            except (OSError, UntrustedFile) as error:
+            except OSError as error:
                 raise DamagedCheckpoint(f"{place.path} cannot be read: {error}") from error
             lacking = [rank for rank in ranks or () if rank not in manifests]
             if lacking:

@@ -91,7 +91,7 @@ def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -
     try:
         way.go(path)
     except UntrustedFile as error:
-        return error.strerror or str(error)
+        return str(error)
     finally:
         os.close(way.descriptor)
     return ""
@@ -175,7 +175,7 @@ class Way:
             if not stat.S_ISLNK(status.st_mode):
                 return None
             if status.st_uid not in (0, os.geteuid()) and not self._of_colleagues:
-                raise _unsafe(
+                raise UntrustedFile(
                     f"{self.path / name} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on "
                     f"the way is {_of_whom()}. Use another place"
                 )
@@ -206,7 +206,7 @@ class Way:
         facts = f"{self.path} (owner {user_name(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o})"
         rule = f"a directory on the way is {_of_whom()}"
         if not is_own and not (self._of_colleagues and not status.st_mode & stat.S_IWOTH):
-            raise _unsafe(
+            raise UntrustedFile(
                 f"somebody else could put another one in the place of {whole}: {facts} is another user's; {rule}, "
                 "whatever its mode: the sticky bit does not bind the owner. Use another place, or have it given to root"
             )
@@ -216,7 +216,7 @@ class Way:
         if writes or (not self._of_colleagues and others_can_write(status, self.descriptor)):
             who = "anybody" if writes else "others"
             whom = "all" if writes else f"group {group_name(status.st_gid)}, or others that an ACL names,"
-            raise _unsafe(
+            raise UntrustedFile(
                 f"{who} could put another directory in the place of {whole}: {whom} can write to {facts}, which has no "
                 f"sticky bit. Use another place, or: chmod {'+t' if writes else 'g-w'} {self.path}"
             )
@@ -239,10 +239,6 @@ def _uid_without_number() -> int | None:
 
 def _of_whom() -> str:
     return f"root's or user {user_name(os.geteuid())}'s" if os.geteuid() else "root's"
-
-
-def _unsafe(reason: str) -> UntrustedFile:
-    return UntrustedFile(errno.EPERM, reason)
 
 
 @functools.lru_cache(maxsize=64)

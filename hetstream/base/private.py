@@ -8,7 +8,6 @@ else can have a hand in it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -86,7 +85,7 @@ def temporary_place(*, make: bool = True) -> Path:
             if make:
                 own_directory(found, own_parents=1).close()
         except (OSError, RuntimeError) as error:
-            raise _untrusted(f"no safe place for temporary files: {why}. In the home directory: {error}") from error
+            raise UntrustedFile(f"no safe place for temporary files: {why}. In the home directory: {error}") from error
     _say_once(wanted, found, why)
     return found
 
@@ -104,7 +103,7 @@ def _own(outer: Directory, name: str, mode: int) -> Directory:
         directory = Directory.open_safe(outer.path / name)
     else:
         if found.st_uid != os.geteuid():
-            raise _untrusted(f"{outer.path / name} belongs to user {found.st_uid}, this is user {os.geteuid()}")
+            raise UntrustedFile(f"{outer.path / name} belongs to user {found.st_uid}, this is user {os.geteuid()}")
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer.descriptor)
         directory = Directory(outer.path / name, descriptor)
     try:
@@ -113,12 +112,8 @@ def _own(outer: Directory, name: str, mode: int) -> Directory:
             # Ours, made with a wide umask. What others have put there is refused when it is opened.
             os.fchmod(directory.descriptor, stat.S_IMODE(status.st_mode) & ~0o022)
         if reason := directory.strangers():
-            raise _untrusted(reason)
+            raise UntrustedFile(reason)
     except BaseException:
         directory.close()
         raise
     return directory
-
-
-def _untrusted(reason: str) -> UntrustedFile:
-    return UntrustedFile(errno.EPERM, reason)

@@ -42,7 +42,7 @@ def listen_at(path: Path, kind: socket.SocketKind, mode: int, backlog: int) -> s
         OSError: with EADDRINUSE, somebody listens there; or it cannot be listened at.
     """
     if reason := unsafe_above(path):
-        raise UntrustedFile(errno.EPERM, reason)
+        raise UntrustedFile(reason)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "it is there, and is no socket: it is not replaced")
@@ -108,4 +108,4 @@ class _WayOfRoot(Way):
         """
         status = os.fstat(self.descriptor)
         if status.st_uid or others_can_write(status, self.descriptor):
-            raise UntrustedFile(errno.EPERM, f"{self.path}, on the way to {whole}, is not root's alone")
+            raise UntrustedFile(f"{self.path}, on the way to {whole}, is not root's alone")

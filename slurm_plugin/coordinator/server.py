@@ -494,7 +494,7 @@ def _listen(path: Path) -> socket.socket:
     try:
         return listen_at(path, socket.SOCK_SEQPACKET, _MODE, _BACKLOG)
     except UntrustedFile as error:
-        raise HetstreamError(f"the coordinator does not listen at {path}: {error.strerror}") from error
+        raise HetstreamError(f"the coordinator does not listen at {path}: {error}") from error
     except FileExistsError as error:
         raise HetstreamError(f"{path}: {error.strerror}. Give another --socket") from error
     except OSError as error:

@@ -362,7 +362,8 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise DaemonStateError(f"{exc.filename or path} cannot be opened: {exc.strerror}. See --state-dir") from exc
+        why = exc.strerror or exc
+        raise DaemonStateError(f"{exc.filename or path} cannot be opened: {why}. See --state-dir") from exc
     except (sqlite3.Error, msgspec.MsgspecError) as exc:
         if locked := locked_by_another(exc, path):
             raise DaemonStateError(f"{path} cannot be used now: {locked}") from exc

@@ -530,6 +530,10 @@ def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(DaemonStateError, match=r"is another program's\. Give another --state-dir"):
         Store(tmp_path)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "lock").symlink_to(tmp_path / "lock")
+    with pytest.raises(DaemonStateError, match=r"cannot be opened: .*lock is a link, which is not followed"):
+        Store(tmp_path / "linked")
     (tmp_path / "file").write_text("")
     with pytest.raises(DaemonStateError, match=r"cannot be opened: (Not a directory|File exists)"):
         Store(tmp_path / "file")

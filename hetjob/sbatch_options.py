@@ -56,6 +56,7 @@ _NEWER = """
     consolidate-segments container-id container-type external extra mem-update oom-kill-step resources resv-ports
     runtime segment spread-segments stepmgr tres-bind tres-per-task
 """
+_IN_22_05 = frozenset(TAKES_VALUE) - frozenset(_NEWER.split())
 # What sbatch carries from one component to the next (options without `reset_each_pass` in src/common/slurm_opt.c).
 _CARRIED = """
     account acctg-freq array batch bbf begin chdir cluster cluster-constraint clusters comment container container-id
@@ -189,7 +190,7 @@ def _full_name(name: str, extra: Collection[str]) -> str:
     """Undo getopt's abbreviation: a unique beginning of a long name stands for it."""
     if name not in TAKES_VALUE and name not in extra:
         matches = [known for known in TAKES_VALUE if known.startswith(name)]
-        old = [known for known in matches if known not in _NEWER.split()]
+        old = [known for known in matches if known in _IN_22_05]
         found = old or matches
         name = found[0] if len(found) == 1 else name
     return _ALIASES.get(name, name)

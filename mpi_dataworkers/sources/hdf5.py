@@ -248,10 +248,10 @@ def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | N
     parent, _, field = name.rpartition("/")
     table = _reached(file, parent) if found is None and parent else None
     if isinstance(found, h5py.Dataset):
-        _check_layout(found, name)
+        _check_layout(found, name, set())
         return found, None
     if isinstance(table, h5py.Dataset) and field in (table.dtype.names or ()):
-        _check_layout(table, parent)
+        _check_layout(table, parent, set())
         return table, field
     names = _dataset_names(file)
     shown = ", ".join(names[:_NAMES_IN_ERROR]) + (
@@ -327,8 +327,14 @@ def _next_file(file: h5py.File, name: str, target: str, by_library: bool) -> h5p
     return opened
 
 
-def _check_layout(dataset: h5py.Dataset, name: str, depth: int = 0) -> None:
+def _check_layout(dataset: h5py.Dataset, name: str, checked: set[tuple[str, str, str]], depth: int = 0) -> None:
     """Refuse data outside of a file that is not this user's.
+
+    Args:
+        dataset: as it was found.
+        name: that was asked for.
+        checked: parts of virtual datasets that need no other look: many mean one dataset, and so do theirs in turn.
+        depth: of virtual datasets above it.
 
     Raises:
         SourceError: there are.
@@ -341,12 +347,16 @@ def _check_layout(dataset: h5py.Dataset, name: str, depth: int = 0) -> None:
     if not _is_own(file):
         raise _leads_out(file, name, "it is a virtual dataset, whose parts may be anywhere")
     for source in dataset.virtual_sources():
+        part_of = file.filename, source.file_name, source.dset_name
+        if part_of in checked:
+            continue
         if depth > _MOST_LINKS or "%" in source.file_name + source.dset_name:
             raise _leads_out(file, name, f"a virtual dataset of parts that a pattern names ({source.file_name!r})")
         other = file if source.file_name == "." else _next_file(file, name, source.file_name, by_library=True)
         part = _reached(other, source.dset_name, by_library=True)
         if isinstance(part, h5py.Dataset):
-            _check_layout(part, name, depth + 1)
+            _check_layout(part, name, checked, depth + 1)
+        checked.add(part_of)
 
 
 def _is_own(file: h5py.File) -> bool:

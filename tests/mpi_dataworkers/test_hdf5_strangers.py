@@ -140,3 +140,20 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="more than 16 links"):
         Hdf5Dataset(tmp_path / "file.h5", "a")
     assert len(Hdf5Dataset(tmp_path / "file.h5", "c/x")) == ROWS
+
+
+@pytest.mark.timeout(60)
+def test_what_many_parts_lead_to_is_looked_at_once(tmp_path: Path) -> None:
+    """Each of 16 virtual datasets has four parts, which all are the next one: 4 ** 16 ways to the last."""
+    with h5py.File(tmp_path / "file.h5", "w") as file:
+        file["16"] = np.arange(ROWS)
+        for number in range(16):
+            layout = h5py.VirtualLayout((ROWS,), "i8")
+            for row in range(ROWS):
+                layout[row] = h5py.VirtualSource(".", str(number + 1), (ROWS,))[0]
+            file.create_virtual_dataset(str(number), layout)
+        layout[0] = h5py.VirtualSource(".", "circle", (ROWS,))[0]
+        file.create_virtual_dataset("circle", layout)
+    assert len(Hdf5Dataset(tmp_path / "file.h5", "0")) == ROWS
+    with pytest.raises(SourceError, match="a virtual dataset of parts"):
+        Hdf5Dataset(tmp_path / "file.h5", "circle")

@@ -7,16 +7,13 @@ nodes do: all that is in use on a node with one job is that job's.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, gpu_share, total
-
-_JOB_ID = re.compile(r"JobId=(\d+) ")
-_JOB_GRES = re.compile(r"(?<!\S)JOB_GRES=(\S+)")
+from hetstream.slurm_plugin.client.parse_text import said_of_jobs
 
 
 def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:
@@ -143,20 +140,11 @@ def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozense
 
 
 def parse_held(text: str) -> dict[int, tuple[Gres, ...] | None]:
-    """What jobs held by their records of `scontrol --details --oneliner show job`; None where that is in doubt.
-
-    A user can write a line end and a whole record, or a field, into the name of a job. Slurm's own stands beside it:
-    what is said twice is in doubt.
-    """
-    said: dict[int, list[list[str]]] = {}
-    for line in text.split("\n"):
-        if match := _JOB_ID.match(line):
-            said.setdefault(int(match[1]), []).append(_JOB_GRES.findall(line))
+    """What jobs held by their records of `scontrol --details --oneliner show job`; None where that is in doubt."""
     found: dict[int, tuple[Gres, ...] | None] = {}
-    for job_id, records in said.items():
+    for job_id, gres in said_of_jobs(text, "JOB_GRES").items():
         try:
-            in_doubt = len(records) > 1 or len(records[0]) > 1
-            found[job_id] = None if in_doubt else parse_gres("".join(records[0]))
+            found[job_id] = None if gres is None else parse_gres(gres)
         except ValueError:
             found[job_id] = None
     return found

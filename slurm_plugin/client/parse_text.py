@@ -41,7 +41,6 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _EXCLUSIVE = frozenset({"NODE", "USER", "MCS", "TOPO"})
 _JOB_ID = re.compile(r"JobId=(\d+) ")
-_SAID_EXCLUSIVE = re.compile(r"(?<!\S)Exclusive=(\S+)")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
 
 
@@ -190,15 +189,24 @@ def exclusive_of(said: str) -> str:
 
 
 def parse_exclusive(text: str) -> dict[int, str]:
-    """The same from `scontrol --oneliner show job` of 26.05, by the numbers of jobs; empty where it is in doubt.
+    """The same from `scontrol --oneliner show job` of 26.05, by the numbers of jobs; empty where it is in doubt."""
+    return {job_id: word if word in _EXCLUSIVE else "" for job_id, word in said_of_jobs(text, "Exclusive").items()}
 
-    A user can write a line end and a whole record, or a field, into the name of a job: what is said twice is in doubt.
+
+def said_of_jobs(text: str, field: str) -> dict[int, str | None]:
+    """What a field says in each record of `scontrol --oneliner show job`; empty where it is not there, None in doubt.
+
+    A user can write a line end and a whole record, or a field, into the name of a job. Slurm's own stands beside it:
+    what is said twice is in doubt.
     """
-    said: dict[int, list[str]] = {}
+    said: dict[int, list[list[str]]] = {}
     for line in text.split("\n"):
         if match := _JOB_ID.match(line):
-            said.setdefault(int(match[1]), []).extend(_SAID_EXCLUSIVE.findall(line))
-    return {job_id: found[0] if len(found) == 1 and found[0] in _EXCLUSIVE else "" for job_id, found in said.items()}
+            said.setdefault(int(match[1]), []).append(re.findall(rf"(?<!\S){field}=(\S+)", line))
+    return {
+        job_id: "".join(records[0]) if len(records) == 1 and len(records[0]) < 2 else None
+        for job_id, records in said.items()
+    }
 
 
 def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:

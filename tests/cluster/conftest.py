@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
+from hetstream.slurm_plugin.devcluster.programs import host_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from tests.cluster.packing_site import Site, packing_cluster, training_site
 from tests.conftest import WaitUntil
 
@@ -22,3 +27,20 @@ def packing(request: pytest.FixtureRequest, release: str, running_cluster: Calla
 def site(packing: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Iterator[Site]:
     with training_site(packing, request, wait_until) as site:
         yield site
+
+
+@pytest.fixture(scope="module", params=["parents", "control groups"])
+def proctrack_cluster(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[Any]:
+    """A cluster for each way in which Slurm finds the processes of a step, its ProctrackType."""
+    if request.param == "parents":
+        yield request.getfixturevalue("devclusters")("host")
+        return
+    programs = host_programs()
+    problem = why_not(programs.version)
+    if problem:
+        pytest.skip(f"no control groups: {problem}")
+    name = f"pytest-{os.getpid()}-{request.module.__name__.rpartition('_')[2]}-cgroups"
+    boot = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1, 8), cgroups=True)
+    with running_cluster(boot, programs) as found:
+        yield found
+    assert groups_of(found.record.cluster_name) == []

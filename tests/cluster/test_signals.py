@@ -21,10 +21,6 @@ import pytest
 
 from benchmarks.clients.ckpt_job import HETSTREAM, CheckpointJob
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = pytest.mark.slurm
 
@@ -97,31 +93,14 @@ class Job(CheckpointJob):
         return found[1] if found else ""
 
 
-@pytest.fixture(scope="module", params=["parents", "control groups"])
-def cluster(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    """A cluster for each way in which Slurm finds processes."""
-    if request.param == "parents":
-        yield request.getfixturevalue("devclusters")("host")
-        return
-    programs = host_programs()
-    problem = why_not(programs.version)
-    if problem:
-        pytest.skip(f"no control groups: {problem}")
-    name = f"pytest-{os.getpid()}-cgroups"
-    boot = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1, 8), cgroups=True)
-    with running_cluster(boot, programs) as found:
-        yield found
-    assert groups_of(found.record.cluster_name) == []
-
-
 @pytest.fixture
-def start(cluster: Any) -> Iterator[Callable[..., Job]]:
+def start(proctrack_cluster: Any) -> Iterator[Callable[..., Job]]:
     """A function that submits a job of `TASKS`, and waits until it trains; it is gone at the end of the test."""
     with ExitStack() as undo:
 
         def make(task: str, wrapper: str = "", num_ranks: int = 1) -> Job:
-            directory = cluster.out_dir / f"signals-{len(os.listdir(cluster.out_dir))}"
-            job = Job(directory, cluster.env, 0, task=task, wrapper=wrapper, num_ranks=num_ranks)
+            directory = proctrack_cluster.out_dir / f"signals-{len(os.listdir(proctrack_cluster.out_dir))}"
+            job = Job(directory, proctrack_cluster.env, 0, task=task, wrapper=wrapper, num_ranks=num_ranks)
             undo.callback(remove, job)
             job.submit()
             job.wait_for_first_save()

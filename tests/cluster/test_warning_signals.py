@@ -8,17 +8,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetstream.hetjob.summary import SUMMARY_FILE
-from hetstream.slurm_plugin.devcluster.boot import BootRequest
-from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
-from hetstream.slurm_plugin.devcluster.programs import host_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -53,7 +49,6 @@ class Job:
     def steps(self) -> dict[str, str]:
         """The job's steps, by name."""
         components = f"{self.job_id},{int(self.job_id) + 1}"
-        components = f"{self.job_id},{int(self.job_id) + 1}"
         shown = self.cluster.run(["squeue", "-h", "-s", "-o", "%j %i", f"--jobs={components}"]).stdout
         return dict(line.split() for line in shown.splitlines())
 
@@ -64,23 +59,6 @@ class Job:
         return "registered" in "".join(path.read_text() for path in self.jobs.glob("data-worker-*.log"))
 
 
-@pytest.fixture(scope="module", params=["parents", "control groups"])
-def cluster(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[Any]:
-    """A cluster for each way in which Slurm finds processes."""
-    if request.param == "parents":
-        yield request.getfixturevalue("devclusters")("host")
-        return
-    programs = host_programs()
-    problem = why_not(programs.version)
-    if problem:
-        pytest.skip(f"no control groups: {problem}")
-    name = f"pytest-{os.getpid()}-warned"
-    boot = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1, 8), cgroups=True)
-    with running_cluster(boot, programs) as found:
-        yield found
-    assert groups_of(found.record.cluster_name) == []
-
-
 def check_end_in_order(job: Job, wait_until: Callable[..., None]) -> None:
     wait_until(lambda: (job.jobs / SUMMARY_FILE).exists(), 90, "the job master has ended in order")
     wait_until(job.is_over, 90, "the job is over")
@@ -88,7 +66,10 @@ def check_end_in_order(job: Job, wait_until: Callable[..., None]) -> None:
     assert not (job.jobs / "spec.json").exists()
 
 
-def test_what_warns_the_training_ends_nothing_that_serves_it(cluster: Any, wait_until: Callable[..., None]) -> None:
+def test_what_warns_the_training_ends_nothing_that_serves_it(
+    proctrack_cluster: Any, wait_until: Callable[..., None]
+) -> None:
+    cluster = proctrack_cluster
     job = Job(cluster, cluster.out_dir / f"warned-{len(os.listdir(cluster.out_dir))}", "--time=10")
     wait_until(lambda: job.lines("batches") and job.is_served(), 90, "data workers make batches")
     master = job.steps()["hetstream"]

@@ -58,12 +58,13 @@ def advise(
     Args:
         snapshot: the cluster.
         waits: label of a hetstream job -> share of time that its trainers wait for data.
-        usages: recent jobs with what accounting measured.
+        usages: runs of recent jobs with what accounting measured; of a job that was requeued the last one counts.
         ended: recent jobs with data workers that have left a record.
     """
+    last_runs = {usage.job: usage for usage in sorted(usages, key=lambda usage: usage.start_s)}
     found = [
         *(_starving(job, waits[job.label]) for job in snapshot.jobs if waits.get(job.label, 0) > MUCH_WAITING),
-        *(advice for usage in usages if (advice := _idle(usage))),
+        *(advice for usage in last_runs.values() if (advice := _idle(usage))),
         *(_oversized(ended_job) for ended_job in ended if ended_job.advice),
         *_pending(snapshot),
         *_running(snapshot, waits),

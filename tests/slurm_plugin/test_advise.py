@@ -89,9 +89,19 @@ def test_a_pending_job_that_would_start() -> None:
 
 def test_ended_jobs_whose_gpus_were_idle_and_cpus_busy() -> None:
     usage = Usage("7", "train", "bob", "lab", "gpu", 4, 2, 0.0, 3600.0, cpu_used_s=4 * 3600.0, gpu_share=0.25)
-    (one,) = advise(cluster(nodes=()), {}, [usage, replace(usage, gpu_share=0.9), replace(usage, cpu_used_s=3600.0)])
+    others = [replace(usage, job="8", gpu_share=0.9), replace(usage, job="9", cpu_used_s=3600.0)]
+    (one,) = advise(cluster(nodes=()), {}, [usage, *others])
     assert (one.job, one.basis, one.gpu_hours_per_day) == ("7", "measured", 36.0)
     assert "busy 25% of the time, its CPUs 100%" in one.text
+
+
+def test_a_requeued_job_is_one_row_by_its_last_run() -> None:
+    last = Usage("7", "train", "bob", "lab", "gpu", 4, 2, 7200.0, 9000.0, cpu_used_s=4 * 1800.0, gpu_share=0.5)
+    idle = replace(last, gpu_share=0.25)
+    before = replace(idle, start_s=0.0, end_s=3600.0, cpu_used_s=4 * 3600.0)
+    assert [one.gpu_hours_per_day for one in advise(cluster(nodes=()), {}, [idle, before])] == [36.0]
+    assert advise(cluster(nodes=()), {}, [before, last]) == (), "by now its GPUs are busy"
+    assert advise(cluster(nodes=()), {}, [before, replace(idle, end_s=None)]) == (), "it runs, and nothing is known yet"
 
 
 def test_firm_advice_comes_first() -> None:

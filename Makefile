@@ -96,10 +96,12 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps speechbrain==1.1.2
 	@# Each release of these is for one release of torch, which they would replace by a build for GPUs.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(TORCHREC)
+	@# Without torchvision, which timm imports: of timm a function is read from its file.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite monai timm
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py --peers $(PEERS)
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.

@@ -55,7 +55,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     Batch k of epoch e depends on the dataset, `seed`, e and k alone: not on the number of data workers, on which of
     them died, or on whether there is a service at all. Each sample's random augmentation is seeded from
-    (seed, epoch, sample index). Iterating a second time gives the next epoch; `set_epoch` chooses one.
+    (seed, epoch, sample index), or in a sampler's order from (seed, rank, epoch, step, place in the step). Iterating a
+    second time gives the next epoch; `set_epoch` chooses one.
 
     With `torch.distributed` initialised (or under `srun`), rank r of R reads the r-th slice of each global batch of
     `batch_size * R` samples, and every rank has the same number of steps. With `sampler` or `batch_sampler` the

@@ -38,6 +38,7 @@ from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.step_indices import Order, TakenStep
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, StagedBatch
 from hetstream.mpi_dataworkers.wire.address import parse_service
@@ -222,7 +223,7 @@ class LoaderConnection:
         assert self.sent_pipelines is not None
         return self.sent_pipelines.now(self.pipeline)
 
-    def make_locally(self, sent: SentPipeline, order: Order | TakenStep, step: int, seed: int, epoch: int) -> Delivered:
+    def make_locally(self, sent: SentPipeline, order: Order | TakenStep, step: int, seeds: PassSeeds) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
         and place are untouched."""
         indices = order.indices(step)
@@ -230,10 +231,10 @@ class LoaderConnection:
             raise IndexError(step)
         assert self.sent_pipelines is not None
         with generators_kept(), acting_as_data_worker(), self.sent_pipelines.entered(sent) as entered:
-            pipeline = entered.enter(seed)
+            pipeline = entered.enter(seeds, step)
             try:
-                seeds = order.seeds(step, indices, seed, epoch)
-                made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))
+                their_seeds = order.seeds(step, indices, seeds)
+                made = make_step(pipeline, indices, their_seeds, self.skipped.policy, order.form(step))
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered.made_here(self.pinned(made.batch), made)
@@ -244,11 +245,11 @@ class LoaderConnection:
         Returns:
             A function that gives the batch; None where no one number says what a step is.
         """
-        step, seed, epoch = shards.position - 1, shards.seed, shards.epoch
+        step, seeds = shards.position - 1, shards.seeds
         if shards.order is None or shards.at_most_once or not shards.in_order or self.shared is not None:
             return None
         order = shards.order.taken(step)
-        return None if order is None else lambda: self.make_locally(sent, order, step, seed, epoch).payload
+        return None if order is None else lambda: self.make_locally(sent, order, step, seeds).payload
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.

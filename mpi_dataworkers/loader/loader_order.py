@@ -9,6 +9,7 @@ There are three kinds, and `order_of` chooses one by the loader's options:
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sized
 from dataclasses import replace
@@ -24,7 +25,10 @@ from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochSetter, b
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, PlannedSteps
 from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
 from hetstream.mpi_dataworkers.order.data_state import DataState
-from hetstream.mpi_dataworkers.order.sharding import EpochPlan
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed
+from hetstream.mpi_dataworkers.order.visitation import Cut
+
+_log = logging.getLogger(__name__)
 
 # `stats` computes padding_waste and step_spread over this many of the last steps; each step costs about 0.1 ms.
 _NUM_STEPS_JUDGED = 16
@@ -34,7 +38,7 @@ class LoaderOrder(ABC):
     """The order in which one loader reads its data.
 
     Attributes:
-        seed: base of the order and of all augmentation.
+        seed: base of the order, and of augmentation where no two ranks make the same sample; see `seed_of_rank`.
         rank, world_size: this trainer's part of the order; (0, 1) where the program's own sampler divides it.
         description: what the order depends on beside the dataset, compared when a state is loaded.
         is_global: the order is the same at any world size, because of `global_batch_size`.
@@ -114,7 +118,8 @@ def order_of(loader: Any, options: LoaderOptions, identity: TrainerIdentity) -> 
         PipelineError: the data cannot be divided among the ranks.
     """
     if options.is_listed:
-        return SamplerOrder(loader, options.seed or 0, options.order_description(options.sharding_plan()))
+        description = options.order_description(options.sharding_plan())
+        return SamplerOrder(loader, seed_of_rank(options.seed or 0, identity.rank), identity.rank, description)
     rank, world_size = identity.rank, identity.world_size
     sharding_plan = options.sharding_plan(world_size)
     description = options.order_description(sharding_plan)
@@ -122,6 +127,16 @@ def order_of(loader: Any, options: LoaderOptions, identity: TrainerIdentity) -> 
     if division is not None:
         return DividedOrder(division, description)
     return PlannedOrder(options, loader.batch_size, rank, world_size, description)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """A base of random numbers that no other rank has; rank 0 has the seed itself.
+
+    For an order in which the place of a sample says which random numbers it has: two ranks that read other samples in
+    the same places would augment them alike. Of indexed data in a planned order, and of shards, the sample's index or
+    the shard says it, so that a sample is augmented alike whatever the number of ranks.
+    """
+    return derive_seed(seed, rank) >> 1 if rank else seed  # seeds travel as signed 64-bit numbers
 
 
 class PlannedOrder(LoaderOrder):
@@ -194,10 +209,12 @@ class SamplerOrder(LoaderOrder):
     Args:
         loader: the torch DataLoader whose sampler it is.
         seed, description: see `LoaderOrder`.
+        own_rank: which trainer this is.
     """
 
-    def __init__(self, loader: Any, seed: int, description: Mapping[str, str]) -> None:
+    def __init__(self, loader: Any, seed: int, own_rank: int, description: Mapping[str, str]) -> None:
         super().__init__(seed, 0, 1, description)
+        self._own_rank = own_rank
         self._index_sampler = loader._index_sampler
         self._is_batched = loader.batch_sampler is not None
         self._epoch_setter = SamplerEpochSetter(loader.sampler, loader.batch_sampler)
@@ -227,6 +244,12 @@ class SamplerOrder(LoaderOrder):
         """See `LoaderOrder`: the number of steps says all. How many there are only the sampler knows."""
         saved.check_fits(here, None)
         _refuse_shards(saved)
+        if self._own_rank and not saved.ranks_differ:
+            _log.warning(
+                "hetstream: the state is of a release in which all ranks of a sampler's order drew the same numbers. "
+                "From here on rank %d has its own: its samples are those of that run, their augmentation is not",
+                self._own_rank,
+            )
 
     def beginning(self) -> str:
         """See `LoaderOrder`."""
@@ -256,7 +279,10 @@ class DividedOrder(LoaderOrder):
 
     def begin_pass(self, epoch: int, at: Position, num_data_workers: int) -> PassShards:
         """See `LoaderOrder`."""
-        return PassShards.divided(self._division, self.seed, epoch, num_data_workers, at.shards)
+        seed, division = self.seed, self._division
+        if division.sharding_plan.cut is Cut.COPIES and division.num_samples < 0 and not division.copies_alike:
+            seed = seed_of_rank(seed, division.rank)  # each rank goes over all of it, in orders of its own
+        return PassShards.divided(division, seed, epoch, num_data_workers, at.shards)
 
     def note_num_samples(self, num_samples: int) -> None:
         """See `LoaderOrder`."""

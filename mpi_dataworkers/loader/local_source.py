@@ -14,6 +14,7 @@ from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.local_workers import FailedStep, LocalWorkers, ShardEnd, early_end, read_shards
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 
 
 class LocalSource:
@@ -41,10 +42,10 @@ class LocalSource:
         if shards.order is None:
             self._steps = read_shards(connection.pipeline, shards, connection.skipped.policy, options)
             return
-        self._workers = connection.local_workers or LocalWorkers(connection.pipeline, options, shards.seed)
+        self._workers = connection.local_workers or LocalWorkers(connection.pipeline, options)
         if options.get("persistent_workers"):
             connection.local_workers = self._workers
-        steps = _steps_to_make(connection, shards.order, shards.seed, shards.epoch, shards.position)
+        steps = _steps_to_make(connection, shards.order, shards.seeds, shards.position)
         self._steps = self._workers.begin(self, steps)
 
     def restart(self) -> None:
@@ -98,10 +99,11 @@ class LocalSource:
 
 
 # No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.
-def _steps_to_make(connection: LoaderConnection, order: Order, seed: int, epoch: int, first_step: int) -> Iterator[Any]:
+def _steps_to_make(connection: LoaderConnection, order: Order, seeds: PassSeeds, first_step: int) -> Iterator[Any]:
     """What torch's processes are given for each step."""
     for step in itertools.count(first_step):
         indices = order.indices(step)
         if indices is None:
             return
-        yield indices, order.seeds(step, indices, seed, epoch), connection.skipped.policy, order.form(step)
+        their_seeds = order.seeds(step, indices, seeds)
+        yield seeds, step, indices, their_seeds, connection.skipped.policy, order.form(step)

@@ -21,7 +21,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import made_at
-from hetstream.mpi_dataworkers.ops.entered import enter_worker
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
@@ -68,22 +68,25 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._is_ready = False
+        self._entered: EnteredPipeline | None = None  # in one of torch's worker processes
+        self._here: Pipeline | None = None  # in the trainer
 
-    def __getitem__(self, step: Any) -> Any:
-        indices, seeds, policy, form = step
-        if not self._is_ready:  # in the process that makes the steps, after worker_init_fn
-            self._pipeline, self._is_ready = self._pipeline.with_own_generators(), True
-        in_trainer = torch.utils.data.get_worker_info() is None
+    def __getitem__(self, request: Any) -> Any:
+        seeds, step, *work = request
+        info = torch.utils.data.get_worker_info()
+        if info is not None and self._entered is None:
+            self._entered = EnteredPipeline(self._pipeline, info.id, is_torchs=True)
         try:
-            if in_trainer:
-                with generators_kept(self._pipeline.own_generators):
-                    made = make_step(self._pipeline, indices, seeds, policy, form)
-            else:
-                made = make_step(self._pipeline, indices, seeds, policy, form)
+            if self._entered is not None:
+                return make_step(self._entered.enter(seeds, step), *work), b""
+            if self._here is None:
+                self._here = self._pipeline.with_own_generators()
+                if seeds.workers is not None:
+                    self._here = with_origins_of(self._here, seeds.workers)
+            with generators_kept(self._here.own_generators):
+                return make_step(self._here, *work), b""
         except SampleError as error:
-            return FailedStep(error.user_error(), in_trainer)
-        return made, b""
+            return FailedStep(error.user_error(), in_trainer=self._entered is None)
 
 
 def no_collate(batch: Any) -> Any:
@@ -137,10 +140,9 @@ class LocalWorkers:
     Args:
         pipeline: what makes a step.
         torch_options: keywords of torch's DataLoader.
-        base_seed: of the worker processes.
     """
 
-    def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any], base_seed: int) -> None:
+    def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any]) -> None:
         self._steps = _CurrentSteps()
         self._current: weakref.ref[object] | None = None
         self._loader = PlainLoader(
@@ -149,7 +151,7 @@ class LocalWorkers:
             sampler=self._steps,
             collate_fn=no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
-            **torch_options | {"worker_init_fn": BeginWorker(pipeline, base_seed)},
+            **torch_options | {"worker_init_fn": None},  # `EnteredPipeline` runs it
         )
 
     def begin(self, owner: object, steps: Iterator[Any]) -> Iterator[Any]:
@@ -201,11 +203,11 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
             indices = steps.indices(slot.step)
             if indices is None:
                 return None
-            seeds = steps.seeds(slot.step, indices, shards.seed, shards.epoch)
+            seeds = steps.seeds(slot.step, indices, shards.seeds)
             return make_step(self._pipeline, indices, seeds, self._policy), b""
         if slot.shard not in readers:
             skips = self._policy.on_error != "raise"
-            readers[slot.shard] = open_shard(Shard(self._pipeline, steps, shards.seed, shards.epoch), skips=skips)
+            readers[slot.shard] = open_shard(Shard(self._pipeline, steps, shards.seeds.seed, shards.epoch), skips=skips)
         reader = readers[slot.shard]
         made = read_step(reader, slot.step, shards.snapshots.get(slot.shard, b""), self._policy)
         return None if made is None else (made, reader.snapshot)
@@ -233,7 +235,7 @@ def read_shards(
         | {
             "num_workers": min(1, torch_options["num_workers"]),
             # Of an IterableDataset each shard calls it, as a data worker of torch would.
-            "worker_init_fn": BeginWorker(pipeline, shards.seed) if indexed else None,
+            "worker_init_fn": BeginWorker(pipeline, shards.seeds.seed) if indexed else None,
         },
     )
     iterator: Iterator[Any] = iter(loader)

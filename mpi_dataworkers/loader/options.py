@@ -82,7 +82,8 @@ class LoaderOptions:
             whatever the number.
         global_batch_size: samples in a step of all ranks together, instead of `batch_size`: the order is then the same
             at any world size, and a state can be loaded at another.
-        seed: base of the order and of all augmentation.
+        seed: base of the order and of all augmentation. In the order of a sampler each rank augments differently; else
+            a sample is augmented alike at any number of ranks.
         service: `file:PATH` of a dispatcher's address file; default from HETSTREAM_SERVICE; in process without either.
         rank, world_size: who this trainer is; default from torch.distributed, Horovod, torchrun or Slurm.
         job_name: name under which the ranks of one program meet; default from Slurm or torchrun.

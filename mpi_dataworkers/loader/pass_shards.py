@@ -9,10 +9,11 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.loader.division import Division, interleave_of, snapshots_of
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, Order
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.interleave import Interleave, Slot
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.visitation import Cut
-from hetstream.mpi_dataworkers.wire.messages import Ranges, ShardOrder
+from hetstream.mpi_dataworkers.wire.messages import Ranges, ShardOrder, WorkerSeeds
 
 
 class PassShards:
@@ -26,9 +27,11 @@ class PassShards:
         order: the one shard's steps, of data that is not divided.
         division: what the shards are, of data that is.
         num_copies: of divided data, where each data worker goes over all of it.
+        worker_seeds: what random numbers follow from instead of seed and epoch, in a program that only knows torch.
 
     Attributes:
-        seed, epoch: as given.
+        seeds: what the random numbers of samples follow from.
+        epoch: as given.
         order: as given; None for divided data.
         position: steps of the pass that were taken.
         slots: shards that are being read.
@@ -48,8 +51,9 @@ class PassShards:
         order: Order | None = None,
         division: Division | None = None,
         num_copies: int = 1,
+        worker_seeds: WorkerSeeds | None = None,
     ) -> None:
-        self.seed, self.epoch = seed, epoch
+        self.seeds, self.epoch = PassSeeds(seed, epoch, worker_seeds), epoch
         self.order = order
         self.position = 0
         self.slots = interleave.slots
@@ -63,9 +67,11 @@ class PassShards:
         self._taken_out_of_order: set[int] = set()
 
     @classmethod
-    def undivided(cls, order: Order, seed: int, epoch: int, first_step: int = 0) -> PassShards:
+    def undivided(
+        cls, order: Order, seed: int, epoch: int, first_step: int = 0, worker_seeds: WorkerSeeds | None = None
+    ) -> PassShards:
         """Indexed data in one order, from a step on."""
-        shards = cls(seed, epoch, Interleave(range(1), width=1), order=order)
+        shards = cls(seed, epoch, Interleave(range(1), width=1), order=order, worker_seeds=worker_seeds)
         shards.position = shards.slots[0].step = first_step
         return shards
 

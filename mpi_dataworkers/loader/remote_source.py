@@ -71,8 +71,7 @@ class RemoteSource:
         order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.wire_order, steps.num_steps)
         request = SessionRequest(
             pipeline=self._sent.message,
-            epoch=shards.epoch,
-            seed=shards.seed,
+            seeds=shards.seeds,
             order=order,
             first_step=slot.step,
             num_steps=num_steps,
@@ -93,7 +92,7 @@ class RemoteSource:
     ) -> Sharing:
         assert not isinstance(order, ShardOrder)  # `options.py` refuses it
         sent = self._sent
-        return shared.with_others(sent.message.pipeline_id, sent.stages, self.shards.seed, order, num_steps)
+        return shared.with_others(sent.message.pipeline_id, sent.stages, self.shards.seeds.seed, order, num_steps)
 
     def restart(self) -> None:
         """Close the sessions, and open new ones at their positions, with the stages that the pipeline has now."""
@@ -202,7 +201,7 @@ class RemoteSource:
         try:
             steps = shards.steps_of(shard)
             if not isinstance(steps, ShardOrder):
-                return connection.make_locally(self._sent, steps, step, shards.seed, shards.epoch)
+                return connection.make_locally(self._sent, steps, step, shards.seeds)
             return self._read_here(steps, step)
         except SampleError as error:
             failure = error.user_error()
@@ -219,7 +218,7 @@ class RemoteSource:
         connection, shards, policy = self._connection, self.shards, self._connection.skipped.policy
         if steps.shard not in self._readers:
             self._readers[steps.shard] = open_shard(
-                Shard(connection.pipeline.with_own_generators(), steps, shards.seed, shards.epoch),
+                Shard(connection.pipeline.with_own_generators(), steps, shards.seeds.seed, shards.epoch),
                 skips=policy.on_error != "raise",
             )
         reader = self._readers[steps.shard]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from hetstream.base.training_progress import told
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep, Step
 from hetstream.mpi_dataworkers.loader.process_connection import REPORT_S
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.order.window import Window
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -45,8 +46,7 @@ class SessionRequest:
 
     Attributes:
         pipeline: the pipeline as it is now; sent when it is not the one that the dispatcher has.
-        epoch: the epoch.
-        seed: base of the random state of samples.
+        seeds: what the random numbers of samples follow from.
         order: who knows the order.
         first_step: where to begin.
         num_steps: total, or -1 when the sampler's end is unknown.
@@ -62,8 +62,7 @@ class SessionRequest:
     """
 
     pipeline: ProvidePipeline
-    epoch: int
-    seed: int
+    seeds: PassSeeds
     order: PlannedOrder | ListedOrder | ShardOrder
     first_step: int
     num_steps: int
@@ -82,14 +81,15 @@ class SessionRequest:
         return SessionSpec(
             secrets.token_hex(8),
             self.pipeline.pipeline_id,
-            self.epoch,
-            self.seed,
+            self.seeds.epoch,
+            self.seeds.seed,
             self.order,
             receivers,
             self.sharing,
             kept_together=self.sharers > 1 or isinstance(self.order, ShardOrder),
             at_most_once=self.at_most_once,
             errors=self.errors,
+            worker_seeds=self.seeds.workers,
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, form_of
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, order_of
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan, Indices, SampleSeeds
 from hetstream.mpi_dataworkers.wire.messages import ListedOrder
@@ -72,9 +73,9 @@ class PlannedSteps:
         """Sample indices of a step, or None after the last."""
         return self._plan.indices(step, self.wire_order.rank) if step < self.num_steps else None
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:  # noqa: ARG002, see ListedSteps
+    def seeds(self, step: int, indices: Indices, seeds: PassSeeds) -> SampleSeeds:  # noqa: ARG002, see ListedSteps
         """Seeds of the step's samples."""
-        return SampleSeeds(indices, seed, epoch)
+        return seeds.of_step(indices)
 
     def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedSteps
         """In which form the dataset is asked for a step's samples."""
@@ -99,9 +100,9 @@ class TakenStep:
         """Its sample indices."""
         return self.taken
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:
+    def seeds(self, step: int, indices: Indices, seeds: PassSeeds) -> SampleSeeds:
         """Seeds of its samples."""
-        return SampleSeeds(indices, seed, epoch, step)
+        return seeds.of_step(indices, step)
 
     def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedSteps
         """In which form the sampler gave its indices."""
@@ -162,9 +163,9 @@ class ListedSteps:
     def _refusal(self, drawn: Any) -> str:
         return f"the sampler gave {drawn!r} for step {self._next}; data workers need whole-number indices."
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:
+    def seeds(self, step: int, indices: Indices, seeds: PassSeeds) -> SampleSeeds:
         """Seeds of the step's samples."""
-        return SampleSeeds(indices, seed, epoch, step)
+        return seeds.of_step(indices, step)
 
     def form(self, step: int) -> IndexForm:
         """In which form the sampler gave a step's indices."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -37,6 +38,7 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     why_not_streamable,
 )
 from hetstream.mpi_dataworkers.ops.reachable import device_of
+from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
@@ -189,6 +191,9 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
         super().__init__(loader)
+        assert kept.connection is not None
+        own = kept.connection.pipeline.with_own_generators().own_generators
+        self._worker_seeds = WorkerSeeds(self._base_seed, 0, [] if own is None else own.digests())
         if self._num_workers > 0:
             # As torch does with worker processes: the sampler's iterator is made a second time.
             self._reset(loader, first_iter=True)
@@ -212,7 +217,11 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         if connection is None:
             self._plain = self._made_by_torch(self._sampler_iter)
             return
-        shards = PassShards.undivided(self._order, self._base_seed, next(self._kept.passes))
+        number = next(self._kept.passes)
+        shards = PassShards.undivided(self._order, self._base_seed, number, worker_seeds=self._worker_seeds)
+        self._worker_seeds = msgspec.structs.replace(
+            self._worker_seeds, passes_before=self._worker_seeds.passes_before + 1
+        )
         source: StepSource
         if connection.client is not None:
             source = RemoteSource(connection, shards, look_ahead_of(loader), self._sent)

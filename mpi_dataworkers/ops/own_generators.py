@@ -2,8 +2,11 @@
 
 torch's worker processes each have a copy of them, so what they draw depends on how many processes there are and on what
 each made before. Here they are seeded before each sample, as the global generators are: a sample then does not depend
-on who makes it. Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)`
-(MONAI's transforms), wherever `reachable` looks.
+on who makes it. In a program that only knows torch the seed follows from the generator's own state (see `origins`), so
+the program's seeds keep their meaning, and two generators of one state draw the same numbers, as they do there.
+
+Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)` (MONAI's transforms),
+wherever `reachable` looks.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hetstream.mpi_dataworkers.ops.origins import digest_of_state
 from hetstream.mpi_dataworkers.ops.reachable import reachable
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 
@@ -31,23 +35,44 @@ class OwnGenerators:
     def __init__(self, *roots: Any) -> None:
         self._found = list(reachable(roots, lambda generator: _is_generator(generator) or _is_randomizable(generator)))
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    def __len__(self) -> int:
+        return len(self._found)
 
-    def seed(self, seed: int) -> None:
-        """Seed each of them, for one sample; the seed has 64 bits."""
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._found)
+
+    def seed(self, seed: int, origins: Sequence[int] | None = None) -> None:
+        """Seed each of them, for one sample.
+
+        Args:
+            seed: 64 bits.
+            origins: of each, see `Origins.own`.
+        """
         for place, generator in enumerate(self._found):
-            _seed(generator, derive_seed(seed, place))
+            own = derive_seed(seed, place) if origins is None else derive_seed(seed ^ origins[place])
+            _seed(generator, own)
+
+    def states(self) -> list[Any]:
+        """The states that they have now, for `restore` and `digests`."""
+        return [_state_of(generator) for generator in self._found]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Give each the state back that it had."""
+        for generator, state in zip(self._found, states, strict=True):
+            _restore(generator, state)
+
+    def digests(self) -> list[int]:
+        """Of the state of each, with its kind."""
+        return [digest_of_state((type(generator).__name__, _state_of(generator))) for generator in self._found]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Give generators the states back that they had; not to objects that only have `set_random_state`."""
-        states = [_state_of(generator) for generator in self._found]
+        """Give them the states back that they had."""
+        states = self.states()
         try:
             yield
         finally:
-            for generator, state in zip(self._found, states, strict=True):
-                _restore(generator, state)
+            self.restore(states)
 
 
 def _is_generator(value: Any) -> bool:
@@ -80,7 +105,9 @@ def _state_of(generator: Any) -> Any:
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState | torch.Generator) else None
+    if isinstance(generator, np.random.RandomState | torch.Generator):
+        return generator.get_state()
+    return {name: _state_of(held) for name, held in _held_by(generator).items()}
 
 
 def _restore(generator: Any, state: Any) -> None:
@@ -90,3 +117,15 @@ def _restore(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState | torch.Generator):
         generator.set_state(state)
+    else:
+        for name, held in _held_by(generator).items():
+            # Not to a generator of its class, which other objects draw from: it was not seeded here.
+            if name in getattr(generator, "__dict__", ()) and name in state:
+                _restore(held, state[name])
+
+
+def _held_by(randomizable: Any) -> dict[str, Any]:
+    """The generators of an object with `set_random_state`, by attribute: its own, or as MONAI's its class's until it is
+    seeded."""
+    places = [*map(vars, reversed(type(randomizable).__mro__)), getattr(randomizable, "__dict__", {})]
+    return {name: value for place in places for name, value in place.items() if _is_generator(value)}

@@ -30,6 +30,7 @@ from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
+from hetstream.mpi_dataworkers.ops.origins import PLAIN, Origins
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
 from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.ops.row_at_fault import named, place_at_fault
@@ -123,6 +124,7 @@ class Pipeline:
         forward_stage: what it goes through last, where its last stage runs: operators of the model's forward.
         num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
+        origins: what the seeds of samples are mixed with.
     """
 
     dataset: Any
@@ -137,6 +139,7 @@ class Pipeline:
     forward_stage: BatchStage | None = None
     num_workers: int = 1
     own_generators: OwnGenerators | None = field(default=None, compare=False)
+    origins: Origins = field(default=PLAIN, compare=False)
 
     @property
     def thread_safe(self) -> bool:
@@ -235,7 +238,7 @@ class Pipeline:
         watched.at_sample(-1)
         self._seed(seed)
         try:
-            with making_sample(seed):
+            with making_sample(seed ^ self.origins.torch):
                 return read(given)
         except Exception as error:
             raise SampleError(_sample_at(place_at_fault(error, given, read), wanted)) from error
@@ -247,15 +250,15 @@ class Pipeline:
         if seeds_all:
             self._seed(seed)
         try:
-            with making_sample(seed):
+            with making_sample(seed ^ self.origins.torch):
                 return make()
         except Exception as error:
             raise SampleError(index) from error
 
     def _seed(self, seed: int) -> None:
-        seed_generators(seed)
+        seed_generators(seed, self.origins)
         if self.own_generators is not None:
-            self.own_generators.seed(seed)
+            self.own_generators.seed(seed, self.origins.own)
 
     def collated(self, samples: Any, step_seed: int, indices: Sequence[Any] = ()) -> Any:
         """Make a batch of a step's samples: collate them, and run the batch stage.
@@ -320,7 +323,7 @@ class Pipeline:
     def _staged(self, stage: BatchStage, batch: Any, seed: int) -> Any:
         self._seed(seed)
         try:
-            return run_stage(stage, batch, seed)
+            return run_stage(stage, batch, seed ^ self.origins.torch)
         except Exception as error:
             raise SampleError(-1) from error
 
@@ -445,13 +448,13 @@ def make_step(
                 raise
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int, origins: Origins = PLAIN) -> None:
     """Seed the global generators of Python, NumPy and torch's CPU."""
-    _seed_python(seed)
+    _seed_python(seed ^ origins.python)
     _python_generator.gauss_next = None
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed((seed ^ origins.numpy) & 0xFFFFFFFF)
     # torch's generator makes the same numbers of it, and user code can put `torch.initial_seed()` into a tensor.
-    torch.default_generator.manual_seed(seed & LARGEST_BASE_SEED)
+    torch.default_generator.manual_seed((seed ^ origins.torch) & LARGEST_BASE_SEED)
 
 
 @contextlib.contextmanager

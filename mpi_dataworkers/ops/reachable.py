@@ -67,3 +67,21 @@ def device_of(*roots: Any) -> str:
     for tensor in reachable(roots, lambda found: isinstance(found, torch.Tensor) and found.device.type != "cpu"):
         return str(tensor.device)
     return ""
+
+
+def holders(root: Any) -> list[dict[Any, Any] | list[Any]]:
+    """Where the parts of an object stand: attributes, dictionaries and lists, the nearest first.
+
+    Long ones hold data; of many the first are given.
+    """
+    found: list[dict[Any, Any] | list[Any]] = []
+
+    def note(held: Any) -> bool:
+        with contextlib.suppress(Exception):  # a proxy, as above
+            for place in (held, getattr(held, "__dict__", None)):
+                if isinstance(place, dict | list) and len(place) <= _MAX_ITEMS:
+                    found.append(place)
+        return len(found) >= _MAX_ITEMS
+
+    next(reachable((root,), note), None)
+    return found

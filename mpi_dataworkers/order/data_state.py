@@ -31,6 +31,8 @@ class DataState:
         sampler: how the program's own sampler began the epoch (see `loader.sampler_state`), else "".
         drawn: digest of the sample indices that it gave up to this place, else "".
         quarantined: samples that `on_error` has put aside.
+        ranks_differ: each rank had random numbers of its own; states that do not say it are of releases in which all
+            ranks of a sampler's order had the same.
 
     The snapshots in `shards` are as `snapshots.pack` gives them. In the plain values they are text; those that are no
     text are under `dataset_states`, as the objects that they are.
@@ -46,6 +48,7 @@ class DataState:
     sampler: str = ""
     drawn: str = ""
     quarantined: list[int] = field(default_factory=list)
+    ranks_differ: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, the same keys at any time: JSON and torch.distributed.checkpoint can hold all but what is
@@ -73,7 +76,7 @@ class DataState:
         problems = list(_problems(state))
         if problems:
             raise StateError(f"the state of a hetstream DataLoader is damaged: {'; '.join(problems)}")
-        values = {name: state[name] for name in _FORMS if name != "dataset_states"}
+        values = {name: state.get(name, False) for name in _FORMS if name != "dataset_states"}
         return DataState(**values | {"shards": _joined(json.loads(state["shards"]), state.get("dataset_states") or {})})
 
     def check_fits(self, here: DataState, num_steps: int | None) -> None:
@@ -184,12 +187,13 @@ _FORMS: dict[str, tuple[Any, str]] = {
     "drawn": (lambda value: isinstance(value, str), "text"),
     # Looked at more closely by `loader.skipped`, which knows how many there may be.
     "quarantined": (lambda value: isinstance(value, list | str), "a list of sample indices"),
+    "ranks_differ": (lambda value: isinstance(value, bool), "true or false"),
 }
 
 
 def _problems(state: Mapping[str, Any]) -> Iterator[str]:
     for name, (is_right, rule) in _FORMS.items():
-        if name == "dataset_states" and name not in state:
+        if name in ("dataset_states", "ranks_differ") and name not in state:
             continue  # saved before there was any
         if name not in state:
             yield f"{name} is missing"

@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, GrantLease, ListedOrder, ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
@@ -140,8 +141,7 @@ class LoaderOfEarlierStage:
         is_listed = isinstance(spec.order, ListedOrder)
         request = SessionRequest(
             pipeline=self._pipelines[spec.pipeline_id],
-            epoch=spec.epoch,
-            seed=spec.seed,
+            seeds=PassSeeds(spec.seed, spec.epoch, spec.worker_seeds),
             order=spec.order,
             first_step=first_step,
             num_steps=-1 if is_listed else stop_step,

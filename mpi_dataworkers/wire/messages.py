@@ -71,6 +71,7 @@ from hetstream.mpi_dataworkers.wire.work import (
     ShardOrder,
     Sharing,
     StepList,
+    WorkerSeeds,
 )
 from hetstream.mpi_dataworkers.wire.worker_messages import (
     AddProcess,
@@ -178,6 +179,7 @@ __all__ = [
     "UnknownPeer",
     "WorkerHeartbeat",
     "WorkerRegistered",
+    "WorkerSeeds",
     "WorkerToDispatcher",
     "WorkerToLoader",
 ]

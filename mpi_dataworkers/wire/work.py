@@ -162,6 +162,20 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: dict[str, str] = {}
 
 
+class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the random numbers of torch's worker processes follow from, in whose place data workers make a pass.
+
+    Attributes:
+        base_seed: that torch drew; it seeds worker process w with this plus w.
+        passes_before: passes that these processes have made already; 0 without persistent_workers.
+        generators: a digest of the state of each generator that dataset and `collate_fn` hold when the processes start.
+    """
+
+    base_seed: int
+    passes_before: int
+    generators: list[int]
+
+
 class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a session reads, and how: one loader reads one epoch, or one shard of it, once.
 
@@ -176,6 +190,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept_together: its leases go to one data worker for as long as that is there (a shard).
         at_most_once: what a lost data worker held is not leased again.
         errors: what becomes of a step that cannot be made.
+        worker_seeds: what random numbers follow from instead of seed and epoch, in a program that only knows torch.
     """
 
     session_id: str
@@ -188,6 +203,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_together: bool = False
     at_most_once: bool = False
     errors: ErrorPolicy = ErrorPolicy()
+    worker_seeds: WorkerSeeds | None = None
 
 
 class StepList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

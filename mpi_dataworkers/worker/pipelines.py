@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
@@ -68,8 +69,8 @@ class Pipelines:
         # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
         self._asked_bytes = loaded.kept_bytes
 
-    def enter(self, lease: GrantLease) -> Pipeline:
-        """Let user code see its part for a lease.
+    def enter(self, lease: GrantLease, step: int) -> Pipeline:
+        """Let user code see its part for a step of a lease.
 
         Returns:
             The pipeline to run now.
@@ -95,12 +96,13 @@ class Pipelines:
                 self._forget(next(iter(self._pipelines)))
         entered = self._pipelines[pipeline_id]
         if isinstance(entered, EnteredPipeline):
-            base_seed = lease.session.seed
-            if entered.is_new(base_seed):
+            session = lease.session
+            seeds = PassSeeds(session.seed, session.epoch, session.worker_seeds)
+            if entered.is_new(seeds, step):
                 self._page.at_sample(-1)
             try:
                 self._loaded.enter(self._in_use[pipeline_id])
-                return entered.enter(base_seed)
+                return entered.enter(seeds, step)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[pipeline_id] = error
                 self._failed_at[pipeline_id] = time.monotonic()

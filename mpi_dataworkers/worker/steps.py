@@ -13,6 +13,7 @@ import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.iterable import Shard
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -154,7 +155,7 @@ class StepMaker:
         """Make a step and take its batch apart; None where the shard has no such step."""
         session = lease.session
         with ForksEndHere():
-            pipeline = self._pipelines.enter(lease)
+            pipeline = self._pipelines.enter(lease, step)
             self._say_if_threads_do_not_help(pipeline)
             try:
                 if isinstance(session.order, ShardOrder):
@@ -185,7 +186,8 @@ class StepMaker:
         session = lease.session
         epoch, epoch_step, _ = place_of(lease, step)
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
-        seeds = SampleSeeds(indices, session.seed, epoch, None if isinstance(session.order, PlannedOrder) else step)
+        listed_step = None if isinstance(session.order, PlannedOrder) else step
+        seeds = PassSeeds(session.seed, epoch, session.worker_seeds).of_step(indices, listed_step)
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
         left_out = lease.left_out.get(step, [])
         if len(kept) == 0:

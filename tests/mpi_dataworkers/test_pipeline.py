@@ -25,6 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
     copy_of,
@@ -295,7 +296,7 @@ def test_in_a_data_worker_batches_are_private_memory_and_samples_know_their_work
 ) -> None:
     monkeypatch.setattr(torch_worker, "_worker_info", None)
     loaded = pipeline_of(datasets.Where(9), worker_init_fn=number_of_worker, num_workers=4)
-    pipeline = EnteredPipeline(loaded, 7).enter(5)
+    pipeline = EnteredPipeline(loaded, 7).enter(PassSeeds(5, 0), 0)
     _, _, numbers = batch_of(pipeline, [1, 2], 0, 0)
     assert (numbers.tolist(), seen) == ([3, 3], [3])
     assert not numbers.is_shared(), "a shared-memory segment for each batch costs more than the transport"
@@ -312,18 +313,18 @@ def test_what_samples_see_of_their_worker_is_made_once_for_all_steps(monkeypatch
 
     monkeypatch.setattr(torch_worker, "WorkerInfo", CountedInfo)
     one, other = (EnteredPipeline(pipeline_of(datasets.Where(9), num_workers=4), number) for number in (1, 2))
-    first = one.enter(5)
+    first = one.enter(PassSeeds(5, 0), 0)
     seen_first = get_worker_info()
     for _ in range(20):
-        assert one.enter(5) is first
+        assert one.enter(PassSeeds(5, 0), 0) is first
     assert (made, get_worker_info()) == ([6], seen_first)
-    other.enter(5)
+    other.enter(PassSeeds(5, 0), 0)
     assert get_worker_info().id == 2
-    one.enter(5)
+    one.enter(PassSeeds(5, 0), 0)
     assert get_worker_info() is seen_first, "another pipeline's steps came in between"
-    one.enter(8)
-    one.enter(5)
-    assert (made, get_worker_info().seed) == ([6, 7, 9, 6], 6), "two passes take turns"
+    one.enter(PassSeeds(8, 0), 0)
+    one.enter(PassSeeds(5, 0), 0)
+    assert (made, get_worker_info().seed) == ([6, 7, 9], 6), "two passes take turns"
 
 
 class EndsTheProcess(datasets.Augmented):

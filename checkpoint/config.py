@@ -36,7 +36,7 @@ def job_has_writers(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The checkpoint directory that the job's script names, or None; that of another job's script is not this one's."""
+    """The checkpoint directory that the job's own script names, and not another job's; None if it names none."""
     return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) and not other_job(DIRECTORY, environ) else None
 
 

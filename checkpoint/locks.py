@@ -1,8 +1,8 @@
 """File locks that end with the process that took them: who holds one lives. Used for stores, checkpoint writers and
 directories.
 
-The lock is flock(2), which whoever may open the file can take: its owner alone may, whatever somebody has made of its
-mode. A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
+The lock is flock(2). Whoever may open the file can take it, so whenever it is opened its mode is set back to its owner
+alone. A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
 alive, so a child gives up its copy at once.
 """
 

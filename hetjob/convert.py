@@ -120,7 +120,7 @@ def script_options(script: str, name: str) -> list[SbatchOption]:
 def _options_of_lines(
     script: str, name: str, blank_can_be_escaped: bool
 ) -> tuple[list[SbatchOption], list[tuple[str, str]]]:
-    """The options, and the words that are none with their lines."""
+    """The options of these lines; and the words that are no options, with their lines."""
     arguments: list[str] = []
     origins: list[str] = []
     for line in option_lines(script):

@@ -95,7 +95,7 @@ def _other_changes(spec: JobSpec) -> list[Change]:
 
 
 def _kept_apart(options: SbatchOptions, cluster: Cluster, foreign: int | None) -> tuple[list[str], list[Change]]:
-    """What keeps from component 1 what sbatch carries there from the trainer's, and is not meant for data workers."""
+    """Options of component 1 that undo what sbatch carries there from the trainer and is not for data workers."""
     arguments: list[str] = []
     changes: list[Change] = []
     dependency = options.value("dependency") or ""

@@ -20,7 +20,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork a
 
 
 class _ToldTwice(subprocess.Popen[bytes]):
-    """A child that takes SIGTERM for its parent's only if it sees that it is."""
+    """A child that asks whether a SIGTERM is Slurm's or its parent's: its parent sends another signal beside it."""
 
     def terminate(self) -> None:
         super().terminate()

@@ -75,8 +75,8 @@ def check_beside(path: Path, *, is_own: bool = True) -> None:
 def create_private(path: Path) -> None:
     """Make sure that there is a file for a database which this user may use; a new one has mode 0600.
 
-    SQLite itself says of whatever it may not open that it is unable to. A file that is there is not opened to find out:
-    closing it would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
+    SQLite's own error says that it is unable to open the file, and not why. A file that is there is not opened to find
+    out: that would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
 
     Raises:
         OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and

@@ -59,7 +59,7 @@ class JobIdentity(msgspec.Struct, frozen=True):
         return JobIdentity(job, os.uname().nodename, os.getpid())
 
     def is_gone(self) -> bool:
-        """Whether it was a process of this host, and is there no more."""
+        """Whether it was a process of this host, and has ended."""
         if self.host != os.uname().nodename:
             return False
         try:

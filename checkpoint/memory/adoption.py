@@ -248,7 +248,10 @@ def _write_holder(files: StoreFiles, identity: StoreIdentity) -> None:
 
 @contextlib.contextmanager
 def _alone_in(root: Path) -> Iterator[None]:
-    """One trainer of this user after the other looks for its store. No lock: only twins of one instant go unnoticed."""
+    """Have trainers of this user look for their stores one after the other.
+
+    Without the lock two that start at the same instant may miss each other; nothing else comes of it.
+    """
     with contextlib.ExitStack() as held:
         # Anybody can have the first names; all of the user's trainers come to the same one.
         for number in range(_LOCK_NAMES):

@@ -224,7 +224,7 @@ class Way:
 
 @functools.lru_cache(maxsize=1)
 def _uid_without_number() -> int | None:
-    """Whom all seem to be who have no number in this user namespace, where root is among them; None where it has one.
+    """The id that stands for all users without one in this user namespace, root among them; None if root has one.
 
     See https://man7.org/linux/man-pages/man7/user_namespaces.7.html, "Unmapped user and group IDs".
     """
@@ -256,7 +256,7 @@ def _is_private_group(gid: int, uid: int) -> bool:
 
 
 def members_by_first_group(passwd: str, gid: int) -> set[int]:
-    """The users of a host's own list whose first group it is: no group names them as members.
+    """The users whose primary group this is, by the host's list: the group's entry does not name them.
 
     A directory service is not asked for all of its users: at each start of a thousand ranks it would not bear that.
 

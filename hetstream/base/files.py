@@ -78,7 +78,7 @@ class Directory:
         """Open a directory in whose place nobody else can put another one, nor something in place of what it holds.
 
         Every directory on the way is entered from the one above it and looked at, links included: between the look and
-        the use there is no moment.
+        the use nothing can be put in its place.
 
         Args:
             path: of the directory.

@@ -96,6 +96,12 @@ def _say_once(wanted: Path, found: Path, why: str) -> None:
 
 
 def _own(outer: Directory, name: str, mode: int) -> Directory:
+    """Open a directory of this user in another one, made with this mode if it is missing; the user's own link may lead
+    to it.
+
+    Raises:
+        UntrustedFile: it, or the link, is another user's, or others can write to it.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, mode & ~0o022, dir_fd=outer.descriptor)
     found = outer.status(name)

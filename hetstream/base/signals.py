@@ -58,9 +58,9 @@ def stop_requests() -> Callable[[], bool]:
 
 
 def pass_over_warnings() -> None:
-    """Let nothing but SIGTERM and SIGINT end this process and those that it forks; programs that they start differ.
+    """Let nothing but SIGTERM and SIGINT end this process and those that it forks.
 
-    Handlers rather than signals that are ignored: a program that is started has its own defaults again.
+    The signals have handlers and are not ignored, because ignored ones would stay so in programs that are started.
     """
     for number in FATAL - {*_STOP_SIGNALS}:
         if signal.getsignal(number) is signal.SIG_DFL:

@@ -61,7 +61,7 @@ def prepare_triton() -> str:
 
 
 def _why_not_temporary() -> str:
-    """Why compilers may not write for each other where this process's temporary files are."""
+    """Why somebody else could change the files by which compilers work together; "" if nobody could."""
     place = Path(tempfile.gettempdir())
     why = unsafe_below(place)
     return f"compilers make their files in {place}: {why}. Set TMPDIR to another place" if why else ""
@@ -77,7 +77,7 @@ def _why_not(place: Path, variable: str) -> str:
 
 
 def _private(name: str) -> Path:
-    """A directory that nobody else can enter; the same one for all processes of this user, unless somebody took it."""
+    """A directory that nobody else can enter: of all processes of this user, or of this one if the name is taken."""
     path = temporary_place() / f"hetstream-{name}-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -238,7 +238,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _is_object(text: str) -> bool:
-    """Whether a snapshot is JSON for who reads it, too: only so it does not reach pickle."""
+    """Whether a snapshot is a JSON object, also for who reads it later: he would give anything else to pickle."""
     try:
         return is_text(text.encode()) and isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -337,7 +337,7 @@ def _check_layout(dataset: h5py.Dataset, name: str, checked: set[tuple[str, str,
         depth: of virtual datasets above it.
 
     Raises:
-        SourceError: there are.
+        SourceError: some are.
     """
     file: h5py.File = dataset.file
     if dataset.external and not _is_own(file):

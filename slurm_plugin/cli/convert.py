@@ -102,7 +102,9 @@ def _convert(
     client: SlurmClient,
     proposed: Sequence[Directive] | None,
 ) -> Conversion:
-    """Convert a script; with what past jobs propose, which is no error of the script where it cannot be.
+    """Convert a script, with what past jobs propose.
+
+    Where a number of data workers is left to past jobs and they propose none, the script stays as it is.
 
     Args:
         body, name: of the script.

@@ -102,7 +102,7 @@ def parse_time(option: str, text: str, now_s: float) -> float:
 
 
 def with_wait_shares(usages: tuple[Usage, ...], shares: dict[str, float]) -> list[Usage]:
-    """The runs with what trainers tell while they run; sacct names components by numbers which tell nothing here."""
+    """The runs; those that go on with the share of time that trainers wait. Components have other numbers in sacct."""
     return [replace(usage, wait_share=None if usage.end_s else shares.get(usage.job)) for usage in usages]
 
 

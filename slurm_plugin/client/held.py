@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.client.parse_text import said_of_jobs
 
 
 def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:
-    """The jobs, with what their nodes say of those that are alone on all of theirs.
+    """The jobs; those that are alone on all of their nodes hold what is in use there.
 
     Args:
         jobs: running ones, and also ended ones and those that complete, of which the nodes say nothing any more.
@@ -79,7 +79,9 @@ def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ..
 def untyped_share(
     counts: Iterable[Mapping[str, Counter[str]]], nodes: Collection[str], num_gpus: float
 ) -> tuple[float, bool]:
-    """Which share of a GPU one is on average, and whether that leaves no doubt: all are alike, or a job has them all.
+    """The share of a whole GPU that a GPU without a type is on average; and whether it is exactly that.
+
+    It is where all have the same share, or the job has all of them.
 
     Args:
         counts: of each node GPUs by type; the first that have any count.
@@ -107,7 +109,7 @@ def without_types(num_jobs: int) -> list[str]:
 
 
 def _with_asked_types(job: Job) -> Job:
-    """Where all that a job holds is without a type, and it has, or asked for, as many of some types: these."""
+    """The job; if no GPU that it holds has a type, and it has or asked for as many of some types, with these."""
     held = gpus_by_type(job.gres_held or ())
     has = gpus_by_type(gres for share in job.shares for gres in share.gres)
     asked = gpus_by_type(replace(job, gres_held=None).amounts("gpu"))

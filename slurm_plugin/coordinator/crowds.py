@@ -38,7 +38,7 @@ class Crowds:
         return True
 
     def turned_away(self, uid: int, why: str, now_s: float) -> str:
-        """What to say of a connection that came to nothing; empty: it is counted."""
+        """What to say of a connection that was refused; empty if it is only counted."""
         user = self._user(uid, now_s)
         if user.said_s is not None and now_s - user.said_s < self._said_s:
             user.num_unsaid, user.last = user.num_unsaid + 1, why

@@ -115,7 +115,7 @@ class _SharedGpu:
         return written if writes else read
 
     def end_work(self) -> None:
-        """Have another page: somebody can write into this one whose job is no longer there."""
+        """Begin another page: a process whose job has ended can still write into this one."""
         if self.is_work_written:
             self._close_work()
             self.work, self.is_work_written = make_work(), False
@@ -472,7 +472,7 @@ class Coordinator:
             self._turned_away(member.peer.uid, said)
 
     def _turned_away(self, uid: int, why: str) -> None:
-        """Somebody came to nothing: said of the first, and counted of a crowd."""
+        """Log a connection that was refused; of a crowd the first, and later how many more."""
         if said := self._crowds.turned_away(uid, why, time.monotonic()):
             _log.info("%s", said)
 

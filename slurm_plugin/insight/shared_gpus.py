@@ -38,7 +38,7 @@ class SharedGpus:
 
 
 def for_everybody(shared: SharedGpus | None) -> SharedGpus | None:
-    """What every user of the site may know: how a job fares, the daemon tells its own user alone."""
+    """What every user of the site may know. How a job fares is not in it: the daemon tells that to the job's user."""
     if shared is None:
         return None
     nodes = (replace(node, gpus=tuple(replace(gpu, jobs=()) for gpu in node.gpus)) for node in shared.nodes)

@@ -107,7 +107,7 @@ def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[P
 
 
 def without_outliers(values: Sequence[float]) -> list[float]:
-    """The median in the place of what is more than twice or less than half of it. Of two values nobody knows which."""
+    """The values; the median replaces what is beyond twice or half of it. Of two nobody knows which is wrong."""
     middle = median(values) if values else 0.0
     is_far = (value > _OUTLIER * middle or value * _OUTLIER < middle for value in values)
     return list(values) if len(values) < _FEW else [middle if far else v for v, far in zip(values, is_far, strict=True)]
@@ -266,7 +266,10 @@ def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
 
 
 def _ends(ordered: Sequence[PastJob]) -> Iterable[int]:
-    """How many jobs to go by: all, and fewer as long as the last waited: it must not put older ones out of sight."""
+    """How many of the jobs to look at: all; and again without the most similar ones, as long as these waited for data.
+
+    What they needed is only known to be more than they had. They must not hide an older job that shows how much.
+    """
     end = len(ordered)
     yield end
     while end > _FEW and len(ordered) - end < TOP and not ordered[end - 1].had_enough:

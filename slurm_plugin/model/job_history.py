@@ -112,7 +112,7 @@ class JobHistory(HistoryFile):
             self._key = self._key_of_place()
 
     def kept_name(self, name: str) -> str:
-        """What is kept for a user's name or a directory; "" where the key cannot be read: then nobody is mistaken."""
+        """What is kept for a user's name or a directory; "" where the key cannot be read: then it is not compared."""
         if self._plain_names or not name:
             return name
         digest = hmac.new(self._key, os.fsencode(name), hashlib.sha256) if self._key else None
@@ -174,10 +174,10 @@ class JobHistory(HistoryFile):
         self._database.execute("insert or ignore into jobs values (?, ?, ?)", (kept.job, row_s, text))
 
     def jobs(self, now_s: float = math.inf) -> list[PastJob]:
-        """All that are kept, the oldest first. A record that is damaged costs itself, and not the others.
+        """All that are kept, the oldest first. A damaged record is left out.
 
         Args:
-            now_s: in seconds since the epoch. What an older release has kept with a later date has none.
+            now_s: in seconds since the epoch. A later date, which older releases kept, counts as none.
 
         Raises:
             HistoryError: it cannot be read.

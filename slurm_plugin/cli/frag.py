@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from hetstream.slurm_plugin.cli.output import (
 )
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.model import Node, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
 from hetstream.slurm_plugin.render.table import RED, YELLOW
@@ -110,7 +111,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         hosts="node",
     )
     sections = (nodes, shapes, types, left_out, elsewhere)
-    return Report(meta_of("frag", snapshot), summary, _lines(found), sections, _notes(found))
+    return Report(meta_of("frag", snapshot), summary, _lines(found), sections, _notes(found, snapshot.nodes))
 
 
 def _lines(found: Fragmentation) -> list[str]:
@@ -138,12 +139,20 @@ def _lines(found: Fragmentation) -> list[str]:
     ]
 
 
-def _notes(found: Fragmentation) -> list[str]:
+def _notes(found: Fragmentation, nodes: Iterable[Node]) -> list[str]:
+    names = {row.node for row in found.nodes}
+    kept = [node for node in nodes if node.name in names and any(part.cpus_free for part in node.reserved_parts)]
+    notes = []
+    if kept:
+        cpus = sum(part.cpus_free for node in kept for part in node.reserved_parts)
+        where = compress(node.name for node in kept)
+        notes.append(f"{cpus:,} CPUs of {where} are kept by reservations and do not count")
     if not found.assumed or not any(node.gpus_free for node in found.nodes):
-        return []
+        return notes
     return [
+        *notes,
         f"no pending job with GPUs could run on {compress(found.assumed)}: "
-        "there a job of 1 GPU and 1 CPU is assumed for stranded GPUs"
+        "there a job of 1 GPU and 1 CPU is assumed for stranded GPUs",
     ]
 
 

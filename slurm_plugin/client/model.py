@@ -275,12 +275,36 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class ReservedPart:
+    """What a reservation has of a node that is not its own as a whole.
+
+    Attributes:
+        reservation: its name.
+        cpus, gpus: that other jobs cannot have. cpus_held, gpus_held: of those what its jobs hold.
+    """
+
+    reservation: str
+    cpus: int
+    cpus_held: int = 0
+    gpus: int = 0
+    gpus_held: int = 0
+
+    @property
+    def cpus_free(self) -> int:
+        return self.cpus - self.cpus_held
+
+    @property
+    def gpus_free(self) -> int:
+        return self.gpus - self.gpus_held
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One node.
 
     Attributes:
         states: base state and flags, such as `{"MIXED", "PLANNED"}`.
-        cpus: CPUs for jobs, without those reserved for the system.
+        cpus: CPUs for jobs, without those reserved for the system, or kept free for the jobs of a reservation.
         cpus_allocated: of those.
         memory_mb: what jobs can be given: `RealMemory` without `MemSpecLimit`.
         memory_allocated_mb: of that.
@@ -290,7 +314,8 @@ class Node:
         version: of its slurmd.
         address: under which other nodes reach it.
         cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
-        reservation: that it is in now.
+        reservation: that it is in now, as a whole.
+        reserved_parts: what other reservations have of it; see `reservations.py`.
         unreadable: what of its record cannot be read, and why.
     """
 
@@ -312,6 +337,7 @@ class Node:
     reservation: str = ""
     gpus_allocated: int | None = None
     unreadable: tuple[str, ...] = ()
+    reserved_parts: tuple[ReservedPart, ...] = ()
 
     @property
     def is_usable(self) -> bool:
@@ -456,11 +482,17 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Nodes that are kept for the jobs of some users, for some time; others must have ended before.
+    """Nodes, or some of their cores, that are kept for the jobs of some users for some time; others must have ended.
 
     Attributes:
+        nodes: those that it has as a whole.
         is_active: it has begun.
         is_maintenance: its flag MAINT. Its nodes are its own, whatever other reservations have them.
+        is_flexible: its flag FLEX: its jobs may use what is outside of it, too.
+        is_magnetic: its flag MAGNETIC: jobs of its users need not name it.
+        users, accounts: whose jobs may use it; `-NAME` are those whose may not.
+        cpus: of the nodes of which it has some cores, how many CPUs these are.
+        gpus_on_node: GPUs that it has on each of those.
     """
 
     name: str
@@ -469,6 +501,17 @@ class Reservation:
     end_s: float
     is_active: bool = False
     is_maintenance: bool = False
+    is_flexible: bool = False
+    is_magnetic: bool = False
+    users: tuple[str, ...] = ()
+    accounts: tuple[str, ...] = ()
+    cpus: tuple[tuple[str, int], ...] = ()
+    gpus_on_node: int = 0
+
+    @property
+    def all_nodes(self) -> tuple[str, ...]:
+        """Those of which it has some cores, too."""
+        return (*self.nodes, *(name for name, _ in self.cpus))
 
 
 @dataclass(frozen=True)
@@ -481,7 +524,7 @@ class Snapshot:
         source: which backend read it, for notes and JSON.
         jobs: pending and running ones.
         config: `scontrol show config`.
-        reservations: of whole nodes, those to come too, in the order of their beginning.
+        reservations: of nodes, those to come too, in the order of their beginning.
     """
 
     taken_s: float

@@ -81,7 +81,7 @@ class CommandReader:
             version=version,
             source=source,
             jobs=with_gpu_shares(jobs, nodes),
-            nodes=with_reservations(nodes, reservations),
+            nodes=with_reservations(nodes, reservations, jobs),
             partitions=self._partitions(),
             config=config,
             reservations=reservations,

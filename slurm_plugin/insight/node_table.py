@@ -47,6 +47,11 @@ class NodeTable:
         self._order = self._counts(order.get(node.name, place) for place, node in enumerate(self.nodes))
         self.cpus = self._counts(node.cpus for node in self.nodes)
         self.cpus_free = self._counts(node.cpus_free for node in self.nodes)
+        # What jobs of a reservation hold of its cores no other job can have at all.
+        self._most_cpus = self.cpus - self._counts(
+            sum(part.cpus_held for part in node.reserved_parts) for node in self.nodes
+        )
+        self._is_whole = self._mask(not node.reserved_parts for node in self.nodes) & (self.cpus_free == self.cpus)
         self.memory_mb = self._counts(node.memory_mb for node in self.nodes)
         self.memory_free_mb = self._counts(node.memory_free_mb for node in self.nodes)
         self.gpus = self._by_gres(lambda node: node.gpus)
@@ -94,6 +99,14 @@ class NodeTable:
         """The nodes with these names."""
         return self._at([self._places[name] for name in names if name in self._places])
 
+    def amounts(self, of_nodes: Iterable[tuple[str, int]]) -> Counts:
+        """The sums of what is said of nodes by their names."""
+        found = np.zeros_like(self.cpus)
+        for name, amount in of_nodes:
+            if name in self._places:
+                found[self._places[name]] += amount
+        return found
+
     def asked_for(self, shape: Shape) -> Mask:
         """The nodes that `--nodelist`, `--exclude` and `--constraint` leave."""
         mask = self.named(shape.required_nodes) if shape.required_nodes else np.ones(len(self.nodes), dtype=np.bool_)
@@ -127,10 +140,10 @@ class NodeTable:
         """
         if whole_nodes:
             most, free = self.cpus_for(partitions)
-            return most, np.where(self.cpus_free == self.cpus, free, 0)
+            return most, np.where(self._is_whole, free, 0)
         limits = [self._limits[name] for name in partitions if name in self._limits]
         if not limits:
-            return self.cpus, self.cpus_free
+            return self._most_cpus, self.cpus_free
         key = frozenset(partitions)
         if key not in self._cpus:
             most, free = np.zeros_like(self.cpus), np.zeros_like(self.cpus)
@@ -174,13 +187,13 @@ class NodeTable:
     def _cpus_in(self, name: str) -> tuple[Counts, Counts]:
         limit = self._limits.get(name)
         if limit is None:
-            return self.cpus, self.cpus_free
-        most, free = self.cpus, self.cpus_free
+            return self._most_cpus, self.cpus_free
+        most, free = self._most_cpus, self.cpus_free
         if limit.max_cpus_per_node is not None:
             most = np.minimum(most, limit.max_cpus_per_node)
             free = np.minimum(free, np.maximum(0, limit.max_cpus_per_node - self._taken[name]))
         if limit.is_exclusive:
-            free = np.where(self.cpus_free == self.cpus, free, 0)
+            free = np.where(self._is_whole, free, 0)
         return most, free
 
     def _cpus_taken(self, jobs: Iterable[Job]) -> dict[str, Counts]:

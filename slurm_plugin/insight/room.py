@@ -6,12 +6,20 @@ Made by `why.py` for each kind of request. Two jobs that ask alike have the same
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape
+
+
+class Kept(NamedTuple):
+    """What reservations to come keep: of some nodes all, of others so many CPUs."""
+
+    nodes: Mask
+    cpus: Counts
 
 
 class Room:
@@ -22,7 +30,7 @@ class Room:
         shape: what each node must give.
         job: where it may run.
         up: the partitions in which jobs start; None asks for none of it.
-        kept: nodes that reservations keep from the job, because they begin before it would have to end.
+        kept: nodes, and CPUs of others, that reservations keep from the job: they begin before it would have to end.
 
     Attributes:
         shape: as given.
@@ -36,7 +44,7 @@ class Room:
     """
 
     def __init__(
-        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Mask | None = None
+        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Kept | None = None
     ) -> None:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
@@ -47,12 +55,15 @@ class Room:
         self._has_named = np.count_nonzero(self._named) == len(set(job.required_nodes))
         anywhere = table.everywhere(names) & table.asked_for(shape)
         mine = table.eligible(names, job.reservation)
+        self.needs_whole_nodes = shape.whole_nodes or table.takes_whole_nodes(names)
         if kept is not None:
-            mine = mine & ~kept
+            mine = mine & ~(kept.nodes | (kept.cpus > 0) if self.needs_whole_nodes else kept.nodes)
         self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names, shape.whole_nodes)
         if job.exclusive == "USER":
             cpus_free = np.where(table.with_jobs_of_others(job), 0, cpus_free)
+        if kept is not None:
+            cpus_free = np.maximum(0, cpus_free - kept.cpus)
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}
         could = (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
         self.enough: dict[str, Mask] = {}
@@ -67,7 +78,6 @@ class Room:
         self.possible: Mask = self.eligible & could
         self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")
-        self.needs_whole_nodes = shape.whole_nodes or table.takes_whole_nodes(names)
 
     def enough_but(self, resource: str) -> Mask:
         """Where it has room but for one resource, of which there may be too little."""

@@ -17,9 +17,10 @@ import numpy as np
 from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
 from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
 from hetstream.slurm_plugin.insight.reasons import told_by_slurm
-from hetstream.slurm_plugin.insight.room import Room
+from hetstream.slurm_plugin.insight.room import Kept, Room
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape, alike_jobs, shape_of
 from hetstream.slurm_plugin.render.report import duration
 
@@ -82,8 +83,7 @@ class Explainer:
     def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
         self._snapshot = snapshot
         self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
-        usable = (node for node in snapshot.nodes if node.is_usable)
-        self._table = NodeTable(usable, snapshot.partitions, snapshot.jobs, snapshot.nodes)
+        self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
         self._best_tiers: dict[tuple[str, ...], int] = {}
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
@@ -106,8 +106,38 @@ class Explainer:
         self._queue: list[Job] | None = None
         self._components: dict[int, list[Job]] | None = None
         # By how many reservations begin before a job's end, and its own.
-        self._kept_nodes: dict[tuple[int, str], Mask] = {}
+        self._kept_nodes: dict[tuple[int, str], Kept] = {}
+        # What jobs of reservations see that are not of whole nodes, or not of these alone.
+        active = [reservation for reservation in snapshot.reservations if reservation.is_active]
+        self._magnetic = [reservation for reservation in active if reservation.is_magnetic]
+        self._in_part = frozenset(
+            reservation.name
+            for reservation in active
+            if reservation.cpus or reservation.is_flexible or reservation.is_magnetic
+        )
+        self._tables: dict[str, NodeTable] = {}
         self._workers: dict[int, dict[str, int]] = {}
+
+    def _table_of(self, nodes: Iterable[Node]) -> NodeTable:
+        snapshot = self._snapshot
+        usable = (node for node in nodes if node.is_usable)
+        return NodeTable(usable, snapshot.partitions, snapshot.jobs, snapshot.nodes)
+
+    def _table_for(self, reservations: str) -> NodeTable:
+        """The same nodes as jobs of these reservations see them."""
+        names = reservations.split(",")
+        if self._in_part.isdisjoint(names):
+            return self._table
+        if reservations not in self._tables:
+            seen = seen_from(self._snapshot.nodes, self._snapshot.reservations, names)
+            self._tables[reservations] = self._table_of(seen)
+        return self._tables[reservations]
+
+    def _in_reservations(self, job: Job) -> Job:
+        """The job with the reservations that it may use, although it names none."""
+        if not self._magnetic or job.reservation:
+            return job
+        return replace(job, reservation=",".join(own_reservations(job, self._magnetic)))
 
     def explain(self, job: Job) -> Explanation:
         """Explain one record."""
@@ -203,7 +233,7 @@ class Explainer:
         """What decides where there is room."""
         owner = (job.uid, job.user) if job.exclusive == "USER" else None
         together = job.num_nodes, job.required_nodes, job.is_contiguous
-        return shape, together, job.reservation, self._num_before_end(job), owner
+        return shape, together, self._in_reservations(job).reservation, self._num_before_end(job), owner
 
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
@@ -216,7 +246,7 @@ class Explainer:
     def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
         if room.is_enough(room.fits):
             return ()
-        if self._in_the_way(job) and (later := Room(self._table, room.shape, job, self._up)).is_enough(later.fits):
+        if self._in_the_way(job) and (now := self._room_of(room.shape, job, now=True)).is_enough(now.fits):
             return ("reservation",)
         if not room.is_enough(room.possible):
             out = Room(self._unusable, room.shape, job, None)
@@ -238,15 +268,20 @@ class Explainer:
         end_s = math.inf if job.time_limit_s is None else self._snapshot.taken_s + job.time_limit_s
         return bisect_left(self._upcoming, end_s, key=_start) if self._upcoming else 0
 
-    def _room_of(self, shape: Shape, job: Job) -> Room:
-        return Room(self._table, shape, job, self._up, self._kept(job) if self._upcoming else None)
+    def _room_of(self, shape: Shape, job: Job, now: bool = False) -> Room:
+        """Where there is room for it; `now` looks at no reservation to come."""
+        member = self._in_reservations(job)
+        kept = self._kept(job) if self._upcoming and not now else None
+        return Room(self._table_for(member.reservation), shape, member, self._up, kept)
 
-    def _kept(self, job: Job) -> Mask:
-        """The nodes of the reservations in its way."""
+    def _kept(self, job: Job) -> Kept:
+        """What the reservations in its way keep."""
         key = self._num_before_end(job), job.reservation
         if key not in self._kept_nodes:
-            self._kept_nodes[key] = self._table.named(
-                name for reservation in self._in_the_way(job) for name in reservation.nodes
+            found = self._in_the_way(job)
+            self._kept_nodes[key] = Kept(
+                self._table.named(name for reservation in found for name in reservation.nodes),
+                self._table.amounts(part for reservation in found for part in reservation.cpus),
             )
         return self._kept_nodes[key]
 
@@ -267,7 +302,7 @@ class Explainer:
                 out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
                 return fits, [_too_large(room, job, out, self._table.chosen(room.reserved))]
             if kind == "reservation":
-                blockers.append(self._kept_for_later(Room(self._table, shape, job, self._up), job))
+                blockers.append(self._kept_for_later(self._room_of(shape, job, now=True), job))
             elif kind == "whole nodes":
                 possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
                 why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
@@ -292,9 +327,9 @@ class Explainer:
         """
         nodes = [node.name for node in self._table.chosen(room.fits)]
         in_the_way = [
-            reservation for reservation in self._in_the_way(job) if set(nodes).intersection(reservation.nodes)
+            reservation for reservation in self._in_the_way(job) if set(nodes).intersection(reservation.all_nodes)
         ]
-        kept = compress(name for name in nodes if any(name in reservation.nodes for reservation in in_the_way))
+        kept = compress(name for name in nodes if any(name in reservation.all_nodes for reservation in in_the_way))
         left = duration(in_the_way[0].start_s - self._snapshot.taken_s)
         names = ", ".join(reservation.name for reservation in in_the_way)
         return Blocker(
@@ -413,7 +448,7 @@ class Explainer:
             found = self._workers[number] = {}
             for name in sorted(self._up):
                 _, free = self._table.cpus_for([name])
-                here = self._table.eligible([name]) & ~kept
+                here, free = self._table.eligible([name]) & ~kept.nodes, np.maximum(0, free - kept.cpus)
                 if self._table.takes_whole_nodes([name]):
                     found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
                 else:

@@ -215,7 +215,7 @@ def test_reservations_are_read_and_name_their_nodes() -> None:
     assert now_s is not None
     found = parse_reservations(COMING)
     assert [(one.name, one.nodes, one.start_s - now_s, one.is_active) for one in found] == [
-        ("course", ("r",), 0, True), ("upkeep", ("c0", "c1"), 3600, False),
+        ("course", ("r",), 0, True), ("half", (), 0, True), ("upkeep", ("c0", "c1"), 3600, False),
     ]  # fmt: skip
     assert parse_reservations("No reservations in the system\n") == ()
     with pytest.raises(UnreadableAnswer, match="StartTime"):
@@ -228,6 +228,7 @@ def test_reservations_are_read_and_name_their_nodes() -> None:
             ("idle", ""),
             ("idle", ""),
         ]
+        assert [one.cpus for one in nodes] == [16, 16, 12]
 
 
 def test_a_reservation_to_come_keeps_its_nodes_from_jobs_that_would_not_have_ended() -> None:

@@ -57,7 +57,6 @@ from hetstream.hetjob.sbatch_options import (
 from hetstream.hetjob.spec import JobSpec
 from hetstream.hetjob.step_demand import Surroundings
 
-_NOTHING_AROUND = Surroundings()
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 
 
@@ -154,7 +153,7 @@ def convert(
     *,
     command_line: Sequence[SbatchOption] = (),
     cluster: Cluster = UNKNOWN_CLUSTER,
-    surroundings: Surroundings = _NOTHING_AROUND,
+    surroundings: Surroundings | None = None,
 ) -> HetPlan:
     """Convert one script.
 

@@ -6,22 +6,15 @@ Called by `convert.py`. A script without GPUs trains on its CPUs, and keeps them
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from hetstream.hetjob.plan import Change
 from hetstream.hetjob.request import asks_for_gpus, count, gpus_per_task, tasks_and_nodes
-from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
+from hetstream.hetjob.sbatch_options import TRES_CPUS, SbatchOption, SbatchOptions, megabytes, memory_words
 from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
 from hetstream.hetjob.step_demand import Allocation, Surroundings, least_cpus
-
-_NOTHING_AROUND = Surroundings()
-
-# The CPUs among the resources of --tres-per-task: `cpu:8,gres/gpu:1`, or with `=` as some releases write it.
-_TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)
-
 
 _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
 
@@ -46,7 +39,7 @@ def _asked_for(options: SbatchOptions) -> _Asked | None:
     if per_task is not None:
         return _Asked("cpus-per-task", per_task, str)
     resources = options.value("tres-per-task") or ""
-    if found := _TRES_CPUS.search(resources):
+    if found := TRES_CPUS.search(resources):
         kept = resources[: found.start(1)], resources[found.end(1) :]
         return _Asked("tres-per-task", int(found[1]), lambda cpus: f"{kept[0]}{cpus}{kept[1]}")
     per_gpu = options.number("cpus-per-gpu")
@@ -59,7 +52,7 @@ def trainer_overrides(
     options: SbatchOptions,
     mb_per_cpu: tuple[float | None, float | None],
     foreign: int | None = None,
-    surroundings: Surroundings = _NOTHING_AROUND,
+    surroundings: Surroundings | None = None,
 ) -> tuple[list[SbatchOption], list[Change]]:
     """What component 0 gets instead of what the script asks for, with the reasons.
 
@@ -70,7 +63,7 @@ def trainer_overrides(
         mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`), and what it gives for each
             to a job that asks for none (`DefMemPerCPU`); None without a limit, and where CPUs do not decide.
         foreign: line with options of another batch system, if there is one.
-        surroundings: of the script.
+        surroundings: of the script; None for nothing.
     """
     asked = _asked_for(options)
     why = _why_unchanged(spec, options, asked, foreign)
@@ -80,7 +73,9 @@ def trainer_overrides(
     if asked.option == "cpus-per-gpu":
         kept = math.ceil(kept / max(gpus_per_task(options), Fraction(1)))
     if kept < asked.cpus:
-        least, reason = least_cpus(script, _allocation(options, asked.option), kept, asked.cpus, surroundings)
+        least, reason = least_cpus(
+            script, _allocation(options, asked.option), kept, asked.cpus, surroundings or Surroundings()
+        )
         if least is not None:
             kept, why = least, reason or why
         elif not spec.trainer_cpus:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from hetstream.hetjob.sbatch_options import TAKES_VALUE, SbatchOption, SbatchOptions
+from hetstream.hetjob.sbatch_options import TAKES_VALUE, TRES_CPUS, SbatchOption, SbatchOptions
 
 # In sbatch's order: of two variables with one option the later wins. Variables of sbatch itself (SBATCH_WAIT) and of
 # what it carries from component to component anyway (SBATCH_TIMELIMIT) are not listed, but for those of which component
@@ -104,7 +104,7 @@ def from_environment(
             found.append(SbatchOption(name, value, _HOSTFILE, (_written(name, value),)))
     of_environment = {option.name for option in found}
     firm = {option.name for option in script} - of_environment | {option.name for option in command_line}
-    if re.search(r"(^|,)cpu[:=]", others.value("tres-per-task") or ""):
+    if TRES_CPUS.search(others.value("tres-per-task") or ""):
         firm.add("cpus-per-task")
     dropped = {name for strong, weak in _GIVES_WAY if firm & {*strong} for name in weak}
     return [option for option in found if option.name not in dropped]

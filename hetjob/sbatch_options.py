@@ -34,6 +34,8 @@ _WITHOUT_VALUE = """
     consolidate-segments contiguous external help hold ignore-pbs no-requeue overcommit oversubscribe parsable quiet
     reboot spread-job spread-segments stepmgr test-only usage use-min-nodes verbose version wait
 """
+# The CPUs among the resources of --tres-per-task: `cpu:8,gres/gpu:1`, or with `=` as some releases write it.
+TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)
 TAKES_VALUE: Mapping[str, bool] = {
     **dict.fromkeys(_WITH_VALUE.split(), True),
     **dict.fromkeys(_WITH_OPTIONAL_VALUE.split(), False),

@@ -7,9 +7,14 @@ split words, the words stay as they are written, and text that cannot be split i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+# Commands that do not run the lines that they read, and what may be one that does.
+_ONLY_READS = re.compile(
+    r"cat|tee|python[\d.]*|sed|awk|grep|envsubst|mail|read|done|mapfile|readarray|bc|wc|tr|cut|sort"
+)
+_SHELL = re.compile(r"\w*sh|eval|source|\.|.*\$.*")
 _DEEPEST_DOCUMENT = 8  # in each other
 
 
@@ -34,12 +39,16 @@ class Command:
         in_background: it ends with `&`.
         goes_on: its output goes to a file or another command.
         is_piped: another command runs beside it, which reads what it writes.
+        has_document: it reads a here-document or a here-string, whose lines are commands behind it.
+        is_data: it is a line of such a text, and the command that reads it is no shell.
     """
 
     words: tuple[Word, ...]
     in_background: bool = False
     goes_on: bool = False
     is_piped: bool = False
+    has_document: bool = False
+    is_data: bool = False
 
 
 def commands(text: str, first_line: int = 1) -> list[Command]:
@@ -65,6 +74,25 @@ def inner_texts(word: str) -> Iterator[str]:
             yield re.sub(r'\\(["`\\$])', r"\1", inner) if word[at] == '"' else inner
             at = end
         else:
+            at += 1
+
+
+def substitutions(word: str) -> Iterator[str]:
+    """The commands whose output stands in a word: `$(...)` and backquotes, also in double quotes."""
+    at, is_quoted = 0, False
+    while at < len(word):
+        if word[at] == "\\":
+            at += 2
+        elif word[at] == "'" and not is_quoted:
+            at = _end_of(word, at)
+        elif word.startswith("$((", at):
+            at += 3  # arithmetic, in which others may be
+        elif word[at] == "`" or word.startswith("$(", at):
+            end = _end_of(word, at)
+            yield word[at + (1 if word[at] == "`" else 2) : end - 1]
+            at = end
+        else:
+            is_quoted ^= word[at] == '"'
             at += 1
 
 
@@ -147,6 +175,8 @@ class _Reader:
         self._words: list[Word] = []
         self._commands: list[Command] = []
         self._documents: list[tuple[str, bool]] = []
+        self._has_document = False
+        self._awaits_pattern = False  # of `case`: up to the next `)`
 
     def read(self) -> list[Command]:
         text = self._text
@@ -195,21 +225,33 @@ class _Reader:
         if self._word and not self._is_target:
             self._words.append(Word(self._word, self._word_line))
         if self._word and self._is_here_string:  # text that a shell may run
-            self._commands += _of_document(unquoted(self._word).split("\n"), self._word_line, self._depth + 1)
+            self._has_document = True
+            found = _of_document(unquoted(self._word).split("\n"), self._word_line, self._depth + 1)
+            self._commands += _read_by(self._words, found)
         if self._word:
             self._is_target = self._is_here_string = False
         self._word = ""
 
     def _end_command(self, *, in_background: bool = False, goes_on: bool = False, is_piped: bool = False) -> None:
         self._end_word()
+        if self._awaits_pattern and self._words and self._words[0].text == "esac":
+            self._awaits_pattern = False
+        if self._awaits_pattern:
+            self._words = []
+        if self._words and self._words[0].text == "case":
+            texts = [word.text for word in self._words]
+            self._awaits_pattern = "in" in texts
+            self._words = self._words[: texts.index("in")] if "in" in texts else self._words
         if self._words:
-            self._commands.append(Command(tuple(self._words), in_background, goes_on or self._goes_on, is_piped))
+            self._commands.append(
+                Command(tuple(self._words), in_background, goes_on or self._goes_on, is_piped, self._has_document)
+            )
         elif self._commands and (in_background or is_piped):  # behind `)`, which has ended the command
             last = self._commands[-1]
             self._commands[-1] = replace(
                 last, in_background=last.in_background or in_background, is_piped=last.is_piped or is_piped
             )
-        self._words, self._goes_on = [], False
+        self._words, self._goes_on, self._has_document = [], False, False
 
     def _operator(self) -> None:
         text, at = self._text, self._at
@@ -217,10 +259,35 @@ class _Reader:
             self._at += 1
             self._redirect()
             return
+        if text[at] == "(" and self._begins_with_parenthesis():
+            return
         is_double = text[at : at + 2] in ("&&", "||", ";;")
         self._at += 2 if is_double else 1
         is_pipe = text[at] == "|" and not is_double
         self._end_command(in_background=text[at] == "&" and not is_double, goes_on=is_pipe, is_piped=is_pipe)
+        if text[at] == ")":
+            self._awaits_pattern = False
+        elif text.startswith(";;", at) or text.startswith(";&", at):
+            self._awaits_pattern = True
+
+    def _begins_with_parenthesis(self) -> bool:
+        """Read what a parenthesis begins other than a subshell: a function `f()`, and arithmetic `((...))`."""
+        if function := re.compile(r"\(\s*\)").match(self._text, self._at):
+            self._end_word()
+            if len(self._words) == 1:
+                self._words.insert(0, Word("function", self._words[0].line))
+            self._line += function[0].count("\n")
+            self._at = function.end()
+            self._end_command()
+            return True
+        end = self._text.find("))", self._at) if self._text.startswith("((", self._at) and not self._word else -1
+        if end < 0 or "\n" in self._text[self._at : end]:
+            return False
+        self._words.append(Word("((", self._line))
+        for part in re.split(r"[;,]", self._text[self._at + 2 : end]):
+            self._words.append(Word("".join(part.split()) or "0", self._line))
+        self._at = end + 2
+        return True
 
     def _redirect(self) -> None:
         if self._word.isdigit():
@@ -238,14 +305,18 @@ class _Reader:
             if delimiter is None:
                 raise UnreadableText(f"{operator} without a word")
             self._documents.append((unquoted(delimiter[1]), operator == "<<-"))
+            self._has_document = True
             self._at = delimiter.end()
         else:
             self._is_target = True
             self._is_here_string = operator == "<<<"
-            self._goes_on |= operator in (">", ">>", ">|")
+            # Of `>& file`; `>&1` goes where another output goes.
+            is_file = operator == ">&" and not re.compile(r"[ \t]*[\d-]").match(self._text, self._at)
+            self._goes_on |= operator in (">", ">>", ">|") or is_file
 
     def _skip_documents(self) -> None:
         """Read the here-documents of the line before: their lines may be commands for somebody."""
+        readers = [command.words for command in self._commands if command.has_document and not command.is_data]
         for delimiter, is_indented in self._documents:
             body: list[str] = []
             begin = self._line
@@ -254,7 +325,8 @@ class _Reader:
                 if (line.lstrip("\t") if is_indented else line) == delimiter:
                     break
                 body.append(line)
-            self._commands += _of_document(body, begin, self._depth + 1)
+            found = _of_document(body, begin, self._depth + 1)
+            self._commands += _read_by(readers[-1] if readers else (), found)
         self._documents = []
 
     def _next_line(self) -> str:
@@ -264,6 +336,13 @@ class _Reader:
         self._at = end + 1
         self._line += 1
         return line
+
+
+def _read_by(reader: Sequence[Word], found: list[Command]) -> list[Command]:
+    """Lines that a command reads, which runs them unless it is one of those that only write or compare, or Python."""
+    names = [unquoted(word.text).rpartition("/")[2] for word in reader]
+    is_data = any(_ONLY_READS.fullmatch(name) for name in names) and not any(_SHELL.fullmatch(name) for name in names)
+    return [replace(command, is_data=True) for command in found] if is_data else found
 
 
 def _of_document(body: list[str], begin: int, depth: int) -> list[Command]:

@@ -39,10 +39,11 @@ class Values:
     Args:
         found: its commands, and those of scripts that it calls.
         given: variables that it has from outside.
+        is_complete: nothing else can assign one; without, the default in `${N:-2}` says nothing.
     """
 
-    def __init__(self, found: Iterable[Command], given: Mapping[str, str]) -> None:
-        self._given = given
+    def __init__(self, found: Iterable[Command], given: Mapping[str, str], *, is_complete: bool = True) -> None:
+        self._given, self._is_complete = given, is_complete
         self._assigned: dict[str, list[str]] = {}
         self._changed: set[str] = set()
         self._found: dict[str, dict[str, None]] = {}  # of each variable what it may be assigned, in order
@@ -77,7 +78,7 @@ class Values:
         return name in self._given or name in self._assigned
 
     def with_launchers(self, pieces: Sequence[Word], mention: re.Pattern[str]) -> Iterator[Word]:
-        """The pieces of a command, with those of variables that hold a launcher in place of the variables."""
+        """A command's words; where one is a variable with a launcher in its value, the words of that value."""
         for word in pieces:
             name = re.fullmatch(r'"?\$\{?(\w+)(?:\[[@*]\])?\}?"?', word.text)
             values = self._assigned.get(name[1], []) if name else []
@@ -134,7 +135,7 @@ class Values:
         values = self._found[name]
         if name in self._given:
             return [*(values | {self._given[name]: None})]
-        if found[2] is not None:
+        if found[2] is not None and (self._is_complete or values):
             return [*(values | dict.fromkeys(self._texts(found[2], depth + 1)))]
         if not values:
             raise Unknown(f"${name} is known only in the job")

@@ -79,14 +79,35 @@ def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
     Raises:
         Unknown: a word may hold options, and nobody knows which; or they ask for hardware.
     """
-    found: list[Step] = []
+    found = [options for options, _ in _readings(arguments, values)]
+    for name in (name for options in found for name in options if name in _OF_HARDWARE):
+        raise Unknown(f"--{name} depends on the nodes' hardware")
+    return found
+
+
+def programs_of(arguments: Sequence[Word], values: Values) -> list[list[Word]]:
+    """What an srun runs, in each of these readings.
+
+    Raises:
+        Unknown: as above, or it is in a file (`--multi-prog`).
+    """
+    found = _readings(arguments, values)
+    if any("multi-prog" in options for options, _ in found):
+        raise Unknown("what --multi-prog runs is in a file")
+    return [program for _, program in found]
+
+
+def _readings(arguments: Sequence[Word], values: Values) -> list[tuple[Step, list[Word]]]:
+    found: list[tuple[Step, list[Word]]] = []
     pending: list[tuple[dict[str, Given | None], list[Word]]] = [({}, list(arguments))]
     while pending:
         options, unread = pending.pop()
+        program: list[Word] = []
         while unread:
             word = unread.pop(0)
             if re.match(r'"?[$`]', word.text):
                 if re.match(r'"?\$\((which|command -v|type -p)\s', word.text):
+                    program = [word, *unread]
                     break
                 texts = values.of(word.text)
                 if any(re.match(r'"?[$`]', piece) for text in texts for piece in text.split()):
@@ -98,14 +119,13 @@ def steps_of(arguments: Sequence[Word], values: Values) -> list[Step]:
             if not text.startswith("-") or text == "--":
                 if text == ":":
                     raise Unknown("it starts a heterogeneous step")
+                program = unread if text == "--" else [word, *unread]
                 break
             _read_option(text, word, unread, options)
         if "" not in options:
-            found.append(options)
+            found.append((options, program))
         if len(found) + len(pending) > _MOST_READINGS:
             raise Unknown("it can be read in too many ways")
-    for name in (name for options in found for name in options if name in _OF_HARDWARE):
-        raise Unknown(f"--{name} depends on the nodes' hardware")
     return found
 
 

@@ -1,38 +1,45 @@
 """How many CPUs the steps that a script starts need at the least. Pure; called by `convert_trainer.py`.
 
-The trainer gives CPUs away only where the text proves that nothing in it asks for more: every `srun` and every other
-launcher is found, also in variables, quotes, functions, here-documents and scripts that the script calls, and what it
-asks for can be computed. Otherwise the trainer keeps its CPUs, and the reason names the line.
+The trainer gives CPUs away only where the text proves that nothing in it asks for more: every command is understood
+(`understood_commands.py`), every `srun` and every other launcher is found, also in variables, quotes, functions,
+here-documents and scripts that the script calls, and what it asks for can be computed. Otherwise the trainer keeps its
+CPUs, and the reason names the line.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetstream.hetjob.files_named import reachable
+from hetstream.hetjob.mpi_options import OF_MPI, processes_of_mpi
+from hetstream.hetjob.python_processes import check_python
+from hetstream.hetjob.sbatch_options import TRES_CPUS
 from hetstream.hetjob.shell_text import Command, UnreadableText, Word, commands, inner_texts, unquoted
 from hetstream.hetjob.shell_values import Unknown, Values, as_number
 from hetstream.hetjob.srun_options import Step, steps_of
+from hetstream.hetjob.understood_commands import LAUNCHERS, SHELLS, Placed, UnderstoodCommands, functions_of
 
-_LAUNCHERS = ("srun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "ibrun")
 # What starts processes in ways that are not read here, or chooses CPUs by their numbers.
 _OPAQUE = ("aprun", "jsrun", "prun", "taskset", "numactl", "likwid-pin", "likwid-mpirun")
-_NAMES = "|".join(re.escape(name) for name in (*_LAUNCHERS, *_OPAQUE))
+_NAMES = "|".join(re.escape(name) for name in (*LAUNCHERS, *_OPAQUE))
 _MENTION = re.compile(rf"(?<![\w./-])(?:[\w./-]*/)?({_NAMES})(?![\w./-])")
 # Variables of srun that ask for CPUs or say where they are.
 _OF_SRUN = re.compile(
     r"S(?:RUN|LURM)_\w*(?:CPU|TASK|PROC|CORE|THREAD|EXACT|EXCLUSIVE|HINT|BIND|TRES|OVERLAP|MEM_PER_)\w*"
 )
-_SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "source", ".")
+# Slurm gives them to each job anew.
+_OF_JOB = re.compile(
+    r"SLURM_(JOB_CPUS_PER_NODE|CPUS_ON_NODE|TASKS_PER_NODE|PROCID|TASK_PID|PRIO_PROCESS|STEP_\w+|\w+_(HET|PACK)_GROUP_\d+)"
+)
+_HANDLED = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS")
 # Files that set up an environment and start no steps; they are found by paths of the site that nobody else knows.
 _SETTING_UP = re.compile(
     r"(^|/)(activate|conda\.sh|mamba\.sh|setup-env\.sh|\.?\w*profile(\.d/.*)?|\.?bashrc|\w*modules?\.sh)$|/init/"
 )
-_PROCESSES = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?$", re.DOTALL)
+_PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes)(?:=(.*))?$", re.DOTALL)
 _NO_CALLS = (
     *("echo", "printf", "rm", "chmod", "cp", "mv", "ln", "mkdir", "cat", "ls"),
     *("test", "[", "[[", "cd", "module", "ml"),
@@ -115,17 +122,20 @@ class _Text:
 
     launches: list[_Launch] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    was_read: set[str] = field(default_factory=set)
     has_background: bool = False
+    is_complete: bool = True
 
-    def processes_per_node(self) -> list[tuple[int, int]]:
-        """What `--nproc-per-node` of a launcher says, with its line."""
+    def processes_per_node(self) -> list[Word]:
+        """What `--nproc-per-node` of a launcher says, and of `accelerate`, which says it of all nodes: no fewer."""
         found = []
         for command in self.commands:
             for word, following in zip(command.words, (*command.words[1:], None), strict=True):
                 option = _PROCESSES.match(unquoted(word.text))
                 number = "" if not option else option[1] or (unquoted(following.text) if following else "")
-                if number.isdecimal():
-                    found.append((int(number), word.line))
+                if number not in ("", "gpu", "auto", "cpu"):
+                    found.append(Word(number, word.line))
         return found
 
 
@@ -147,7 +157,8 @@ def least_cpus(
     why = ""
     try:
         text = _find(script, surroundings.read)
-        values, processes = Values(text.commands, {}), text.processes_per_node()
+        _check_given(surroundings.environ, text)
+        values, processes = Values(text.commands, {}, is_complete=text.is_complete), text.processes_per_node()
 
         def with_cpus(number: int) -> _Of:
             return number, values.with_given({**surroundings.environ, **allocation.variables(number)})
@@ -159,10 +170,28 @@ def least_cpus(
             except _NoRoom as error:
                 why = str(error)
             else:
+                functions, was_read = functions_of(text.commands), text.was_read
+                UnderstoodCommands(before[1], functions, was_read, _check_python).check_all(text.placed)
                 return cpus, why
     except (Unknown, UnreadableText) as error:
         return None, f"{error}, so nothing proves that fewer CPUs are enough (--trainer-cpus=N says that they are)"
     return asked, why
+
+
+def _check_given(environ: Mapping[str, str], text: _Text) -> None:
+    """Refuse variables from outside, or of the script, that say how launchers choose CPUs."""
+    for name in environ:
+        if _OF_SRUN.fullmatch(name) and not _OF_JOB.fullmatch(name) and name not in _HANDLED:
+            raise Unknown(f"the environment of the submission has {name}")
+    if any(launch.launcher != "srun" for launch in text.launches):
+        assigned = (re.match(r"(\w+)\+?=", word.text) for command in text.commands for word in command.words)
+        for name in [*environ, *(found[1] for found in assigned if found)]:
+            if OF_MPI.fullmatch(name):
+                raise Unknown(f"{name} says how MPI chooses CPUs")
+
+
+def _check_python(text: str, where: str) -> None:
+    check_python(text, where, _MENTION)
 
 
 class _NoRoom(ValueError):
@@ -173,7 +202,7 @@ _Of = tuple[int, Values]
 
 
 def _check_all(
-    text: _Text, processes: Sequence[tuple[int, int]], allocation: Allocation, now: _Of, before: _Of
+    text: _Text, processes: Sequence[Word], allocation: Allocation, now: _Of, before: _Of
 ) -> None:  # fmt: skip
     """Whether all steps have room.
 
@@ -191,9 +220,14 @@ def _check_all(
                 _check_mpi(launch, allocation, now)
         except Unknown as error:
             raise Unknown(f"{launch.where} runs {launch.launcher}: {error}") from error
-    for number, line in processes:
-        if not allocation.holds(number * (allocation.nodes or 1), 1, None, now[0]):
-            raise _NoRoom(f"line {line} starts {number} processes on each node, which need a CPU each")
+    for word in processes:
+        try:
+            numbers = [as_number(found) for found in now[1].of(word.text)]
+        except Unknown as error:
+            raise Unknown(f"line {word.line} starts processes on each node: {error}") from error
+        for number in numbers:
+            if not allocation.holds(number * (allocation.nodes or 1), 1, None, now[0]):
+                raise _NoRoom(f"line {word.line} starts {number} processes on each node, which need a CPU each")
 
 
 def _check_srun(launch: _Launch, allocation: Allocation, now: _Of, before: _Of, *, is_alone: bool) -> None:
@@ -253,10 +287,7 @@ def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
     own = values.of("$SRUN_CPUS_PER_TASK") if values.has("SRUN_CPUS_PER_TASK") else ["1"]
     cpus = numbers("cpus-per-task", own)
     if resources := options.get("tres-per-task"):
-        cpus = [
-            int(found[1]) if (found := re.search(r"(?:^|,)cpu[:=](\d+)", text)) else 1
-            for text in resources.texts(values)
-        ]
+        cpus = [int(found[1]) if (found := TRES_CPUS.search(text)) else 1 for text in resources.texts(values)]
     nodes = numbers("nodes", [])
     tasks = numbers("ntasks", values.of("$SLURM_NTASKS"))
     if "ntasks" not in options and (per_node := numbers("ntasks-per-node", [])):
@@ -273,26 +304,9 @@ def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
 
 def _check_mpi(launch: _Launch, allocation: Allocation, now: _Of) -> None:
     """Of mpirun and its like the number of processes is read, each of which needs a CPU."""
-    arguments = list(launch.words)
-    tasks = [allocation.tasks]
-    while arguments:
-        word = arguments.pop(0)
-        text = unquoted(word.text)
-        if word.text.startswith(("$", '"$')):
-            texts = now[1].of(word.text)
-            if not any(piece.startswith("-") for found in texts for piece in found.split()):
-                break
-            raise Unknown(f"{text} holds options")
-        if not text.startswith("-") and re.search(r"^(python|bash|sh)[\d.]*$|[/]|\.py$", text):
-            break
-        if re.search(r"\bpe=|cpus?-(per|set|list)|rankfile|^-rf$|slot-list", text, re.IGNORECASE):
-            raise Unknown(f"{text} chooses CPUs")
-        if text in ("-np", "--np", "-n", "--n", "-c") and arguments:
-            tasks = [as_number(found) for found in now[1].of(arguments.pop(0).text)]
-        elif text in ("-ppn", "-npernode", "--npernode", "-N", "--ntasks-per-node") and arguments:
-            per_node = [as_number(found) for found in now[1].of(arguments.pop(0).text)]
-            tasks = [number * (allocation.nodes or allocation.tasks) for number in per_node]
-    if not all(allocation.holds(number, 1, None, now[0]) for number in tasks):
+    tasks, is_per_node = processes_of_mpi(launch.words, now[1])
+    tasks = [number * (allocation.nodes or allocation.tasks) for number in tasks] if is_per_node else tasks
+    if not all(allocation.holds(number, 1, None, now[0]) for number in tasks or [allocation.tasks]):
         raise _NoRoom(f"{launch.where} runs {launch.launcher} with {max(tasks)} processes, which need a CPU each")
 
 
@@ -319,9 +333,11 @@ def _find(script: str, read: Callable[[str], str | None]) -> _Text:
             is_launch = len(found.launches) > before
             found.has_background |= is_beside and (is_launch or command.words[0].text == "while")
             is_beside = command.is_piped and (is_launch or is_beside or len(command.words) == 1)
-            _look_at_made(command, values, place)
+            found.placed.append(Placed(command, place))
             for path, is_needed in _called(command, values, place):
                 called = read(path)
+                if called is not None:
+                    found.was_read.add(path)
                 if called is None:
                     if is_needed:
                         raise Unknown(f"{_at(place, command.words[0])} runs {path}, which cannot be read here")
@@ -334,9 +350,10 @@ def _find(script: str, read: Callable[[str], str | None]) -> _Text:
                     seen.add(path)
         if len(found.launches) > _MOST_STEPS:
             raise Unknown(f"the script starts more than {_MOST_STEPS} steps")
+    found.is_complete = all(read(path) is not None for command in found.commands for path in _sourced(command))
     for path, text in reachable(tuple(found.commands), Values(found.commands, {}), read, _NO_CALLS):
         if path.endswith(".py"):
-            _look_at_python(text, path)
+            _check_python(text, path)
         elif _SETTING_UP.search(path):
             for assigned in re.finditer(r"^[ \t]*(?:export[ \t]+)?(\w+=[^\s;]*)", text, re.MULTILINE):
                 word = Word(assigned[1], text.count("\n", 0, assigned.start()) + 1)
@@ -377,7 +394,7 @@ def _look_at(command: Command, values: Values, found: _Text, place: str, depth: 
         if name in _OPAQUE and re.fullmatch(r"[\w./-]+", plain):
             if name != "numactl" or _binds_cpus(arguments[index + 1 :]):
                 raise Unknown(f"{_at(place, word)} runs {name}")
-        elif name in _LAUNCHERS and re.fullmatch(r"[\w./-]+", plain):
+        elif name in LAUNCHERS and re.fullmatch(r"[\w./-]+", plain):
             found.launches.append(_Launch(name, tuple(arguments[index + 1 :]), _at(place, word)))
         else:
             _look_inside(word, values, found, place, depth)
@@ -411,30 +428,6 @@ def _look_inside(word: Word, values: Values, found: _Text, place: str, depth: in
             _look_at(Command(command.words, command.in_background, goes_on=True), values, found, place, depth + 1)
 
 
-def _look_at_made(command: Command, values: Values, place: str) -> None:
-    """Refuse a command whose name, or whose text for `eval`, comes from variables that may hold a launcher."""
-    parts = [word for word in command.words if not re.match(r"\w+\+?=", word.text)]
-    while parts and parts[0].text in ("do", "then", "else", "if", "elif", "while", "until", "!", "{", "time", "exec"):
-        parts.pop(0)
-    if not parts:
-        return
-    name = unquoted(parts[0].text)
-    made = parts[1:] if name == "eval" else parts[:1]
-    for word in made:
-        is_found = re.match(r'"?\$\((which|command -v|type -p|conda|mamba|micromamba|hetstream)\s', word.text)
-        # Of a path only its last part says which program that is.
-        is_named = name != "eval" and "$" not in name.rpartition("/")[2] and "/" in name
-        if "$" not in word.text or is_found or is_named or list(values.with_launchers([word], _MENTION)) != [word]:
-            continue
-        try:
-            texts = values.of(word.text)
-        except Unknown as error:
-            raise Unknown(f"{_at(place, word)} runs what a variable says: {error}") from error
-        for text in texts:
-            if _MENTION.search(text):
-                raise Unknown(f"{_at(place, word)} has a launcher in {text[:40]!r}")
-
-
 def _without(text: str, parts: Sequence[str]) -> str:
     for part in parts:
         text = text.replace(part, "", 1)
@@ -444,8 +437,7 @@ def _without(text: str, parts: Sequence[str]) -> str:
 def _check_variable(word: Word, place: str) -> None:
     """Refuse assignments to srun's own variables whose meaning is not followed."""
     name = re.match(r"(\w+)\+?=", word.text)
-    handled = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS")
-    if name and _OF_SRUN.fullmatch(name[1]) and name[1] not in handled:
+    if name and _OF_SRUN.fullmatch(name[1]) and name[1] not in _HANDLED:
         raise Unknown(f"{_at(place, word)} sets {name[1]}")
 
 
@@ -465,7 +457,7 @@ def _called(command: Command, values: Values, place: str) -> Iterator[tuple[str,
             shell = "" if re.match(r"-\w*[cs]$", plain) else shell  # text, or standard input
             continue
         is_needed = bool(shell) or (index == 0 and plain.endswith(".sh"))
-        shell = plain.rpartition("/")[2] if plain.rpartition("/")[2] in _SHELLS else ""
+        shell = plain.rpartition("/")[2] if plain.rpartition("/")[2] in (*SHELLS, "source", ".") else ""
         if (
             _SETTING_UP.search(plain)
             or re.match(r"[<>(]|/dev/", plain)
@@ -480,18 +472,8 @@ def _called(command: Command, values: Values, place: str) -> Iterator[tuple[str,
                 raise Unknown(f"{_at(place, word)} runs {plain}, which is known only in the job") from None
 
 
-def _look_at_python(text: str, path: str) -> None:
-    """Refuse a Python program that starts steps itself."""
-    if not _MENTION.search(text):
-        return
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        raise Unknown(f"{path} has a launcher in it") from None
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings say, and do nothing
-    starts = re.compile(rf"(?:^|[;&|])\s*(?:[\w./-]*/)?({_NAMES})(?![\w./-])")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
-            found = starts.search(node.value)
-            if found:
-                raise Unknown(f"{path} line {node.lineno} runs {found[1]}")
+def _sourced(command: Command) -> Iterator[str]:
+    """Files that a command reads into this shell."""
+    parts = [unquoted(word.text) for word in command.words if word.text not in ("if", "then", "else", "do", "!", "{")]
+    if len(parts) > 1 and parts[0] in ("source", "."):
+        yield parts[1]

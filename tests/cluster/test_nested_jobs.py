@@ -28,19 +28,20 @@ PARENT = """#!/bin/bash
 #SBATCH --gres=gpu:1 -n1 -c4 -t10 -o {directory}/parent.out
 #HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu
 #HETSTREAM --checkpoint={directory}/saved --checkpoint-size=1M
-child="sbatch --wait -p cpu -n1 -t5"
+# A step of another job takes the CPUs of this one where it does not say its own (`SLURM_CPUS_PER_TASK`).
+child="sbatch --wait -p cpu -n1 -c1 -t5"
 $child -o {directory}/%j.child.out --export=ALL --wrap '{run} plain' &
 $child -o {directory}/%A_%a.child.out --array=3 --wrap 'srun -n1 {run} array' &
 {hetstream} sbatch --wait -o {directory}/%j.child.out {directory}/child.sbatch &
 wait
 srun -n1 {run} step
 {hetstream} run --data-workers=0 {run} alone
-salloc -Q -p cpu -n1 -t5 srun --mem=0 -n1 {run} salloc
+salloc -Q -p cpu -n1 -c1 -t5 srun --mem=0 -n1 {run} salloc
 echo done $SLURM_JOB_ID
 """
 # Companions alone: no heterogeneous job, unlike the one that it comes from.
 CHILD = """#!/bin/bash
-#SBATCH -p cpu -n1 -t5
+#SBATCH -p cpu -n1 -c1 -t5
 #HETSTREAM --data-workers=0-1 --data-worker-cpus=1 --data-worker-partition=cpu
 srun -n1 {run} converted
 """

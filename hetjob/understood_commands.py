@@ -1,0 +1,315 @@
+"""Whether each command of a script is one that is known to start no step but those that are counted. Pure.
+
+Called by `step_demand.py`. It is a grammar of what is understood, and no list of what is dangerous: a command that is
+not in it is `Unknown`, and the trainer keeps its CPUs. Understood are keywords and commands of the shell, the ordinary
+commands that work on files, text and environments, Python programs (their files are read by `files_named.py`), what
+runs another command (`env`, `timeout 60`, `apptainer exec IMAGE`, a shell with `-c`), the launchers whose options
+`step_demand.py` reads, functions of the script, and scripts whose text was read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from hetstream.hetjob.mpi_options import program_of_mpi
+from hetstream.hetjob.shell_text import Command, UnreadableText, Word, commands, substitutions, unquoted
+from hetstream.hetjob.shell_values import Unknown, Values
+from hetstream.hetjob.srun_options import programs_of
+
+SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "ibrun")
+LAUNCHERS = ("srun", *MPI_LAUNCHERS)
+_LAUNCHER = re.compile(rf"(?<![\w./-])(?:[\w./-]*/)?({'|'.join(map(re.escape, LAUNCHERS))})(?![\w./-])")
+_KEYWORDS = ("do", "then", "else", "if", "elif", "while", "until", "!", "{", "time")
+# Commands that run nothing which their words name.
+_OF_THE_SHELL = """
+    : . [ [[ (( break cd continue declare dirs disown done echo esac exit export false fi getopts hash help history
+    jobs let local mapfile popd printf pushd pwd read readarray readonly return set setopt shift shopt source suspend
+    test times true type typeset ulimit umask unalias unset wait } for select case function enable bg fg kill logout
+"""
+_OF_FILES_AND_TEXT = """
+    awk base64 basename bc bzip2 cat chgrp chmod chown cksum cmp column comm cp csplit curl cut date dd df diff
+    dirname dos2unix du egrep envsubst expand expr fgrep file fmt fold free gawk getconf getent git gpg grep groups
+    gunzip gzip head hexdump hostname id install ip ifconfig join jq less link ln locale logger logname ls lscpu
+    lsof lspci mail mailx md5sum mkdir mkfifo mktemp more mv netstat nl nproc numfmt nvidia-smi od paste pathchk
+    pigz ping pgrep pkill pr printenv ps pwdx quota readlink realpath rename rm rmdir rocm-smi rsync scp sed seq
+    sftp sha1sum sha256sum shuf sleep sort split ss stat stty sum sync tac tail tar tee top touch tput tr tree
+    truncate tsort tty uname unexpand uniq unlink unxz unzip uptime users vmstat wc wget whereis which who whoami
+    xz yq zcat zgrep zip zstd
+"""
+_OF_ENVIRONMENTS = """
+    module ml conda mamba micromamba spack pip pip3 virtualenv pyvenv deactivate hetstream nvcc gcc g++ cmake
+    add_package use setpkgs source_conda lmod ulimit nvidia-cuda-mps-control dcgmi
+"""
+_OF_SLURM = "squeue scontrol sinfo sacct sacctmgr sstat scancel sbatch sbcast sprio sreport sshare sattach seff"
+_HARMLESS = frozenset(" ".join((_OF_THE_SHELL, _OF_FILES_AND_TEXT, _OF_ENVIRONMENTS, _OF_SLURM)).split())
+_PYTHON = re.compile(r"(?:python|ipython|pypy)[\d.]*|torchrun|deepspeed|accelerate|lightning|fabric|ray")
+# What runs the command behind its options, and those of these whose value is the next word. The word itself may be part
+# of the name: `uv run`, `apptainer exec IMAGE`.
+_BEFORE_A_COMMAND: dict[str, tuple[str, int]] = {
+    "env": ("-u --unset -C --chdir", 0),
+    "nohup": ("", 0),
+    "time": ("-o -f", 0),
+    "timeout": ("-k --kill-after -s --signal", 1),
+    "nice": ("-n --adjustment", 0),
+    "ionice": ("-c -n", 0),
+    "stdbuf": ("-i -o -e", 0),
+    "setsid": ("", 0),
+    "exec": ("-a", 0),
+    "command": ("", 0),
+    "builtin": ("", 0),
+    "xargs": ("-I -P -n -L -d -s -a -E --max-procs --max-args --delimiter --arg-file", 0),
+    "conda run": ("-n --name -p --prefix --cwd", 0),
+    "mamba run": ("-n --name -p --prefix --cwd", 0),
+    "micromamba run": ("-n --name -p --prefix --cwd", 0),
+    "uv run": ("--with --python -p --extra --group --project --directory --env-file --package", 0),
+    "poetry run": ("", 0),
+    "pipenv run": ("", 0),
+    "shifter": ("-V --volume -i --image -m --module -e --env -w --workdir", 0),
+    "hetstream run": ("--data-workers --worker-processes --worker-threads --offload", 0),
+    **dict.fromkeys(
+        ("apptainer exec", "singularity exec"),
+        (
+            "-B --bind --pwd -H --home --env --env-file -W --workdir -o --overlay -S --scratch --network --app --mount",
+            1,
+        ),
+    ),
+}
+_AWK_STARTS = re.compile(r"\bsystem\s*\(|\|")
+_ALL_ARGUMENTS = re.compile(r'"\$@"|\$@|\$\*|\$\{@\}')
+# They print text for `eval` that sets up an environment.
+_SETTING_UP = re.compile(r"(conda|mamba|micromamba|hetstream|pyenv|direnv|lmod|modulecmd|spack|ssh-agent|dircolors)")
+# Where those are; a name alone is looked for in PATH, and "/" stands for a path that a variable holds.
+_PLACES = ("", "/", "/bin/", "/usr/bin/", "/usr/local/bin/", "/sbin/", "/usr/sbin/")
+_DEEPEST = 6
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A command, and the file that it stands in.
+
+    Attributes:
+        command: the command.
+        place: what stands before its line in a message; "" in the script itself.
+    """
+
+    command: Command
+    place: str
+
+
+class UnderstoodCommands:
+    """The commands that are understood in a script.
+
+    Args:
+        values: of its variables.
+        functions: that it defines.
+        was_read: paths of the scripts whose commands are looked at, too.
+        check_python: looks at the text of a Python program, with where it stands.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        functions: Collection[str],
+        was_read: Collection[str],
+        check_python: Callable[[str, str], None],
+    ) -> None:
+        self._check_python = check_python
+        self._values, self._functions = values, functions
+        self._has_document = False  # of the command that is looked at
+        self._was_read = {path.removeprefix("./") for path in was_read}
+
+    def check_all(self, placed: Iterable[Placed]) -> None:
+        """Look at all commands.
+
+        Raises:
+            Unknown: one is not understood; it is named, with its line.
+        """
+        is_in_test = False
+        for item in placed:
+            texts = [word.text for word in item.command.words]
+            is_part = is_in_test
+            is_in_test = ("[[" in texts or is_in_test) and "]]" not in texts
+            if item.command.is_data:
+                continue
+            self._has_document = item.command.has_document
+            where = f"{item.place}line {item.command.words[0].line}"
+            if not is_part:
+                self._check(item.command.words, where, 0)
+            self._check_inner(item.command.words, where, 0)
+
+    def _check_inner(self, parts: Iterable[Word], where: str, depth: int) -> None:
+        """Look at the command substitutions in words."""
+        for word in parts:
+            for text in substitutions(word.text):
+                self._check_text(text, word.line, where, depth)
+
+    def _check_text(self, text: str, line: int, where: str, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise Unknown(f"{where} has texts in texts")
+        try:
+            found = commands(text, line)
+        except UnreadableText as error:
+            raise Unknown(f"{where} has text that is no command ({error})") from error
+        for command in found:
+            self._check(command.words, where, depth + 1)
+            self._check_inner(command.words, where, depth + 1)
+
+    def _check(self, command: Sequence[Word], where: str, depth: int) -> None:
+        """Look at one command, by its name and, where it runs another one, by that one's."""
+        parts = [*command]
+        while parts and (parts[0].text in _KEYWORDS or re.match(r"\w+(\[[^\]]*\])?\+?=", parts[0].text)):
+            parts.pop(0)
+        if not parts or depth > _DEEPEST:
+            if parts:
+                raise Unknown(f"{where} has commands in commands")
+            return
+        is_hidden = "$" in parts[0].text and (
+            depth > 0 or not re.fullmatch(r'"?\$(\{?\w+(\[[@*]\])?\}?|\(.*\))"?', parts[0].text)
+        )
+        for pieces in self._readings(parts[0], where):
+            if is_hidden and unquoted(pieces[0].text).rpartition("/")[2] in LAUNCHERS:
+                raise Unknown(f"{where} has a launcher in {unquoted(parts[0].text)[:40]!r}")
+            self._check_named([*pieces, *parts[1:]], where, depth)
+
+    def _readings(self, word: Word, where: str) -> list[list[Word]]:
+        """What the first word of a command comes to."""
+        name = unquoted(word.text)
+        last = name.rpartition("/")[2]
+        if "$" not in name and "`" not in name:
+            return [[word]]
+        if "/" in name and re.fullmatch(r"[\w.+-]+", last):
+            return [[Word(f"/{last}", word.line)]]  # of a path its last part says which program that is
+        if found := re.fullmatch(r"\$\((?:which|command -v|type -p)\s+([\w.]+)\s*\)", name):
+            return [[Word(found[1], word.line)]]
+        if (expanded := [*self._values.with_launchers([word], _LAUNCHER)]) != [word]:
+            return [expanded]
+        try:
+            texts = self._values.of(word.text)
+        except Unknown as error:
+            raise Unknown(f"{where} runs what a variable says: {error}") from error
+        return [[Word(piece, word.line) for piece in text.split()] for text in texts if text.split()]
+
+    def _check_named(self, parts: Sequence[Word], where: str, depth: int) -> None:
+        path = unquoted(parts[0].text)
+        name = path.rpartition("/")[2]
+        behind = parts[1:]
+        second = f"{name} {unquoted(behind[0].text)}" if behind else ""
+        if name == "srun":
+            for program in programs_of(behind, self._values):
+                self._check(program, where, depth)
+        elif name in MPI_LAUNCHERS:
+            self._check(program_of_mpi(behind, self._values), where, depth)
+        elif name in ("command", "builtin") and behind and re.match(r"-[vV]", behind[0].text):
+            return
+        elif name == "env" and any(re.match(r"-\w*S|--s", unquoted(word.text)) for word in behind):
+            raise Unknown(f"{where} runs env with a text that it splits into words")
+        elif name in ("source", ".") and not behind:
+            raise Unknown(f"{where} reads commands from another one's output")
+        elif second in _BEFORE_A_COMMAND:
+            self._check(_behind_options(behind[1:], *_BEFORE_A_COMMAND[second]), where, depth)
+        elif name in _BEFORE_A_COMMAND:
+            self._check(_behind_options(behind, *_BEFORE_A_COMMAND[name]), where, depth)
+        elif name in SHELLS:
+            self._check_shell(behind, where, depth)
+        elif name in ("eval", "trap", "alias"):
+            self._check_texts_of(name, behind, where, depth)
+        elif _PYTHON.fullmatch(name) and "-c" in (plain := [unquoted(word.text) for word in behind[:3]]):
+            self._check_python(" ".join(plain[plain.index("-c") + 1 :][:1]), where)
+        elif name == "find" and not any(unquoted(word.text).startswith(("-exec", "-ok")) for word in behind):
+            return
+        elif name in ("awk", "gawk") and any(_AWK_STARTS.search(word.text) for word in behind):
+            raise Unknown(f"{where} has a program of awk that starts others")
+        elif not (
+            is_harmless(path)
+            or path in self._functions
+            or path.removeprefix("./") in self._was_read
+            or re.fullmatch(r"[\w./-]*\.py", path)
+        ):
+            raise Unknown(f"{where} runs {path[:40]}, of which nobody knows here what it starts")
+
+    def _check_shell(self, behind: Sequence[Word], where: str, depth: int) -> None:
+        for index, word in enumerate(behind):
+            plain = unquoted(word.text)
+            if re.match(r"-\w*c$", plain):
+                if index + 1 < len(behind):
+                    text, arguments = behind[index + 1], behind[index + 3 :]
+                    if "$" in text.text and arguments:  # behind a name they are the text's `"$@"`
+                        self._check(arguments, where, depth + 1)
+                        text = Word(_ALL_ARGUMENTS.sub(":", text.text), text.line)
+                    self._check_command_text(text, where, depth)
+                return
+            if not plain.startswith("-"):
+                return  # a script, which is read by whoever calls this
+        if not self._has_document:  # which has been looked at
+            raise Unknown(f"{where} runs a shell, of whose standard input nobody knows here what it says")
+
+    def _check_texts_of(self, name: str, behind: Sequence[Word], where: str, depth: int) -> None:
+        if name == "trap":
+            behind = [word for word in behind[:1] if word.text not in ("-", "-l", "-p", "--", "''", '""')]
+            if behind:
+                self._check_command_text(behind[0], where, depth)
+        elif name == "alias":
+            for word in behind:
+                if "=" in word.text:
+                    self._check_command_text(Word(word.text.partition("=")[2], word.line), where, depth)
+        elif len(behind) == 1 and _is_made_to_set_up(behind[0]):
+            return
+        else:
+            self._check_command_text(Word(" ".join(unquoted(word.text) for word in behind), 0), where, depth)
+
+    def _check_command_text(self, word: Word, where: str, depth: int) -> None:
+        text = unquoted(word.text)
+        if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", text.strip()):
+            try:
+                texts = self._values.of(word.text)
+            except Unknown as error:
+                raise Unknown(f"{where} runs what a variable says: {error}") from error
+            for found in texts:
+                self._check_text(found, word.line, where, depth + 1)
+        else:
+            self._check_text(text, word.line, where, depth + 1)
+
+
+def _is_made_to_set_up(word: Word) -> bool:
+    """Whether a word is what one command prints that sets up an environment: `"$(conda shell.bash hook)"`."""
+    texts = [*substitutions(word.text)]
+    if len(texts) != 1 or unquoted(word.text).strip() not in (f"$({texts[0]})", f"`{texts[0]}`"):
+        return False
+    found = commands(texts[0])
+    return len(found) == 1 and bool(_SETTING_UP.fullmatch(unquoted(found[0].words[0].text).rpartition("/")[2]))
+
+
+def _behind_options(parts: Sequence[Word], with_value: str, skipped: int) -> list[Word]:
+    """The command behind options, assignments and so many words."""
+    taking = with_value.split()
+    left = [*parts]
+    while left:
+        text = unquoted(left[0].text)
+        if text.startswith("-") and text != "-":
+            left.pop(0)
+            if text in taking and left:
+                left.pop(0)
+        elif re.match(r"\w+=", text):
+            left.pop(0)
+        else:
+            break
+    return left[skipped:]
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a program, by its name or path, is one that starts no steps, or Python."""
+    last = name.rpartition("/")[2]
+    return bool(_PYTHON.fullmatch(last)) or (last in _HARMLESS and name[: -len(last)] in _PLACES)
+
+
+def functions_of(found: Iterable[Command]) -> set[str]:
+    """Names of the functions that commands define."""
+    return {
+        unquoted(word.text)
+        for command in found
+        for before, word in zip(command.words, command.words[1:], strict=False)
+        if before.text == "function"
+    }

@@ -42,6 +42,11 @@ _R = TypeVar("_R")
 _EXCLUSIVE = frozenset({"NODE", "USER", "MCS", "TOPO"})
 _JOB_ID = re.compile(r"JobId=(\d+) ")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
+# What people write stands at the end of a record, in this order (slurm_sprint_node_table in Slurm's source).
+_WRITTEN = re.compile(r"\s+(?=(?:Reason|Comment|Extra)=)")
+# Behind the first line of a reason stand who gave it and when, if that is known; before each further one ten blanks.
+_BEHIND = r"(?: (?:Comment|Extra)=.*)?"
+_REASON = re.compile(rf"Reason=(?:(.*?) \[[^\s@\[\]]+@[^\s\[\]]+\]( {{10}}.*?)?{_BEHIND}|(.*?){_BEHIND})")
 
 
 def new_separators() -> tuple[str, str]:
@@ -280,7 +285,7 @@ def _node(row: Mapping[str, str]) -> Node:
         gres_used=in_use(read.gres(row.get("GresUsed", ""))),
         gres_drained=read.gres(row.get("GresDrain", "")),
         features=tuple(filter(None, text_or_empty(row.get("ActiveFeatures", "")).split(","))),
-        reason=row.get("Reason", "").split(" [")[0],
+        reason=row.get("Reason", ""),
         version=row.get("Version", ""),
         address=row.get("NodeAddr", ""),
         cpu_load=read(float, load, None) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
@@ -343,11 +348,18 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def record(line: str) -> dict[str, str]:
-    """The `Key=Value` pairs of a one-line record. Values may hold blanks; of a key given twice the first one counts."""
-    pieces = _KEY.split(line)
+    """The `Key=Value` pairs of a one-line record. Values may hold blanks; of a key given twice the first one counts.
+
+    In what people write anything may stand: of that there is the reason, whole, and the rest is left out.
+    """
+    fields, *written = _WRITTEN.split(line, maxsplit=1)
+    pieces = _KEY.split(fields)
     row: dict[str, str] = {}
     for key, value in zip(pieces[1::2], pieces[2::2], strict=True):
         row.setdefault(key, value)
+    if written and (reason := _REASON.fullmatch(written[0])):
+        first, further, without_time = reason.groups(default="")
+        row["Reason"] = "\n".join([first or without_time, *further.split(" " * 10)[1:]])
     return row
 
 

@@ -121,6 +121,38 @@ def test_nodes_in_text(version: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    # Recorded on 22.05, but for the last.
+    [("Reason=bad GPU=1 State=x [a] Comment=y [root@1795283191]          z=1 Comment=hi Reason=no Extra=Reason=w",
+      "bad GPU=1 State=x [a] Comment=y\nz=1"),
+     ("Reason=Not responding [slurm@2026-11-27T04:20:18]", "Not responding"),
+     ("Comment=hi Reason=no GresDrain=gpu:4", ""), ("Extra=Reason=x State=DOWN Comment=Reason=z", ""),
+     ("Reason=no time CPUAlloc=9 Extra=Reason=w", "no time CPUAlloc=9"), ("", "")],
+)  # fmt: skip
+def test_what_people_write_into_a_node_is_told_whole_and_is_no_field(written: str, reason: str) -> None:
+    (first, *_) = recorded("22.05", "scontrol_show_node_oneliner.txt").splitlines()
+    (plain,) = parse_text.parse_nodes(f"{first}\n")
+    (node,) = parse_text.parse_nodes(f"{first} {written}\n")
+    assert dataclasses.replace(node, reason="") == plain
+    assert node.reason == reason
+
+
+@pytest.mark.slurm
+@pytest.mark.every_release
+def test_a_reason_is_told_as_sinfo_has_it_on_slurm(devcluster: Any) -> None:
+    reason = "bad GPU=1 State=x [a] Comment=y"
+    update = ("scontrol", "update", "NodeName=cpu3")
+    devcluster.run([*update, "State=DRAIN", f"Reason={reason}"])
+    devcluster.run([*update, "Comment=hi Reason=no Extra=3 MemSpecLimit=9", "Extra=CPUAlloc=7 Reason=w"])
+    try:
+        (node,) = [node for node in CommandSlurm(devcluster.env).snapshot().nodes if node.name == "cpu3"]
+        assert (node.reason, node.states, node.memory_mb) == (reason, {"IDLE", "DRAIN"}, 64000)
+        assert devcluster.run(["sinfo", "--noheader", "--nodes=cpu3", "--format=%E"]).stdout.strip() == reason
+    finally:
+        devcluster.run([*update, "State=RESUME", "Comment=", "Extra="])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_partitions_and_configuration(version: str) -> None:
     text = recorded(version, "scontrol_show_partition.txt").replace("\n   ", " ")

@@ -69,7 +69,8 @@ def jobs_in_text(count: int) -> str:
             "StartTime": f"2026-11-20T12:{minute:02}:{second:02}" if running else "N/A", "PriorityLong": str(number),
             "Dependency": "(null)", "ReqNodes": "", "SchedNodes": "(null)", "Feature": "(null)",
             "Reservation": "(null)", "Name": f"job-{number}", "WorkDir": f"/home/user{number % 97}",
-            "Comment": "(null)", "RestartCnt": "0", "OverSubscribe": "OK",
+            "Comment": "(null)", "RestartCnt": "0", "OverSubscribe": "OK", "ExcNodes": "", "Contiguous": "0",
+            "ReqSwitch": "0", "Licenses": "(null)",
         }  # fmt: skip
         rows.append(parse_text.FIELD_END.join(row[name] for name in parse_text.JOB_FIELDS) + parse_text.RECORD_END)
     return "\n".join(rows)

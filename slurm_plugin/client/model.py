@@ -112,6 +112,7 @@ class Job:
         excluded_nodes: `--exclude`.
         is_contiguous: `--contiguous`: nodes side by side in the order of the cluster's.
         num_switches: `--switches`, for so few of which Slurm lets it wait some time; 0 if it does not ask.
+        licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `licenses.py`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
         num_restarts: how often it was requeued.
         exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
@@ -167,6 +168,8 @@ class Job:
     excluded_nodes: tuple[str, ...] = ()
     is_contiguous: bool = False
     num_switches: int = 0
+    licenses: str = ""
+    short_licenses: tuple[str, ...] = ()
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -209,7 +212,7 @@ class Job:
     @property
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
-        return self.is_pending and is_resource_reason(self.reason)
+        return self.is_pending and is_resource_reason(self.reason) and not self.short_licenses
 
     @property
     def trainer(self) -> str:

@@ -125,6 +125,7 @@ class _Job(msgspec.Struct):
     excluded_nodes: str | None = ""
     contiguous: bool = False
     required_switches: _Num = None
+    licenses: str | None = ""
     scheduled_nodes: str | None = ""
     features: str | None = ""
     resv_name: str | None = ""
@@ -203,17 +204,15 @@ def _decode(text: str | bytes, wanted: type[_A]) -> _A:
 
 
 def _job(row: _Job) -> Job:
-    states = _words(row.job_state)
+    state = _state(_words(row.job_state))
     asked = tres(row.tres_alloc_str or row.tres_req_str or "")
     het_job_id = _whole(row.het_job_id)
     task_id = _number(row.array_task_id)
     tasks = row.array_task_string or ("" if task_id is None else str(int(task_id)))
     array_job_id = _whole(row.array_job_id)
-    limit_min = _number(row.time_limit)
-    time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
+    time_limit_s = _limit(_number(row.time_limit))
     read = Reading()
     nodes = read(int, asked.get("node") or str(_whole(row.node_count, 1)), 1)
-    state = next((flag for flag in _STATE_FLAGS if flag in states), states[0] if states else "")
     job = Job(
         job_id=row.job_id,
         name=row.name or "",
@@ -254,6 +253,7 @@ def _job(row: _Job) -> Job:
         excluded_nodes=read(expand, row.excluded_nodes or "", ()),
         is_contiguous=row.contiguous,
         num_switches=_whole(row.required_switches),
+        licenses=row.licenses or "",
         features=row.features or "",
         reservation=row.resv_name or "",
         comment=row.comment or "",
@@ -262,6 +262,14 @@ def _job(row: _Job) -> Job:
         exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
+
+
+def _state(states: list[str]) -> str:
+    return next((flag for flag in _STATE_FLAGS if flag in states), states[0] if states else "")
+
+
+def _limit(limit_min: float | None) -> float | None:
+    return None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
 
 
 def _shares(row: _Job, read: Reading) -> tuple[NodeShare, ...]:

@@ -31,8 +31,8 @@ JOB_FIELDS = (
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
     "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
-    "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Name", "WorkDir",
-    "Comment",
+    "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
+    "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -167,6 +167,7 @@ def _job(row: Mapping[str, str]) -> Job:
         excluded_nodes=read(expand, row.get("ExcNodes", ""), ()),
         is_contiguous=row.get("Contiguous") == "1",
         num_switches=number("ReqSwitch"),
+        licenses=text_or_empty(row.get("Licenses", "")),
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),

@@ -122,6 +122,7 @@ def job_of(row: Row, reason: str) -> Job:
         excluded_nodes=read(expand, ",".join(row.get("exc_nodes") or ()), ()),
         is_contiguous=bool(row.get("contiguous")),
         num_switches=row.get("req_switch") or 0,
+        licenses=",".join(f"{name}:{number}" for name, number in (row.get("licenses") or {}).items()),
         features=",".join(row["features"]),
         reservation=row["resv_name"] or "",
         comment=row["comment"] or "",

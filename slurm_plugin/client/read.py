@@ -1,10 +1,11 @@
 """Read a cluster with Slurm's commands: one snapshot of jobs, nodes, partitions and configuration.
 
 Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything; a sixth while
-jobs wait, before 24.05 for the nodes that they exclude, and with 26.05 for which of them want whole nodes. Jobs come
-from `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running
-jobs: what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
-and of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
+jobs wait, before 24.05 for the nodes that they exclude, and with 26.05 for which of them want whole nodes; one more
+while jobs with licenses wait. Jobs come from `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in
+JSON, which only says more about running jobs: what they hold on each node. Nodes come as JSON where `scontrol` has it,
+from 23.02 on. Where pyslurm is installed and of slurmctld's release, it reads jobs and nodes instead; see
+`pyslurm_backend.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus, with_told_gpus
+from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
@@ -74,7 +76,7 @@ class CommandReader:
         else:
             source, nodes = "commands", self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
-        jobs = self._with_told_gpus(with_held_gpus(jobs, nodes), nodes)
+        jobs = self._with_told_gpus(with_held_gpus(self._with_licenses(jobs), nodes), nodes)
         reservations = self._reservations()
         return Snapshot(
             taken_s=time.time(),
@@ -116,6 +118,12 @@ class CommandReader:
             except SlurmCommandError as exc:  # all other figures are known
                 logger.warning("which pending jobs want whole nodes (--exclusive) is not known: %s", exc)
         return tuple(replace(job, exclusive=said.get(job.job_id, "")) for job in jobs)
+
+    def _with_licenses(self, jobs: tuple[Job, ...]) -> tuple[Job, ...]:
+        """The jobs, with which licenses are too few for those that wait for resources or their turn."""
+        if not any(job.waits_for_resources and job.licenses for job in jobs):
+            return jobs
+        return with_short_licenses(jobs, parse_licenses(self._run("scontrol", "--oneliner", "show", "licenses")))
 
     def _with_told_gpus(self, jobs: tuple[Job, ...], nodes: tuple[Node, ...]) -> tuple[Job, ...]:
         """The jobs, with what Slurm gave to running ones whose own requests cannot be read."""

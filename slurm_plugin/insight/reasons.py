@@ -94,6 +94,9 @@ class Told:
 def told_by_slurm(job: Job) -> Told | None:
     """What a pending job waits for that is no resource, in words; None if it waits for resources or its turn."""
     if is_resource_reason(job.reason):
+        if job.short_licenses:  # Slurm has not looked so far, or says it at its next look
+            text = f"its licenses are taken: {', '.join(job.short_licenses)}"
+            return Told("licenses", text, "scontrol show license")
         return None
     sentences = {
         "id": job.job_id, "array": job.array_job_id or job.job_id, "dependency": job.dependency or "another job",

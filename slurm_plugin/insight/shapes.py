@@ -51,7 +51,8 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
                 job.reason, job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
                 id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), id(job.gres_per_socket),
                 job.gpus_requested, job.required_nodes, job.features, job.excluded_nodes, job.is_contiguous,
-                job.num_switches, job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
+                job.num_switches, job.short_licenses, job.reservation, job.exclusive,
+                job.user if job.exclusive == "USER" else "",
             )  # fmt: skip
             group = groups.get(key)
             if group is None:

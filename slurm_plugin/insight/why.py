@@ -211,7 +211,7 @@ class Explainer:
         if not alike[0].waits_for_resources:
             return [self.causes(alike[0])] * len(alike)
         # With reservations to come their time limits decide, too.
-        numbers = [self._num_before_end(job) for job in alike]
+        numbers = [(self._num_before_end(job), self._in_reservations(job).reservation) for job in alike]
         one_of = dict(zip(numbers, alike, strict=True))
         lacking = {number: self.causes(job) if self._lacking(job) else () for number, job in one_of.items()}
         return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]

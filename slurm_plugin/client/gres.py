@@ -24,7 +24,8 @@ from functools import lru_cache
 from hetstream.slurm_plugin.client.model import Gres
 
 _EMPTY = frozenset({"", "(null)", "N/A", "none"})
-_BETWEEN = re.compile(r",(?![^(]*\))")
+# One item of a list; what is within parentheses is passed over once, however long it is.
+_ITEMS = re.compile(r"(?:[^,(]+|\([^)]*\)?)+")
 _ITEM = re.compile(
     r"(?P<kind>gres[:/])?(?P<name>[^\s,:=()/]+)(?P<named>(?::(?:\(null\)|[^\s,:=()/]+))*)"
     r"(?:=(?P<equals>[^\s,:=()]*))?(?:\((?P<note>\(null\)|[^()]*)\))?"
@@ -41,6 +42,8 @@ _CUT_AT = (63, 127)
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _PART = re.compile(r"(\d+|-)/\d+")
 _NOT_COUNTED = "no_consume"
+# Devices that Slurm counts on a node (MAX_GRES_BITMAP in gres.c); a job's list is that of one node, too.
+_MOST_DEVICES = 1024
 
 
 @lru_cache(maxsize=8192)
@@ -52,7 +55,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
     """
     if text in _EMPTY:
         return ()
-    found = (_parse_item(item.strip()) for item in _BETWEEN.split(text) if item.strip())
+    found = (_parse_item(item.strip()) for item in _ITEMS.findall(text) if item.strip())
     return tuple(gres for gres in found if gres is not None)
 
 
@@ -66,7 +69,7 @@ def known_gres(text: str) -> tuple[tuple[Gres, ...], tuple[str, ...]]:
         The GRES, and why items could not be read.
     """
     found, unreadable = list[Gres](), list[str]()
-    for item in _BETWEEN.split("" if text in _EMPTY else text):
+    for item in _ITEMS.findall("" if text in _EMPTY else text):
         try:
             found += parse_gres(item.strip())
         except ValueError as exc:
@@ -117,6 +120,8 @@ def _devices(note: str, count: int, item: str) -> tuple[int, ...]:
         if len(listed) in _CUT_AT and (not all(found) or _length(found) != count):
             return ()  # where it is cut, the last number may be another one
         if all(found):
+            if _length(found) > _MOST_DEVICES:
+                raise ValueError(f"GRES {item[:100]!r}: more than {_MOST_DEVICES} devices, which no node has")
             return tuple(
                 number for part in found if part for number in range(int(part[1]), int(part[2] or part[1]) + 1)
             )
@@ -127,4 +132,4 @@ def _devices(note: str, count: int, item: str) -> tuple[int, ...]:
 
 
 def _length(ranges: list[re.Match[str] | None]) -> int:
-    return sum(int(part[2] or part[1]) - int(part[1]) + 1 for part in ranges if part)
+    return sum(max(0, int(part[2] or part[1]) - int(part[1]) + 1) for part in ranges if part)

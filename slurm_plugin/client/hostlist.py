@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 # A range in a hostlist that would name more hosts than any cluster has is damage, not a cluster.
 MAX_HOSTS = 1_000_000
@@ -22,7 +22,10 @@ def expand(hostlist: str) -> tuple[str, ...]:
     text = hostlist.strip()
     if not text or text in ("(null)", "None", "None assigned", "n/a", "N/A"):
         return ()
-    return tuple(host for part in _split(text) for host in _expand_part(part))
+    hosts = tuple(islice((host for part in _split(text) for host in _expand_part(part)), MAX_HOSTS + 1))
+    if len(hosts) > MAX_HOSTS:
+        raise ValueError(f"hostlist {text[:100]!r}: more than {MAX_HOSTS} hosts")
+    return hosts
 
 
 def compress(hosts: Iterable[str]) -> str:
@@ -79,7 +82,10 @@ def _split(text: str) -> Iterator[str]:
 
 def _expand_part(part: str) -> Iterator[str]:
     pieces = re.split(r"\[([^\]]*)\]", part)
-    choices = [[piece] if place % 2 == 0 else list(_numbers(piece)) for place, piece in enumerate(pieces)]
+    choices = [
+        [piece] if place % 2 == 0 else list(islice(_numbers(piece), MAX_HOSTS + 1))
+        for place, piece in enumerate(pieces)
+    ]
     total = 1
     for choice in choices:
         total *= len(choice)

@@ -216,6 +216,12 @@ def test_what_is_no_hostlist_is_refused(text: str) -> None:
         expand(text)
 
 
+@pytest.mark.parametrize("text", ["a[1-999999]," * 90 + "b", f"a[{','.join(['1-999999'] * 90)}]", "a[0-9][1-999999]"])
+def test_a_hostlist_of_more_hosts_than_any_cluster_has_is_not_written_out(text: str) -> None:
+    with pytest.raises(ValueError, match="more than 1000000 hosts"):
+        expand(text)
+
+
 @given(st.sets(st.from_regex(r"[a-z]{1,3}[0-9]{0,3}(-ib)?", fullmatch=True), max_size=40))
 def test_hostlists_round_trip(hosts: set[str]) -> None:
     text = compress(hosts)

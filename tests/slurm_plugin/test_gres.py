@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client import parse_json, parse_text
-from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.gres import known_gres, parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, total
 from hetstream.slurm_plugin.insight.shapes import shape_of
 from hetstream.slurm_plugin.packing.nodes import _in_use
@@ -305,6 +305,18 @@ def test_forms_that_were_seen(text: str, expected: list[Gres]) -> None:
 def test_a_form_that_slurm_does_not_print_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="GRES"):
         parse_gres(text)
+
+
+@pytest.mark.parametrize(
+    "devices", ["0-999999999", "0-1024", ",".join(["0-999999999"] * 50_000), ",".join(["0-1023"] * 50_000)]
+)
+def test_a_list_of_devices_that_no_node_has_is_not_written_out(devices: str) -> None:
+    """A job's name can look like a record of Slurm's, and its text is its user's."""
+    item = f"gpu:1(IDX:{devices})"
+    with pytest.raises(ValueError, match="more than 1024 devices"):
+        parse_gres(item)
+    assert known_gres(item)[0] == (Gres("gpu", "", 1),)
+    assert parse_gres("gpu:1024(IDX:0-1023)")[0].indices == tuple(range(1024))
 
 
 def test_a_list_of_devices_that_a_buffer_cuts_names_none() -> None:

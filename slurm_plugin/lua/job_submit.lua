@@ -58,24 +58,26 @@ end
 
 local function table_of(value) return type(value) == "table" and value or {} end
 
--- Name, type and count of one element of a request by Slurm's grammar: gres/gpu:h200:2, gres:gpu:2, gpu=2, cpu=4. Nothing
--- where it has another form: slurmctld looks for "gres" anywhere in a text, takes what follows, and reads a count as
+-- Name, type and count of one element of a request by Slurm's grammar: gres/gpu:h200:2, gres:gpu:2, gpu=2, cpu=4; and
+-- whether it says that it is a GRES. Nothing where it has another form: slurmctld looks for "gres" anywhere in a text, takes what follows, and reads a count as
 -- strtoull does, with blanks, signs and units (_is_valid_number).
 local function element(part)
-  local body = part:match("^gres[:/](.*)$") or part
+  local body = part:match("^gres[:/](.*)$")
+  local is_gres = body ~= nil
+  body = body or part
   local name, about = body:match("^([%w_.%-]+)(.*)$")
   if not name or body:find("gres", 1, true) then return nil end
-  if about == "" then return name, "", 1 end
+  if about == "" then return name, "", 1, is_gres end
   local kind, digits, unit = "", about:match("^[:=](%d+)([kKmMgG]?)$")
   if not digits then kind, digits, unit = about:match("^:([%w_.%-]+)[:=](%d+)([kKmMgG]?)$") end
   if not kind then
     kind = about:match("^:([%w_.%-]+)$")
     -- What Slurm would take for a count: a unit of another kind, or a number below 0, which it turns into one above.
     if not kind or kind:find("^%-") or kind:find("^%d+%a*$") then return nil end
-    return name, kind, 1
+    return name, kind, 1, is_gres
   end
   if #digits > 9 then return nil end
-  return name, kind, tonumber(digits) * FACTOR[unit:lower()]
+  return name, kind, tonumber(digits) * FACTOR[unit:lower()], is_gres
 end
 
 -- GPUs that a request names. Also whether it could name others: its form is not known, or it names one type twice, or GPUs
@@ -257,13 +259,13 @@ local function no_whole_nodes(why)
 end
 
 -- The most of a thing that one element of a request asks for; nil where none does. Also whether one cannot be read.
-local function count_of(request, wanted)
+local function count_of(request, wanted, may_be_gres)
   local found, unclear = nil, false
   for part in (request or ""):gmatch("[^,]+") do
-    local name, _, count = element(part)
-    if not count then
-      unclear = unclear or part:find(wanted, 1, true) ~= nil
-    elseif name == wanted then
+    local name, _, count, is_gres = element(part)
+    if not count then                                     -- of a licence no name is that of a thing
+      unclear = unclear or part:find(wanted, 1, true) ~= nil and not part:find("^license/[%w_.%-]+[=:]%d+$")
+    elseif name == wanted and (may_be_gres or not is_gres) then
       found = math.max(found or 0, count)
     end
   end
@@ -274,8 +276,8 @@ end
 -- whether one of them cannot be read.
 local function cpus_named(job)
   local task = given(job.cpus_per_task) and job.cpus_per_task or nil
-  local of_task, unclear = count_of(job.tres_per_task, "cpu")
-  local of_gpu, is_other = count_of(job.cpus_per_tres, "gpu")
+  local of_task, unclear = count_of(job.tres_per_task, "cpu", false)
+  local of_gpu, is_other = count_of(job.cpus_per_tres, "gpu", true)
   if task and of_task then task = math.max(task, of_task) end
   return task or of_task, of_gpu, unclear or is_other
 end
@@ -295,9 +297,13 @@ local function shrink_tasks(job, tasks, asked, keep)
   if given(job.cpus_per_task) then job.cpus_per_task = keep end
   if given(job.min_cpus) then job.min_cpus = tasks * keep end
   if job.pn_min_cpus == asked then job.pn_min_cpus = keep end     -- sbatch asks for a node that holds one task
-  if given(job.tres_per_task) then                        -- since 24.05 --cpus-per-task stands here, too
-    job.tres_per_task = (job.tres_per_task:gsub("cpu([=:])%d+", "cpu%1" .. keep))
+  if not given(job.tres_per_task) then return end
+  local parts = {}                                        -- since 24.05 --cpus-per-task stands here, too
+  for part in job.tres_per_task:gmatch("[^,]+") do
+    local name, _, _, is_gres = element(part)
+    parts[#parts + 1] = name == "cpu" and not is_gres and (part:gsub("%d+[kKmMgG]?$", string.format("%d", keep))) or part
   end
+  job.tres_per_task = table.concat(parts, ",")
 end
 
 -- Keep the CPUs per GPU that the policy allows.

@@ -95,6 +95,15 @@ def test_cpus_per_gpu(lua: object, fields: str, keep: int | None) -> None:
         ('tres_per_task = "cpu:16"', "shrink", ["--cpus-per-task=16 became 8", "0 nil cpu:8"]),
         ('tres_per_task = "cpu=16", num_tasks = 2', "shrink", ["--cpus-per-task=16 became 4", "0 nil cpu=4"]),
         ('tres_per_task = "cpu=16", min_mem_per_cpu = 5', "shrink", ["0 nil cpu=16"]),
+        # Of other things whose names end alike nothing is taken away.
+        (
+            'tres_per_task = "license/mycpu:2,cpu=16,gres/vcpu:1,license/cpu:4,gres/cpu:30"',
+            "shrink",
+            ["--cpus-per-task=16 became 8", "0 nil license/mycpu:2,cpu=8,gres/vcpu:1,license/cpu:4,gres/cpu:30"],
+        ),
+        ('tres_per_task = "license/mycpu:2", cpus_per_task = 16', "shrink", ["became 8", "0 nil license/mycpu:2"]),
+        ('tres_per_task = "cpu:1k"', "shrink", ["--cpus-per-task=1024 became 8", "0 nil cpu:8"]),
+        ('tres_per_task = "cpu"', "shrink", ["0 nil cpu"]),
         ("num_tasks = 16", "shrink", ["0 nil nil"]),
         ('cpus_per_tres = "gres:gpu:16"', "refuse", ["Write --cpus-per-gpu=4, and", "-1 gres:gpu:16 nil"]),
         ('tres_per_task = "cpu:16"', "refuse", ["Write --cpus-per-task=8, and", "-1 nil cpu:16"]),

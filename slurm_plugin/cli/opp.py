@@ -17,6 +17,7 @@ from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
     check_partitions,
     gpu_readings,
+    named_qos,
     partitions_of,
     quotas_path,
     reasons,
@@ -33,7 +34,7 @@ from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.packer import Packer
 from hetstream.slurm_plugin.packing.state import PackingState
 from hetstream.slurm_plugin.packing.tenants import is_upgraded
-from hetstream.slurm_plugin.packing.words import place_by_hand, where
+from hetstream.slurm_plugin.packing.words import where
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, percent
 
 EPILOG = f"""\
@@ -96,7 +97,7 @@ def place_once(args: argparse.Namespace) -> int:
     slurm, events = PackingSlurm(), list[PackingEvent]()
     packer = Packer(
         slurm, gpu_readings(settings_of(args)), partitions_of(args), events.append, acting=not args.dry_run,
-        quotas=checked_quotas(args, slurm, slurm.snapshot()) if quotas_path(args) else None,
+        quotas=checked_quotas(args, slurm, slurm.snapshot()) if quotas_path(args) else None, qos=named_qos(),
     )  # fmt: skip
     if args.dry_run:
         packer.step()
@@ -213,11 +214,10 @@ def why_report(
 
 def _row(job: OpportunisticJob, reason: str) -> Row:
     placed = None if job.is_held else job.record.placed
-    place = placed.place if placed else place_by_hand(job.job.comment, job.job.nodes) if job.job.is_running else None
     return {
         "job": job.name, "user": job.job.user, "state": job.job.state,
         "gpus": job.wish.gpus * max(1, job.job.num_nodes), "gpu_memory_gib": job.wish.gpu_bytes / _GIB,
-        "place": where(place) if place else "", "class": "guaranteed" if is_upgraded(job) else "opportunistic",
+        "place": where(placed.place) if placed else "", "class": "guaranteed" if is_upgraded(job) else "opportunistic",
         "num_evictions": job.record.evicted.count if job.record.evicted else 0, "reason": reason,
         "not_upgraded": upgrade_in_words(job),
     }  # fmt: skip

@@ -22,6 +22,7 @@ from hetstream.slurm_plugin.cli.packing_arguments import (
     add_packing_arguments,
     check_partitions,
     gpu_readings,
+    named_qos,
     partitions_of,
     quota_file,
     quotas_path,
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         raise HetstreamError(f"nobody can be placed: {problem}. Check: hetstream doctor")
     packer = Packer(
         slurm, gpu_readings(settings_of(args)), partitions_of(args), tell, acting=acting,
-        quotas=checked_quotas(args, slurm, snapshot),
+        quotas=checked_quotas(args, slurm, snapshot), qos=named_qos(),
     )  # fmt: skip
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: packer.stopping.set())

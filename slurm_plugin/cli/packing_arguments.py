@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
@@ -28,6 +29,7 @@ from hetstream.slurm_plugin.packing.tenants import QuotaView, Tenants, why_not_u
 from hetstream.slurm_plugin.packing.words import is_guarded, where
 
 PARTITIONS_VARIABLE, QUOTAS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_PARTITIONS", "HETSTREAM_QUOTAS"
+QOS_VARIABLE = "HETSTREAM_OPPORTUNISTIC_QOS"
 # The nodes' scripts have it from there; one file with both is enough on the host of the packer.
 PACKING_FILE = SITE_FILE.with_name("packing.env")
 _FILES = (SITE_FILE, PACKING_FILE)
@@ -57,7 +59,16 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
 
 def named_partitions(files: Collection[Path] = _FILES) -> frozenset[str]:
     """The partitions of opportunistic jobs by the environment, else by the site's files; none where nobody says."""
-    texts = [os.environ.get(PARTITIONS_VARIABLE), *(in_site_file(PARTITIONS_VARIABLE, path) for path in files)]
+    return _named(PARTITIONS_VARIABLE, files)
+
+
+def named_qos() -> frozenset[str]:
+    """The QOS of opportunistic jobs, in the same way."""
+    return _named(QOS_VARIABLE, _FILES)
+
+
+def _named(variable: str, files: Collection[Path]) -> frozenset[str]:
+    texts = [os.environ.get(variable), *(in_site_file(variable, path) for path in files)]
     return _names(next((text for text in texts if text is not None), ""))
 
 
@@ -148,9 +159,10 @@ def seen_by(
         missing.append(str(error))
     now_s = time.time()
     known = known or Quotas()
-    notes = slurm.notes(partitions | {*known.partitions})
+    tenants = Tenants(known, opportunistic_qos=named_qos())
+    notes = slurm.notes(partitions | tenants.partitions(snapshot))
+    tenants = replace(tenants, notes=notes)
     jobs = served_jobs(snapshot, notes, partitions, now_s)
-    tenants = Tenants(known, notes=notes)
     seen = view(snapshot, jobs, read, partitions, now_s, slurm.switches(), tenants=tenants)
     return seen, decide(seen.state, now_s), "; ".join(missing)
 

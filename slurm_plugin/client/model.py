@@ -471,6 +471,7 @@ class Partition:
         max_time_s: the longest time limit; None if there is no limit.
         max_cpus_per_node: CPUs of one node that its jobs may have together; None if there is no limit.
         is_exclusive: each of its jobs takes whole nodes (OverSubscribe=EXCLUSIVE).
+        qos: whose limits hold for all of its jobs; empty if it has none.
     """
 
     name: str
@@ -481,6 +482,7 @@ class Partition:
     max_time_s: float | None = None
     max_cpus_per_node: int | None = None
     is_exclusive: bool = False
+    qos: str = ""
 
 
 @dataclass(frozen=True, slots=True)

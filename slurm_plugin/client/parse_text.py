@@ -339,6 +339,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
         max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,
         # 26.05 has a word of its own for it.
         is_exclusive="EXCLUSIVE" in row.get("OverSubscribe", "") or row.get("Exclusive") == "NODE",
+        qos=text_or_empty(row.get("QoS", "")),
     )
 
 

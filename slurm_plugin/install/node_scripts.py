@@ -33,6 +33,9 @@ PACKING_ENVIRONMENT = """\
 # Partitions whose jobs are opportunistic, as in policy.lua. Their jobs see no GPU but those that the packer has chosen.
 #HETSTREAM_OPPORTUNISTIC_PARTITIONS="opp"
 
+# QOS whose jobs are opportunistic, as in policy.lua. The packer holds who came past the guard into one.
+#HETSTREAM_OPPORTUNISTIC_QOS="scavenge"
+
 # So many seconds a batch script of these partitions waits before it starts without a GPU: within them the packer takes
 # back a job that it did not place. It looks every 10 s.
 #HETSTREAM_UNPLACED_S=30

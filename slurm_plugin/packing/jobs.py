@@ -11,7 +11,7 @@ All that the packer remembers stands in Slurm, so this is also how it finds its 
 | between requeue and note   | a held job with a place of an earlier start | it is noted as evicted                  |
 
 A slurmctld that is killed forgets what it has not written down, which takes it up to 5 s. If it forgets a place and
-hears the release, there is a job without a place that is not held: it is taken back.
+hears the release, there is a job without a place that is not held: it is taken back. So is whoever came past the guard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from hetstream.slurm_plugin.client.constraint import alternatives, meets
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.packing.rules import PackingRules
@@ -66,6 +66,7 @@ class OpportunisticJob:
         wish: what its owner asks for.
         record: what the packer has written.
         notes: whatever else Slurm has.
+        others: partitions that it names and that the packer does not serve.
     """
 
     name: str
@@ -73,6 +74,7 @@ class OpportunisticJob:
     wish: GpuWish
     record: PackingRecord
     notes: JobNotes
+    others: tuple[str, ...] = ()
 
     @property
     def is_held(self) -> bool:
@@ -85,6 +87,11 @@ class OpportunisticJob:
         """Whether it asks for a GPU that the packer chose before."""
         return any(gres.name == GRES for gres in self.job.gres_asked)
 
+    @property
+    def whole_name(self) -> str:
+        """By which it is held and requeued: Slurm does that to no component of a heterogeneous job alone."""
+        return str(self.job.het.het_job_id) if self.job.het else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
@@ -93,18 +100,21 @@ class Settlement:
     Attributes:
         record: what is to stand in its AdminComment.
         is_kept: somebody has held it, who is to release it.
+        word: the reason in few words, for its Comment; empty: it has been where it was placed.
     """
 
     job: OpportunisticJob
     record: PackingRecord
     reason: str
     is_kept: bool = False
+    word: str = ""
 
 
 def served_jobs(
     snapshot: Snapshot, notes: Mapping[int, JobNotes], partitions: Collection[str], now_s: float
 ) -> list[OpportunisticJob]:
-    """The jobs of these partitions. Who came between two questions to Slurm is seen the next time.
+    """The jobs that run in these partitions, or may start there. Who came between two questions to Slurm is seen the
+    next time.
 
     Args:
         snapshot: of Slurm.
@@ -114,10 +124,14 @@ def served_jobs(
     """
     found = []
     for job in snapshot.jobs:
-        if partitions and set(job.partitions) <= set(partitions) and job.job_id in notes:
+        if not set(job.partitions).isdisjoint(partitions) and job.job_id in notes:
             of_job = notes[job.job_id]
             record = _with_known_times(read_record(of_job.admin_comment), now_s)
-            found += [OpportunisticJob(name, job, wish_of(job.comment), record, of_job) for name in task_names(job)]
+            others = tuple(name for name in job.partitions if name not in partitions)
+            named = OpportunisticJob(job.label, job, wish_of(job.comment), record, of_job, others)
+            # Tasks that have a place are records of their own. Others that nobody holds are to be held all at once.
+            names = task_names(job) if named.is_held else [record_name(job)]
+            found += [replace(named, name=name) for name in names]
     return found
 
 
@@ -175,18 +189,24 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
 
 
 def _let_go(job: OpportunisticJob) -> Settlement | None:
-    """A job that was released without a place; None if it was not.
+    """A job that runs without a place, or is about to; None if it is none.
 
-    Whatever its Comment says: that is its owner's to write. Who releases what the packer never places knows what it
-    does, and so does who gives a job a GPU by hand: an operator takes the guard's word out of its AdminComment before.
+    Nothing but Slurm's word counts: the partition, and an AdminComment, which administrators alone write. So the guard
+    may be absent, old or tricked, and whoever gives a job a GPU by hand writes the packer's note.
     """
     is_there = job.job.is_pending or job.job.holds_resources
-    if not is_there or job.is_held or not is_guarded(job.notes.admin_comment):
+    if not is_there or job.is_held:
         return None
-    if job.job.het or job.wish.problem or not job.notes.can_be_requeued:
-        return None
-    reason = "it was released without a place: by hand, or slurmctld was killed before it had written the place down"
-    return Settlement(job, replace(job.record, taking=False), reason)
+    record, has_gpus = replace(job.record, taking=False), takes_gpus(job.job)
+    if is_guarded(job.notes.admin_comment) and not has_gpus:
+        reason = (
+            "it was released without a place: by hand, or slurmctld was killed before it had written the place down"
+        )
+        return Settlement(job, record, reason, word="it was released without a place")
+    word = f"it {'was to start' if job.job.is_pending else 'ran'} without a place"
+    gpus = ", with GPUs of Slurm's own" if has_gpus else ""
+    seen = "got round job_submit.lua" if is_guarded(job.notes.admin_comment) else "was not seen by job_submit.lua"
+    return Settlement(job, record, f"{word}{gpus}: it {seen}", word=word)
 
 
 def who_holds(job: Job, name: str) -> str:
@@ -241,8 +261,11 @@ def _closed_job(job: OpportunisticJob, now_s: float) -> str:
     record = job.job
     if record.het:
         return "it is a component of a heterogeneous job, whose start cannot be chosen. Submit it as a job of its own"
-    if not job.is_held:
-        return "nobody holds it, so Slurm starts it without a GPU: job_submit.lua is not in place, or without `hold`"
+    if job.others:
+        return f"it names partition {','.join(job.others)}, too, whose jobs are guaranteed. scancel it, and name one"
+    if takes_gpus(record) or record.exclusive == "NODE":
+        asks = "GPUs of Slurm's own" if takes_gpus(record) else "whole nodes"
+        return f"it asks for {asks}, and the packer chooses the GPUs here. scancel it, and submit it without"
     if holds := who_holds(record, job.name):
         return holds
     if job.wish.problem:
@@ -325,6 +348,16 @@ def slots_of(gres: Iterable[Gres]) -> Counter[int]:
         if kind and resource.count:
             found[int(kind[1])] += resource.count
     return found
+
+
+def takes_gpus(job: Job) -> bool:
+    """Whether a job has GPUs or shares of them, or asks for some."""
+    return any(job.count(name) for name in ("gpu", *SHARING))
+
+
+def record_name(job: Job) -> str:
+    """How commands call a record with all of its tasks: `33_[3-900]` of `33_[3-900%2]`."""
+    return re.sub(r"%\d+(?=\]$)", "", job.label)
 
 
 def task_names(job: Job) -> list[str]:

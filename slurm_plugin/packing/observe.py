@@ -68,11 +68,12 @@ def view(
     """
     rules = rules or PackingRules()
     jobs = list(jobs)
-    settlements, placed, starting, waiting = [], [], [], []
+    settlements = dict[str, Settlement]()  # one for all components of a heterogeneous job
+    placed, starting, waiting = [], [], []
     for job in jobs:
         amiss = settlement_of(job, now_s, rules)
         if amiss:
-            settlements.append(amiss)
+            settlements.setdefault(job.whole_name, amiss)
         elif job.record.placed and not job.is_held:
             placed.append(job)
             starting += [job] if job.job.is_pending else []
@@ -88,7 +89,7 @@ def view(
     running = tuple(job for job in placed if job.job.is_running and job.job.state != "COMPLETING")
     quota = quota_view(snapshot, jobs, readings, tenants or Tenants(), now_s, rules)
     by_name = {job.name: job for job in jobs}
-    return PackingView(state, quota, snapshot, readings, by_name, tuple(settlements), running)
+    return PackingView(state, quota, snapshot, readings, by_name, tuple(settlements.values()), running)
 
 
 def _placed(job: OpportunisticJob, sharing: Mapping[tuple[str, str], tuple[float, str]]) -> PlacedJob:

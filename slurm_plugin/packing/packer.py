@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from hetstream.slurm_plugin.packing.jobs import (
     is_cut_short,
     keeps_gres,
     served_jobs,
+    takes_gpus,
     wrong_place,
 )
 from hetstream.slurm_plugin.packing.observe import PackingView, view
@@ -44,8 +45,10 @@ from hetstream.slurm_plugin.packing.words import (
     PackingRecord,
     PlacedRecord,
     comment_with,
+    comment_without_place,
     gres_of,
     limit_of,
+    with_guard,
     with_hold,
     with_record,
 )
@@ -76,6 +79,7 @@ class Packer:
         say: told of each event.
         acting: whether it changes anything.
         quotas: of the tenants, for the cluster as it is; None: there are none.
+        qos: whose jobs are opportunistic, too. It places none of them by that, and holds who came past the guard.
         rules: other than the usual ones.
         clock: seconds since the epoch.
     """
@@ -89,12 +93,13 @@ class Packer:
         *,
         acting: bool,
         quotas: Callable[[Snapshot], Quotas] | None = None,
+        qos: Collection[str] = (),
         rules: PackingRules | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._slurm = slurm
         self._readings = readings
-        self._partitions = frozenset(partitions)
+        self._partitions, self._qos = frozenset(partitions), frozenset(name.lower() for name in qos)
         self._say = say
         self._acting = acting
         self._rules = rules or PackingRules()
@@ -143,9 +148,9 @@ class Packer:
         readings = self._read_gpus()
         snapshot = self._slurm.snapshot()
         now_s = self._clock()
-        quotas = self._quotas(snapshot)
-        notes = self._slurm.notes(self._partitions | {*quotas.partitions})
-        tenants = Tenants(quotas, os.geteuid(), notes)
+        tenants = Tenants(self._quotas(snapshot), os.geteuid(), opportunistic_qos=self._qos)
+        notes = self._slurm.notes(self._partitions | tenants.partitions(snapshot))
+        tenants = replace(tenants, notes=notes)
         snapshot = self._quota_packer.with_given_gpus(snapshot, tenants)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
         ended = {number for number, of_job in notes.items() if of_job.has_ended}
@@ -176,6 +181,7 @@ class Packer:
             self._act(seen, plan)
         else:
             self._say_once(would(seen.quota))
+            self._say_once(PackingEvent("would take back", amiss.job.name, amiss.reason) for amiss in seen.settlements)
             self._say_once(
                 PackingEvent("would place", placed.job, placed.reason, placed.place) for placed in plan.placements
             )
@@ -246,20 +252,31 @@ class Packer:
                 raise
 
     def _settle(self, amiss: Settlement) -> None:
-        """Have a job wait again that did not come to run, runs without a place, or was requeued by Slurm."""
-        if amiss.job.job.is_running:
-            self._requeue(amiss.job)
-        elif not amiss.job.is_held:
-            self._announce(amiss.job)
-            self._slurm.hold(amiss.job.name)
+        """Have a job wait again that did not come to run, runs without a place, or was requeued by Slurm.
+
+        Without a place it may be any kind of job: one that cannot be requeued, such as an allocation, is cancelled.
+        """
+        job = amiss.job
+        if not job.job.is_pending:
+            try:
+                self._requeue(job, {"Requeue": "1"})
+            except SlurmCommandError as error:
+                if failure_of(error) is not Failure.REFUSED:
+                    raise
+                self._slurm.cancel(job.whole_name)
+                self._say(PackingEvent("cancelled", job.name, f"{amiss.reason}. Slurm cannot requeue it"))
+                return
+        elif not job.is_held:
+            self._announce(job, {} if job.notes.can_be_requeued else {"Requeue": "1"})
+            self._slurm.hold(job.whole_name)
             reach("packer.held")
-        self._note(amiss.job, amiss.record, is_kept=amiss.is_kept)
-        self._say(PackingEvent("taken back", amiss.job.name, amiss.reason))
+        self._note(job, amiss.record, is_kept=amiss.is_kept, word=amiss.word)
+        self._say(PackingEvent("taken back", job.name, amiss.reason))
 
     def _verify(self, job: OpportunisticJob) -> None:
         """Compare a job that has started with what was asked for: rc 0 of `scontrol update` is no proof."""
         start = job.job.job_id, job.job.num_restarts
-        if start in self._right:
+        if start in self._right and not takes_gpus(job.job):
             return
         problem = wrong_place(job, self._slurm.got(job.name))
         if problem:
@@ -284,11 +301,12 @@ class Packer:
         self._note(job, evicted(job, self._clock(), self._rules))
         self._say(PackingEvent("evicted", job.name, reason, job.record.placed.place if job.record.placed else None))
 
-    def _requeue(self, job: OpportunisticJob) -> None:
-        self._announce(job)
-        self._taken[job.job.job_id] = job.name, self._clock()  # also if no answer comes: it may have been heard
+    def _requeue(self, job: OpportunisticJob, more: Mapping[str, str] | None = None) -> None:
+        self._announce(job, more)
+        # Also if no answer comes: it may have been heard.
+        self._taken[job.job.job_id] = job.whole_name, self._clock()
         try:
-            self._slurm.requeue_held(job.name)
+            self._slurm.requeue_held(job.whole_name)
         except SlurmCommandError as error:
             if failure_of(error) is Failure.REFUSED:
                 del self._taken[job.job.job_id]
@@ -299,10 +317,10 @@ class Packer:
         """A job, with the announcement that slurmctld may have forgotten."""
         return replace(job, record=replace(job.record, taking=True)) if job.job.job_id in self._taken else job
 
-    def _announce(self, job: OpportunisticJob) -> None:
+    def _announce(self, job: OpportunisticJob, more: Mapping[str, str] | None = None) -> None:
         """Write down that the packer itself is about to hold a job: Slurm cannot tell whose hold one is."""
         record = replace(job.record, taking=True)
-        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record)})
+        self._slurm.update(job.name, {"AdminComment": with_record(job.notes.admin_comment, record), **(more or {})})
         reach("packer.announced")
 
     def _kept(self, job: OpportunisticJob) -> OpportunisticJob:
@@ -339,12 +357,12 @@ class Packer:
         reach("packer.released")
         self._say(PackingEvent("placed", job.name, placement.reason, place))
 
-    def _note(self, job: OpportunisticJob, record: PackingRecord, *, is_kept: bool = False) -> None:
+    def _note(self, job: OpportunisticJob, record: PackingRecord, *, is_kept: bool = False, word: str = "") -> None:
         """Write down that a job has no place; without one in its Comment no Prolog gives it a GPU."""
-        comment = comment_with(with_hold(job.job.comment) if is_kept else job.job.comment, None)
-        notes = {"AdminComment": with_record(job.notes.admin_comment, record)}
+        comment = comment_without_place(with_hold(job.job.comment) if is_kept else job.job.comment, word)
+        noted = with_record(job.notes.admin_comment, record)
         time = {"TimeLimit": job.record.limit} if job.record.limit else {}
-        self._slurm.update(job.name, {"Comment": comment, **notes, **time})
+        self._slurm.update(job.name, {"Comment": comment, "AdminComment": with_guard(noted) if word else noted, **time})
 
     def _say_once(self, events: Iterable[PackingEvent]) -> None:
         """Say what is new; numbers in a reason change all the time."""

@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.retry import Failure, failure_of
 from hetstream.slurm_plugin.packing.events import PackingEvent
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres
+from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres, takes_gpus
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
@@ -30,7 +30,6 @@ from hetstream.slurm_plugin.packing.tenants import (
     Tenants,
     gpus_of_a_node,
     is_being_upgraded,
-    takes_gpus,
 )
 from hetstream.slurm_plugin.packing.upgrade import (
     PLACEHOLDER_MB,
@@ -192,10 +191,10 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
-        for name, unguarded in quota.unguarded.items():
+        for name, (unguarded, why) in quota.unguarded.items():
             if not rests(name):
                 with self._alone(name):
-                    self._hold_unguarded(name, unguarded)
+                    self._hold_unguarded(name, unguarded, why)
         for name, held in quota.guaranteed.items():
             if is_requeued_and_held(held) and not rests(name):
                 with self._alone(name):
@@ -215,15 +214,14 @@ class QuotaPacker:
                 elif decision.verdict is Verdict.OPPORTUNISTIC:
                     self._move(name, job, decision, seen.snapshot)
 
-    def _hold_unguarded(self, name: str, job: Job) -> None:
-        """Have a job wait for quota that went round the guard. Who dies in between finds it unguarded again.
+    def _hold_unguarded(self, name: str, job: Job, what: str) -> None:
+        """Have a job wait, held, that went round the guard. Who dies in between finds it unguarded again.
 
         An allocation without a batch script cannot be requeued, and is cancelled.
         """
         notes = self._slurm.notes(job.partitions).get(job.job_id)
         if notes is None:
             return  # it has gone
-        what = "it has GPUs where they have quotas, and job_submit.lua has not seen it"
         if not job.is_pending:
             comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
             self._slurm.update(name, {"Comment": comment, "Requeue": "1"})
@@ -425,8 +423,8 @@ def waits(quota: QuotaView) -> Iterator[PackingEvent]:
 
 def would(quota: QuotaView) -> Iterator[PackingEvent]:
     """What would be done, by a packer that only observes."""
-    for name in quota.unguarded:
-        yield PackingEvent("would hold", name, "it has GPUs where they have quotas, and job_submit.lua has not seen it")
+    for name, (_, why) in quota.unguarded.items():
+        yield PackingEvent("would hold", name, why)
     for decision in quota.decisions:
         if decision.verdict in _WOULD:
             yield PackingEvent(f"would {_WOULD[decision.verdict]}", decision.job.name, decision.reason)

@@ -7,16 +7,18 @@ guaranteed one (`hetstream:class=guaranteed` in the Comment). Slurm's books say 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.site.gpus import GpuNow, ShowGpus
-from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.packing.jobs import (
     OpportunisticJob,
     is_requeued_and_held,
+    record_name,
+    takes_gpus,
     task_names,
     who_holds,
     why_it_failed,
@@ -47,7 +49,7 @@ class QuotaView:
         decisions: in the order in which they are to be carried out.
         reasons: why others wait that are in no line, by name.
         guaranteed: jobs of the partitions with quotas, by name.
-        unguarded: jobs with GPUs there that the guard has not seen, by name: it was not in place, or has a hole.
+        unguarded: jobs that the guard would have held or refused, by name, and why: it was not in place, or has a hole.
         placeholders: the packer's jobs that keep a GPU for an opportunistic one.
         upgraders: the packer's jobs whose Prologs are to make another one guaranteed just now.
         free_gpus: that no guaranteed job has.
@@ -57,7 +59,7 @@ class QuotaView:
     decisions: tuple[QuotaDecision, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     guaranteed: Mapping[str, Job] = field(default_factory=dict)
-    unguarded: Mapping[str, Job] = field(default_factory=dict)
+    unguarded: Mapping[str, tuple[Job, str]] = field(default_factory=dict)
     placeholders: tuple[Job, ...] = ()
     upgraders: tuple[Job, ...] = ()
     free_gpus: int = 0
@@ -71,31 +73,68 @@ class Tenants:
         quotas: of the tenants.
         packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
         notes: in the jobs of their partitions; empty: whom the guard has seen is not looked at.
+        opportunistic_qos: QOS whose jobs have no GPUs of Slurm's own, in any case.
     """
 
     quotas: Quotas = Quotas()  # noqa: RUF009
     packer_uid: int | None = None
     notes: Mapping[int, JobNotes] = field(default_factory=dict)
+    opportunistic_qos: frozenset[str] = frozenset()
 
     def is_own(self, job: Job) -> bool:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
         return None in (self.packer_uid, job.uid) or job.uid == self.packer_uid
 
     def unguarded(self, snapshot: Snapshot) -> Iterator[Job]:
-        """Jobs of the partitions with quotas that the guard has not seen, but for root's and the packer's own."""
+        """Jobs of the partitions with quotas, and of opportunistic QOS, that the guard has not seen, but for root's and
+        the packer's own.
+        """
         return (
-            job
-            for job, notes in self._noted(snapshot)
-            if job.uid not in (0, self.packer_uid) and not is_guarded(notes.admin_comment)
+            job for job, notes in self._noted(snapshot) if self._is_users(job) and not is_guarded(notes.admin_comment)
         )
 
     def guarded(self, snapshot: Snapshot) -> Iterator[Job]:
-        """Those that it has seen with GPUs."""
-        return (job for job, notes in self._noted(snapshot) if is_guarded(notes.admin_comment))
+        """Those of partitions with quotas that it has seen with GPUs."""
+        return (
+            job for job, notes in self._noted(snapshot) if self._has_quotas(job) and is_guarded(notes.admin_comment)
+        )
+
+    def past_the_guard(self, snapshot: Snapshot) -> Iterator[tuple[Job, str]]:
+        """Jobs that the guard would have held, or refused, and why."""
+        for job, notes in self._noted(snapshot):
+            is_seen, has_gpus, qos = is_guarded(notes.admin_comment), takes_gpus(job), self._qos_of(job, snapshot)
+            if not self._is_users(job):
+                continue
+            if qos and has_gpus and (not is_seen or job.is_running or job.priority != 0):
+                yield job, f"it has GPUs of Slurm's own, and QOS {qos} is opportunistic"
+            elif qos and not is_seen:
+                yield job, f"QOS {qos} is opportunistic, and job_submit.lua has not seen it"
+            elif has_gpus and not is_seen and self._has_quotas(job):
+                yield job, "it has GPUs where they have quotas, and job_submit.lua has not seen it"
+
+    def partitions(self, snapshot: Snapshot) -> frozenset[str]:
+        """All whose jobs are looked at."""
+        by_qos = (name for job in snapshot.jobs if self._qos_of(job, snapshot) for name in job.partitions)
+        return frozenset((*self.quotas.partitions, *by_qos))
+
+    def _has_quotas(self, job: Job) -> bool:
+        return not set(self.quotas.partitions).isdisjoint(job.partitions)
+
+    def _is_users(self, job: Job) -> bool:
+        return job.uid not in (0, self.packer_uid)
+
+    def _qos_of(self, job: Job, snapshot: Snapshot) -> str:
+        """The opportunistic QOS of a job, its own or its partition's; empty if it has none. Slurm's names have no case
+        (assoc_mgr.c).
+        """
+        if not self.opportunistic_qos:
+            return ""
+        named = [*job.qos.split(","), *(part.qos for part in snapshot.partitions if part.name in job.partitions)]
+        return next((name for name in named if name.lower() in self.opportunistic_qos), "")
 
     def _noted(self, snapshot: Snapshot) -> Iterator[tuple[Job, JobNotes]]:
         for job in snapshot.jobs:
-            if not set(self.quotas.partitions).isdisjoint(job.partitions) and job.state != "COMPLETING":
+            if job.state != "COMPLETING" and (self._has_quotas(job) or self._qos_of(job, snapshot)):
                 notes = self.notes.get(job.job_id)
                 if notes is not None:
                     yield job, notes
@@ -103,7 +142,7 @@ class Tenants:
 
 def quota_view(
     snapshot: Snapshot,
-    jobs: Iterable[OpportunisticJob],
+    jobs: Collection[OpportunisticJob],
     readings: ShowGpus | None,
     tenants: Tenants,
     now_s: float,
@@ -144,7 +183,12 @@ def quota_view(
     free_gpus = _free_gpus(snapshot, quotas, placeholders, upgraded)
     free_gpus -= sum(job.gpus for job in line if _takes_gpus(guaranteed, job))
     decisions = decide(quotas, line, free_gpus, now_s)
-    unguarded = {name: job for job in tenants.unguarded(snapshot) if takes_gpus(job) for name in _names(job)}
+    served = {job.job.job_id for job in jobs}  # what is amiss with these is known already
+    unguarded = {
+        str(job.het.het_job_id) if job.het else record_name(job): (job, why)
+        for job, why in tenants.past_the_guard(snapshot)
+        if job.job_id not in served
+    }
     for job in tenants.guarded(snapshot):
         if job.is_pending and job.priority == 0 and not job.count(_GPU):
             reasons |= dict.fromkeys(set(_names(job)) - guaranteed.keys(), _UNCOUNTED)
@@ -159,11 +203,6 @@ def _names(job: Job) -> list[str]:
     if job.het:
         return [str(job.het.het_job_id)]
     return task_names(job) if job.is_pending else [job.label]
-
-
-def takes_gpus(job: Job) -> bool:
-    """Whether a job has GPUs or shares of them, or asks for some."""
-    return any(job.count(name) for name in (_GPU, *SHARING))
 
 
 def why_not_opportunistic(job: Job) -> str:

@@ -48,6 +48,7 @@ _PLACED, _EVICTED, _NODELIST = "hetstream:placed=", "hetstream:evicted=", "hetst
 _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "hetstream:asked="
 _GIVEN_UP, _TAKING = "hetstream:not-upgraded=", "hetstream:taking"
 _LIMIT, _UNLIMITED = "hetstream:limit=", "UNLIMITED"
+_TAKEN_BACK = "hetstream:taken-back="
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -57,7 +58,6 @@ _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MEMORY_TEXT = re.compile(r"(\d{1,12})([KMGT]?)i?B?", re.IGNORECASE | re.ASCII)
 _GPUS_TEXT = re.compile(r"\d{1,3}", re.ASCII)
 _SPOT = r"([\w.,\[\]-]{1,4096}):(\d{1,3}(?:,\d{1,3})*)"
-_NUMBERS_TEXT = re.compile(r"\d{1,3}(?:,\d{1,3})*", re.ASCII)
 _PLACED_TEXT = re.compile(rf"{_SPOT}@(\d{{1,12}})@(\d{{1,9}})")
 _UPGRADED_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _GIVEN_UP_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})@([01])@([\w.~%-]{1,2048})", re.ASCII)
@@ -252,7 +252,8 @@ def comment_with(comment: str, place: Place | None) -> str:
 
     Where there is no room for all, wishes stay, and each word is whole: half of a wish would be another one.
     """
-    parts = [word for word in comment.split() if word.isprintable() and not word.startswith(COMMENT_MARK)]
+    gone = (COMMENT_MARK, _TAKEN_BACK)
+    parts = [word for word in comment.split() if word.isprintable() and not word.startswith(gone)]
     parts = [*([_mark(place)] if place else []), *parts]
     kept, left = set(), _MOST_COMMENT_BYTES
     for number in sorted(range(len(parts)), key=lambda number: not parts[number].startswith(_OURS)):
@@ -263,10 +264,11 @@ def comment_with(comment: str, place: Place | None) -> str:
     return " ".join(word for number, word in enumerate(parts) if number in kept)
 
 
-def place_by_hand(comment: str, nodes: tuple[str, ...]) -> Place | None:
-    """The GPUs of a job that runs and that somebody else than the packer has placed; None: its Comment names none."""
-    numbers = comment.partition(" ")[0].removeprefix(COMMENT_MARK) if comment.startswith(COMMENT_MARK) else ""
-    return Place(nodes, tuple(map(int, numbers.split(",")))) if _NUMBERS_TEXT.fullmatch(numbers) else None
+def comment_without_place(comment: str, why: str) -> str:
+    """The Comment of a job that was taken back: that it has no GPU, and, where there is room, why, as one word."""
+    plain = comment_with(comment, None)
+    said = f"{plain} {_TAKEN_BACK}{why.replace(' ', '-')}".strip() if why else plain
+    return said if len(said.encode()) < _MOST_COMMENT_BYTES else plain
 
 
 def says_place(comment: str, place: Place) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.site.gpus import ShowGpus
+from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
@@ -362,9 +362,8 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
             allocation.wait(60)
         finally:
             allocation.kill()
-    jobs = {waits, f"{tasks}_3", f"{tasks}_4", het, of_tasks}
-    assert found >= {("held", job) for job in jobs}
-    for job in jobs:
+    assert found >= {("held", job) for job in (waits, f"{tasks}_[3-4]", het, of_tasks)}
+    for job in (waits, f"{tasks}_3", f"{tasks}_4", het, of_tasks):
         wait_until(functools.partial(is_held, job), 60, f"the hold of {job}")
         assert not re.search(r" Comment=.*hetstream:hold(?!-)", cluster.show(job)), "its owner does not hold it"
     assert "JobState=RUNNING" in cluster.show(without)
@@ -377,6 +376,104 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     step()
     (reason,) = [event.reason for event in events if event.job == of_tasks]
     assert reason.startswith("its record does not say how many GPUs it asks for"), "slurmctld made them of its tasks"
+
+
+NO_GUARD = """
+function slurm_job_submit() return slurm.SUCCESS end
+function slurm_job_modify() return slurm.SUCCESS end
+return slurm.SUCCESS
+"""
+
+
+@contextlib.contextmanager
+def without_guard(cluster: Cluster) -> Iterator[None]:
+    """slurmctld runs a file that lets everything through."""
+    hook = Path(cluster.record.state_dir) / "job_submit.lua"
+    before = hook.read_text()
+
+    def write(text: str) -> None:
+        later_s = max(time.time(), hook.stat().st_mtime) + 2
+        hook.write_text(text)
+        os.utime(hook, (later_s, later_s))
+
+    write(NO_GUARD)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def test_without_a_guard_nobody_stays_in_an_opportunistic_partition_but_by_the_packer(
+    cluster: Cluster, wait_until: WaitUntil
+) -> None:
+    """Slurm's own word is what counts: the partition, what was allocated, and the AdminComment."""
+    environ = dict(cluster.record.environment(os.environ))
+    events: list[PackingEvent] = []
+
+    def packer_of() -> Packer:
+        now = GpuNow(0, "GPU-0", 0.1, 1 << 40)
+        told = ShowGpus((NodeGpus("gpu0", 0.0, (now,)),), {})
+        return Packer(PackingSlurm(environ), lambda: told, ["opp"], events.append, acting=True)
+
+    packer = packer_of()
+
+    def step() -> set[tuple[str, str]]:
+        events.clear()
+        packer.step()
+        return {(event.event, event.job) for event in events}
+
+    def is_held(job: str, others: str = "") -> bool:
+        shown = cluster.show(job)
+        return all(text in shown for text in ("JobState=PENDING", "Priority=0 ", "hetstream:guarded"))
+
+    with without_guard(cluster):
+        plain = cluster.submit("-popp", "--comment=mine")
+        gpu = cluster.submit("-popp", "--gres=gpu:1")
+        marked = cluster.submit("-popp", "--gres=opp:p1:1", "--comment=hetstream:gpu=1", "--no-requeue")
+        either = cluster.submit("-popp,gpu", "--begin=now+1hour")
+        array = cluster.submit("-popp", "--array=1-40%1", "--begin=now+1hour")
+        het = cluster.submit("-popp", "--begin=now+1hour", ":", "-pgpu", "--mem=100")
+        running = [plain, gpu, marked]
+        wait_until(lambda: all(cluster.runs(job) for job in running), 60, "the starts")
+        argv = [*OWNER, "salloc", "-popp", "-Jinteractive", "--kill-command=KILL", "--mem=100", "sleep", "300"]
+        with subprocess.Popen(argv, cwd=cluster.directory, env=environ, stderr=subprocess.DEVNULL) as allocation:
+            try:
+                asked = ("squeue", "-h", "-tR", "-ninteractive", "-o%A")
+                wait_until(lambda: cluster.run(*asked).stdout, 30, "the allocation")
+                interactive = cluster.run(*asked).stdout.strip()
+                found = step()
+                allocation.wait(60)
+            finally:
+                allocation.kill()
+        assert ("cancelled", interactive) in found
+        assert {("taken back", name) for name in (*running, either, f"{array}_[1-40]", f"{het}+0")} <= found, found
+        for job in (*running, either, f"{array}_1", f"{array}_40", het):
+            wait_until(functools.partial(is_held, job), 60, f"the hold of {job}")
+        assert re.search(r" Comment=mine hetstream:taken-back=it-ran-without-a-place *$", cluster.show(plain), re.M)
+        assert " Comment=hetstream:taken-back=" in cluster.show(marked)
+        assert "hetstream:hold" not in cluster.show(plain), "its owner does not hold it"
+        packer = packer_of()
+        again = step()
+        assert not [event for event, _ in again if event in ("taken back", "cancelled", "evicted")], again
+        reasons = {event.job: event.reason for event in events if event.event == "waits"}
+        assert "it asks for GPUs of Slurm's own" in reasons[gpu]
+        assert "it names partition gpu, too" in reasons[either]
+        # Its owner lets it go, which no guard refuses: it is taken back again.
+        assert cluster.run(*OWNER, "scontrol", "release", gpu).returncode == 0
+        wait_until(lambda: ("taken back", gpu) in step(), 60, "the end of that")
+        assert is_held(gpu)
+        # Two minutes after it was requeued, the first one is placed as all are; here an administrator does it at once.
+        placed = cluster.submit("-popp", "--begin=now+1hour")
+        step()
+        fields = ("ReqNodeList=gpu0", "Gres=opp:p1:1", "Comment=hetstream:gpu=1", "StartTime=now")
+        note = f"AdminComment=hetstream:placed=gpu0:1@{time.time():.0f}@0"
+        assert cluster.run("scontrol", "update", f"JobId={placed}", *fields, note).returncode == 0
+        assert cluster.run("scontrol", "release", placed).returncode == 0
+        wait_until(lambda: cluster.runs(placed), 60, "its start")
+        assert ("started", placed) in step()
+        packer = packer_of()
+        assert ("started", placed) in step(), "what the packer, or an administrator, has placed stays"
+        assert "JobState=RUNNING" in cluster.show(placed)
 
 
 def test_no_text_of_a_user_holds_up_others_submissions(cluster: Cluster) -> None:

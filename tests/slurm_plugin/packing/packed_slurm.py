@@ -21,9 +21,10 @@ GIB = 1 << 30
 NOW_S = 1_795_000_000.0
 
 
-def _number(job_id: str) -> int:
-    """Of a job; of an array's task, of which these have one, the array's."""
-    return int(job_id.partition("_")[0])
+def number_of(job_id: str) -> int:
+    """Of a job; of an array's task, of which these have one, the array's; of a component its own."""
+    number, _, offset = job_id.partition("_")[0].partition("+")
+    return int(number) + int(offset or 0)
 
 
 @dataclass
@@ -170,7 +171,7 @@ class PackedSlurm:
                 self.admin_comments[number], number not in self.no_requeue, number in self.ended
             )
             for number, job in self.jobs.items()
-            if set(job.partitions) <= set(partitions)
+            if not set(job.partitions).isdisjoint(partitions)
         }  # fmt: skip
 
     def switches(self) -> dict[str, tuple[str, ...]]:
@@ -178,13 +179,13 @@ class PackedSlurm:
 
     def got(self, job_id: str) -> tuple[Gres, ...] | None:
         counts: Counter[tuple[str, str]] = Counter({("opp", "p9"): 0})  # as 22.05 lists those of the start before
-        for gres in self.given.get(_number(job_id), ()):
+        for gres in self.given.get(number_of(job_id), ()):
             counts[gres.name, gres.type] += gres.count
         return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
 
     def update(self, job_id: str, fields: Mapping[str, str]) -> None:
         self._called("update", job_id, *(f"{name}={value}" for name, value in fields.items()))
-        number = _number(job_id)
+        number = number_of(job_id)
         if number in self.ended:
             raise SlurmCommandError(["scontrol", "update", job_id], 1, "", "Job has already finished")
         job = self.jobs[number]
@@ -196,6 +197,8 @@ class PackedSlurm:
             job = replace(job, required_nodes=expand(fields["ReqNodeList"]))
         if "Comment" in fields:
             job = replace(job, comment=fields["Comment"])
+        if fields.get("Requeue") == "1":
+            self.no_requeue.discard(number)
         if "TimeMin" in fields:
             self.least_s[number] = float(fields["TimeMin"]) * 60
         if "TimeLimit" in fields:
@@ -204,24 +207,29 @@ class PackedSlurm:
         self.admin_comments[number] = fields.get("AdminComment", self.admin_comments[number])
         self.jobs[number] = job
 
+    def _components(self, job_id: str) -> list[int]:
+        """The numbers of a job: of a heterogeneous one those of all of its components."""
+        found = [number for number, job in self.jobs.items() if job.het and str(job.het.het_job_id) == job_id]
+        return found or [number_of(job_id)]
+
     def hold(self, job_id: str) -> None:
         self._called("hold", job_id)
-        number = _number(job_id)
-        self.jobs[number] = replace(self.jobs[number], priority=0, reason="JobHeldUser")
+        for number in self._components(job_id):
+            self.jobs[number] = replace(self.jobs[number], priority=0, reason="JobHeldUser")
 
     def release(self, job_id: str) -> None:
         self._called("release", job_id)
-        number = _number(job_id)
+        number = number_of(job_id)
         self.jobs[number] = replace(self.jobs[number], priority=100, reason="Priority")
 
     def requeue_held(self, job_id: str) -> None:
         self._called("requeuehold", job_id)
-        number = _number(job_id)
-        self.ended.discard(number)
-        self.preempt(number)
-        self.jobs[number] = replace(
-            self.jobs[number], priority=0, reason="job requeued in held state", eligible_s=None
-        )  # fmt: skip
+        for number in self._components(job_id):
+            self.ended.discard(number)
+            self.preempt(number)
+            self.jobs[number] = replace(
+                self.jobs[number], priority=0, reason="job requeued in held state", eligible_s=None
+            )  # fmt: skip
         if self.dies_after == "requeuehold":
             self.dies_after = ""
             self._forget()

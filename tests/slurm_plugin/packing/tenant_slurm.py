@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from packed_slurm import GIB, NOW_S, PackedSlurm
+from packed_slurm import GIB, NOW_S, PackedSlurm, number_of
 
 from hetstream.hetjob.site.gpus import GpuNow, SharingNow
 from hetstream.slurm_plugin.client.hostlist import expand
@@ -28,6 +28,7 @@ class TenantSlurm(PackedSlurm):
         silent: nodes of which nothing was read lately.
         version: of Slurm.
         config: of Slurm.
+        partition_qos: of partition `gpu`.
     """
 
     gpus_of: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class TenantSlurm(PackedSlurm):
     silent: bool = False
     version: str = "24.11.5"
     config: dict[str, str] = field(default_factory=dict)
+    partition_qos: str = ""
 
     def ask(self, number: int, account: str = "a", comment: str = "", **more: object) -> None:
         """A guaranteed job with a GPU, held by the guard."""
@@ -124,15 +126,16 @@ class TenantSlurm(PackedSlurm):
 
     def update(self, job_id: str, fields: dict[str, str]) -> None:  # type: ignore[override]
         super().update(job_id, fields)
-        job = self.jobs[int(job_id)]
+        job = self.jobs[number_of(job_id)]
         if "Partition" in fields:
-            self.jobs[int(job_id)] = replace(job, partitions=(fields["Partition"],))
+            self.jobs[number_of(job_id)] = replace(job, partitions=(fields["Partition"],))
         if "Priority" in fields:
-            self.jobs[int(job_id)] = replace(job, priority=int(fields["Priority"]))
+            self.jobs[number_of(job_id)] = replace(job, priority=int(fields["Priority"]))
 
     def snapshot(self) -> Snapshot:
         partitions = [
-            Partition(name, tuple(self.names), priority_tier=tier) for name, tier in (("gpu", 10), ("opp", 1))
+            Partition("gpu", tuple(self.names), priority_tier=10, qos=self.partition_qos),
+            Partition("opp", tuple(self.names)),
         ]
         return Snapshot(
             self.now_s, self.version, "test", tuple(self.jobs.values()), tuple(self._node(name) for name in self.names),

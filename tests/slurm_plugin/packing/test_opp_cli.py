@@ -82,8 +82,9 @@ def test_a_look_that_finds_nothing_to_do_says_so(slurm: Recorded, caplog: pytest
 
 def test_a_job_that_an_administrator_has_placed_is_shown_where_it_is(slurm: Recorded) -> None:
     by_hand = {"Partition": "opp", "NodeList": "g0", "Comment": f"hetstream:gpu=0,2 {COMMENT}"}
+    note = "hetstream:placed=g0:0,2@1795000000@0"
     slurm.write("queue", job("43", "RUNNING", **by_hand))
-    slurm.write("notes", f"43{FIELD_END}RUNNING{FIELD_END}hetstream:guarded{FIELD_END}1{RECORD_END}\n")
+    slurm.write("notes", f"43{FIELD_END}RUNNING{FIELD_END}{note}{FIELD_END}1{RECORD_END}\n")
     (row,) = json.loads(slurm.run("opp ls --json", **OPP).stdout)["jobs"]
     assert row["place"] == "GPU 0,2 of g0"
 

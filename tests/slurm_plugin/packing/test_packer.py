@@ -13,7 +13,8 @@ from packed_slurm import NOW_S, PackedSlurm
 from hetstream.hetjob.errors import SiteError, SlurmCommandError
 from hetstream.hetjob.site.gpus import SharingNow, ShowGpus
 from hetstream.mpi_dataworkers.faults import FAULTS
-from hetstream.slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Node
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
 
@@ -171,15 +172,127 @@ def test_what_an_operator_holds_stays_held(site: Site) -> None:
 
 def test_others_jobs_are_not_touched(site: Site) -> None:
     slurm = site.slurm
-    slurm.submit(6, partitions=("gpu",))
-    slurm.submit(7, partitions=("opp", "gpu"))
-    slurm.submit(8, priority=5, reason="Priority")
-    slurm.admin_comments[8] = ""  # no guard has held it
-    slurm.submit(9, "hetstream:gpu=1 by hand", priority=5, reason="Priority")  # an operator has placed it
-    slurm.admin_comments[9] = "ticket=5"  # and has taken the guard's word away
-    assert site.look() == ["waits", "waits"]
-    assert "job_submit.lua" in site.events[0].reason
+    slurm.submit(6, partitions=("gpu",), priority=5, reason="Priority")
+    slurm.admin_comments[6] = ""
+    assert site.look() == []
     assert slurm.calls == []
+
+
+def test_who_places_a_job_by_hand_writes_what_the_packer_would(site: Site) -> None:
+    """Into its AdminComment, which administrators alone can; a Comment is its owner's."""
+    slurm = site.slurm
+    place = {"partitions": ("opp",), "priority": 5, "reason": "Priority", "required_nodes": ("g1",)}
+    slurm.submit(9, "hetstream:gpu=1 by hand", gres_per_node=parse_gres("opp:p1:1"), **place)
+    slurm.admin_comments[9] = f"ticket=5 hetstream:placed=g1:1@{NOW_S:.0f}@0"
+    slurm.start()
+    assert site.look() == ["started"]
+    site.restart()
+    assert site.look() == ["started"]
+    assert slurm.calls == []
+    slurm.submit(8, "hetstream:gpu=1 by hand", gres_per_node=parse_gres("opp:p1:1"), **place)
+    slurm.admin_comments[8] = "ticket=5"
+    assert site.look() == ["taken back"]
+
+
+WITHOUT_A_PLACE: dict[str, dict[str, object]] = {
+    "the guard was not in place": {},
+    "it has GPUs of Slurm's own": {"gres_per_node": parse_gres("gpu:1")},
+    "its Comment has the packer's mark": {"comment": "hetstream:gpu=0", "gres_per_node": parse_gres("opp:p0:1")},
+    "it is a component": {"het": HetComponent(6, 1)},
+    "it is in another partition, too": {"partitions": ("gpu", "opp")},
+    "its wish is none": {"comment": "hetstream:gpus=no"},
+    "it says --no-requeue": {},
+    "its owner is root": {"uid": 0},
+}
+
+
+@pytest.mark.parametrize("admin_comment", ["", "hetstream:guarded", "ticket=5"])
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "SUSPENDED", "CONFIGURING"])
+@pytest.mark.parametrize("why", WITHOUT_A_PLACE)
+def test_whoever_runs_without_a_place_of_the_packers_is_taken_back(
+    site: Site, why: str, state: str, admin_comment: str
+) -> None:
+    """Nothing of it is the guard's word: it may be absent, old, or tricked."""
+    slurm = site.slurm
+    fields = {"comment": "mine"} | WITHOUT_A_PLACE[why]
+    if state != "PENDING":
+        fields |= {"nodes": ("g1",), "partitions": ("opp",)}
+    slurm.submit(7, state=state, priority=5, reason="Priority", **fields)  # type: ignore[arg-type]
+    slurm.admin_comments[7] = admin_comment
+    slurm.no_requeue = {7} if why == "it says --no-requeue" else set()
+    slurm.given[7] = slurm.jobs[7].gres_per_node if state != "PENDING" else ()
+    assert "taken back" in site.look()
+    assert slurm.jobs[7].is_pending
+    assert slurm.jobs[7].priority == 0
+    assert "hetstream:guarded" in slurm.admin_comments[7]
+    assert "hetstream:taking" not in slurm.admin_comments[7]
+    assert 7 not in slurm.no_requeue
+    (event,) = [event for event in site.events if event.event == "taken back"]
+    assert "without a place" in event.reason
+    assert ("GPUs" in event.reason) == (why == "it has GPUs of Slurm's own")
+    if why != "it is a component":  # its other components have the Comment, too
+        assert "hetstream:taken-back=" in slurm.jobs[7].comment
+        assert "hetstream:gpu=" not in slurm.jobs[7].comment
+    # It waits for a place as all do, if it may have one.
+    said = site.look()
+    assert "taken back" not in said
+    is_closed = why in ("it has GPUs of Slurm's own", "it is a component", "its wish is none")
+    can_share = not is_closed and slurm.jobs[7].partitions == ("opp",)
+    assert (slurm.jobs[7].priority > 0) == can_share, said
+    if can_share:
+        assert "hetstream:taken-back" not in slurm.jobs[7].comment
+        slurm.start()
+        assert site.look() == ["started"]
+        site.restart()
+        assert site.look() == ["started"], "what it placed itself stays, whatever it has forgotten"
+
+
+def test_what_slurm_cannot_requeue_and_runs_without_a_place_is_cancelled(site: Site) -> None:
+    """An allocation, say, or a step that is a job: there is nothing to come back with."""
+    slurm = site.slurm
+    slurm.submit(7, state="RUNNING", priority=5, nodes=("g1",))
+    slurm.admin_comments[7] = ""
+    slurm.refuse = {"requeuehold": "Requested operation is presently disabled"}
+    assert site.look() == ["cancelled"]
+    assert "Slurm cannot requeue it" in site.events[0].reason
+    assert slurm.jobs == {}
+
+
+def test_a_heterogeneous_job_is_taken_back_as_a_whole_and_once(site: Site) -> None:
+    slurm = site.slurm
+    for number, offset in ((6, 0), (7, 1)):
+        slurm.submit(number, state="RUNNING", priority=5, nodes=("g1",), het=HetComponent(6, offset))
+        slurm.admin_comments[number] = ""
+    assert "taken back" in site.look()
+    assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "6")]
+
+
+def test_an_array_that_waits_without_a_hold_is_held_as_a_whole(site: Site) -> None:
+    slurm = site.slurm
+    slurm.submit(33, array_job_id=33, array_tasks="3-900%2", priority=5, reason="Priority")
+    slurm.admin_comments[33] = ""
+    assert "taken back" in site.look()
+    assert [call for call in slurm.calls if call[0] == "hold"] == [("hold", "33_[3-900]")]
+
+
+def test_who_has_gpus_later_is_looked_at_again(site: Site) -> None:
+    """By Slurm's books of now: a job that can be expanded may get more than it started with."""
+    slurm = site.slurm
+    slurm.submit(7)
+    site.look()
+    slurm.start()
+    assert site.look() == ["started"]
+    slurm.given[7] = (*slurm.given[7], Gres("gpu", "", 1))
+    slurm.jobs[7] = replace(slurm.jobs[7], gres_held=slurm.given[7])
+    assert site.look() == ["evicted"]
+    assert "opp:p0:1, gpu::1, and it was placed on GPU 0" in site.events[0].reason
+
+
+def test_who_observes_says_whom_it_would_take_back(site: Site) -> None:
+    site.restart(acting=False)
+    site.slurm.submit(7, state="RUNNING", priority=5, nodes=("g1",))
+    assert site.look() == ["would take back"]
+    assert site.slurm.calls == []
 
 
 @pytest.mark.parametrize("comment", ["hetstream:gpu=1", "hetstream:gpu=0,1  ", "mine"])
@@ -598,7 +711,7 @@ def test_a_job_that_slurmctld_forgot_to_requeue_is_requeued_again(
     assert "taken back" in site.look()
     assert [call[1] for call in slurm.calls if call[0] == "requeuehold"] == ["7", "7"]
     site.look()
-    assert slurm.jobs[7].comment == "mine", "nobody else holds it"
+    assert "hetstream:hold" not in slurm.jobs[7].comment, "nobody else holds it"
     assert "placed" in site.look(400)
     slurm.start()
     assert "started" in site.look()
@@ -634,20 +747,6 @@ def test_a_packer_that_dies_before_it_requeues_leaves_no_announcement(site: Site
     slurm.requeue_held("7")
     site.look()
     assert slurm.jobs[7].comment == "hetstream:hold", "it was somebody else"
-
-
-@pytest.mark.parametrize("why", ["cannot be requeued", "wishes nonsense"])
-def test_what_the_packer_never_places_runs_when_somebody_releases_it(site: Site, why: str) -> None:
-    """It could not be taken back, or would never start again."""
-    slurm = site.slurm
-    slurm.submit(7, "hetstream:gpus=no" if why == "wishes nonsense" else "")
-    slurm.no_requeue = {7} if why == "cannot be requeued" else set()
-    assert site.look() == ["waits"]
-    slurm.release("7")
-    slurm.start()
-    slurm.calls = []
-    assert site.look() == []
-    assert (slurm.jobs[7].state, slurm.calls) == ("RUNNING", [])
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -40,10 +40,10 @@ class Site:
         self.events: list[PackingEvent] = []
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, qos: tuple[str, ...] = ()) -> None:
         self.packer = Packer(
             self.slurm, lambda: self.readings(), {"opp"}, self.events.append, acting=True, quotas=lambda _: self.quotas,
-            rules=RULES, clock=self.slurm.clock,
+            qos=qos, rules=RULES, clock=self.slurm.clock,
         )  # fmt: skip
 
     def readings(self) -> ShowGpus:
@@ -518,6 +518,43 @@ def test_who_only_observes_says_what_it_would_hold(site: Site) -> None:
     )  # fmt: skip
     assert site.look() == ["would hold 1"]
     assert site.slurm.calls == []
+
+
+@pytest.mark.parametrize("how", ["its own", "its partition's", "one of several"])
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("gpus", [(), GPU])
+def test_who_came_past_the_guard_into_an_opportunistic_qos_is_held(
+    site: Site, how: str, runs: bool, gpus: tuple[Gres, ...]
+) -> None:
+    """No partition says it; the packer knows the QOS by the site's file."""
+    slurm = site.slurm
+    site.quotas = Quotas()
+    site.restart(qos=("OppQ",))
+    qos = {"its own": "oppq", "its partition's": "normal", "one of several": "normal,OPPQ"}[how]
+    slurm.partition_qos = "oppq" if how == "its partition's" else ""
+    there = {"state": "RUNNING", "nodes": ("g1",)} if runs else {}
+    for number in (1, 2, 3):
+        slurm.ask(number, priority=5, reason="None", qos=qos, gres_per_node=gpus, **there)
+        slurm.given[number] = gpus if runs else ()
+        slurm.admin_comments[number] = "" if number == 1 else "hetstream:guarded"
+    slurm.jobs[3] = replace(slurm.jobs[3], uid=0)
+    found = {event for event in site.look() if event.startswith("held")}
+    assert found == ({"held 1", "held 2"} if gpus else {"held 1"}), "who let the others go is an operator"
+    assert (slurm.jobs[1].priority, slurm.jobs[1].is_pending) == (0, True)
+    assert "hetstream:guarded" in slurm.admin_comments[1]
+    assert not [event for event in site.look() if event.startswith("held")]
+
+
+def test_without_a_named_qos_none_is_opportunistic(site: Site) -> None:
+    site.quotas = Quotas()
+    site.slurm.ask(1, priority=5, reason="None", qos="oppq")
+    site.slurm.admin_comments[1] = ""
+    assert site.look() == []
+
+
+def test_an_array_that_went_round_the_guard_is_held_as_a_whole(site: Site) -> None:
+    around(site, 33, "named", runs=False, array_job_id=33, array_tasks="3-900%2")
+    assert "held 33_[3-900]" in site.look()
 
 
 def test_what_slurm_has_not_decided_is_tried_again_soon(site: Site) -> None:

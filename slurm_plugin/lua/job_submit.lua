@@ -233,11 +233,46 @@ local function hold(job)
   job.admin_comment = with_word(job.admin_comment, GUARDED)
 end
 
+-- The partitions that a job goes to: one that takes no jobs hands them to its Alternate (job_mgr.c, _alt_part_test). Where
+-- it is not said whether it takes some, both count.
+local function resolved(names, part_list)
+  local found = {}
+  for name in (names or ""):gmatch("[^,]+") do
+    local seen = {}
+    while name and not seen[name] do
+      seen[name] = true
+      local part = table_of(table_of(part_list)[name])
+      local alternate = given(part.alternate) and part.alternate or nil
+      local is_open = type(part.state_up) == "number" and part.state_up % 2 == 1       -- slurm.h, PARTITION_SUBMIT
+      if is_open or not alternate or part.state_up == nil then found[#found + 1] = name end
+      name = not is_open and alternate or nil
+    end
+  end
+  return table.concat(found, ",")
+end
+
+-- Why one of these partitions is opportunistic, itself or by the QOS whose limits hold in it; nil if none is. Also whether
+-- all are.
+local function opportunistic_partition(policy, names, part_list)
+  local rule, why, all = table_of(policy.opportunistic), nil, true
+  for name in (names or ""):gmatch("[^,]+") do
+    local quality = listed(plain_qos(table_of(table_of(part_list)[name]).qos), qos_of(rule))
+    if listed(name, rule.partitions) then
+      why = why or "partition " .. name
+    elseif quality then
+      why = why or "QOS " .. quality .. " of partition " .. name
+    else
+      all = false
+    end
+  end
+  return why, all
+end
+
 -- The class of a job, and why.
-local function class_of(policy, names, qos)
-  local rule = table_of(policy.opportunistic)
-  local partition, quality = listed(names, rule.partitions), listed(plain_qos(qos), qos_of(rule))
-  if partition then return "opportunistic", "partition " .. partition end
+local function class_of(policy, names, qos, part_list)
+  local why = opportunistic_partition(policy, names, part_list)
+  local quality = listed(plain_qos(qos), qos_of(table_of(policy.opportunistic)))
+  if why then return "opportunistic", why end
   if quality then return "opportunistic", "QOS " .. quality end
   return "guaranteed", "no opportunistic partition or QOS"
 end
@@ -399,16 +434,6 @@ local function not_counted(partition, why)
     .. "before: " .. why)
 end
 
--- The partitions of a job, and those that its jobs go to while one of them takes none.
-local function with_alternates(names, part_list)
-  local found = { names }
-  for name in names:gmatch("[^,]+") do
-    local part = table_of(part_list)[name]
-    if part and given(part.alternate) then found[#found + 1] = part.alternate end
-  end
-  return table.concat(found, ",")
-end
-
 -- Where GPUs have quotas, jobs that ask for them wait until the packer has counted. What it does not find marked there with
 -- GPUs, it holds itself.
 local function hold_for_quota(policy, job, names, uid)
@@ -435,7 +460,7 @@ end
 local function keeps_quota(policy, change, record, part_list)
   local rule = table_of(policy.quota)
   local from = listed(record.partition, rule.partitions)
-  local into = given(change.partition) and listed(with_alternates(change.partition, part_list), rule.partitions)
+  local into = given(change.partition) and listed(resolved(change.partition, part_list), rule.partitions)
   if into and not from then
     return refuse("quota", "GPUs of partition " .. into .. " have quotas. scancel the job and submit it there")
   end
@@ -511,40 +536,47 @@ local function settle_partition(policy, job, names)
   if names ~= "" then job.partition = names end
 end
 
--- The QOS of a job that names none: the defaults of its associations, which can be of a partition. Which one Slurm takes
--- where there is no default no hook is told (assoc_mgr.c, assoc_mgr_get_default_qos_info).
+-- The QOS of a job that names none: the defaults of its associations, which can be of a partition. Also whether that is
+-- all: where there is no default, Slurm takes the only QOS that the association may have, or that of root, which no hook is
+-- told (assoc_mgr.c, assoc_mgr_get_default_qos_info; reading assoc_qos of an account that there is not ends slurmctld of
+-- 24.11). Without an account there are no associations.
 local function default_qos(job, names)
-  local asked, found = job.partition, {}
+  local asked, found, is_known = job.partition, {}, true
   for name in names:gmatch("[^,]+") do
     job.partition = name
-    found[#found + 1] = given(job.default_qos) and job.default_qos or nil
+    if given(job.default_qos) then found[#found + 1] = job.default_qos else is_known = false end
   end
   if given(asked) then job.partition = asked end
-  return table.concat(found, ",")
+  return table.concat(found, ","), is_known or not (given(job.account) or given(job.default_account))
 end
 
 local function submit(policy, job, part_list, uid)
   local own = not is_manager(policy, uid) and packers_own(job, job.comment)
   if own then return own end
   for _, field in ipairs(READ_EARLY) do given(job[field]) end
-  local names = partitions(job, part_list)
-  local rule = table_of(policy.opportunistic)
-  local refused = not is_manager(policy, uid) and settle_partition(policy, job, names)
+  local asked = partitions(job, part_list)
+  local names, rule = resolved(asked, part_list), table_of(policy.opportunistic)
+  local refused = not is_manager(policy, uid) and settle_partition(policy, job, asked)
   if refused then return refused end
-  local qos = job.qos
-  if not given(qos) and #qos_of(rule) > 0 then qos = default_qos(job, names) end
-  local class, why = class_of(policy, names, qos)
+  local qos, is_known = job.qos, true
+  if not given(qos) and #qos_of(rule) > 0 then qos, is_known = default_qos(job, names) end
+  local class, why = class_of(policy, names, qos, part_list)
   if class == "guaranteed" then
+    if not is_known and not is_manager(policy, uid) and (has_gpus(job) or takes_whole_nodes(job)) then
+      return refuse("opportunistic", "jobs of some QOS are opportunistic, and which one is the default of your account is not "
+        .. "known here. Write --qos=NAME")
+    end
     local rc = right_size(policy, job, names)
-    return rc == slurm.SUCCESS and hold_for_quota(policy, job, with_alternates(names, part_list), uid) or rc
+    return rc == slurm.SUCCESS and hold_for_quota(policy, job, names, uid) or rc
   end
   if has_gpus(job) then return no_gpus(why) end
   if takes_whole_nodes(job) then return no_whole_nodes(why) end
-  if listed(names, rule.partitions) and not all_listed(names, rule.partitions) then
+  local by_partition, all = opportunistic_partition(policy, names, part_list)
+  if by_partition and not all then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot name other partitions, too. Write "
       .. "--partition with opportunistic ones only")
   end
-  if not listed(names, rule.partitions) and not all_listed(plain_qos(qos), qos_of(rule)) then
+  if not by_partition and not all_listed(plain_qos(qos), qos_of(rule)) then
     return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot have other QOS, too. Write --qos with "
       .. "opportunistic ones only")
   end
@@ -560,8 +592,8 @@ local function submit(policy, job, part_list, uid)
 end
 
 -- Whether the site starts a job, so that its owner's hold and release are a word of its Comment.
-local function is_started_by_site(policy, record)
-  if class_of(policy, record.partition, record.qos) == "opportunistic" then return policy.opportunistic.hold end
+local function is_started_by_site(policy, record, part_list)
+  if class_of(policy, record.partition, record.qos, part_list) == "opportunistic" then return policy.opportunistic.hold end
   return listed(record.partition, table_of(policy.quota).partitions)
     and (has_gpus(record) or has_word(record.admin_comment, GUARDED))
 end
@@ -569,8 +601,8 @@ end
 -- `scontrol hold`, `uhold` and `release` by the owner of a job that the site starts: the word comes or goes, the job stays
 -- held. Whether the change was one of these; nothing else takes the word away.
 -- One change is handed to all records of an array: a hold keeps its priority, and a release leaves RELEASING for the next.
-local function owners_hold(policy, change, record, uid)
-  if not is_started_by_site(policy, record) then return false end
+local function owners_hold(policy, change, record, part_list, uid)
+  if not is_started_by_site(policy, record, part_list) then return false end
   local is_owner, comment = uid == record.user_id, change.comment or ""
   -- (The packer holds the jobs of its own user, too, and means no more than the guard.)
   if is_owner and change.priority == 0 and not is_manager(policy, uid) then
@@ -592,9 +624,9 @@ end
 
 -- A hold by anybody but the owner and the packer. Of a job that was let go it leaves a word; of one that waits held, `uhold`
 -- hands that back, and after `hold` Slurm's own reason says whose it is. An operator's release takes it away, too.
-local function operators_hold(policy, change, record, uid)
+local function operators_hold(policy, change, record, part_list, uid)
   if uid == record.user_id and not is_manager(policy, uid) then return end
-  if not is_started_by_site(policy, record) or has_word(record.admin_comment, TAKING) then return end
+  if not is_started_by_site(policy, record, part_list) or has_word(record.admin_comment, TAKING) then return end
   if change.priority == 0 and given(record.priority) and record.priority ~= 0 then
     change.comment = with_word(record.comment, OPERATORS_HOLD)
   elseif (change.priority == 0 or change.priority == RELEASED) and has_word(record.comment, OPERATORS_HOLD) then
@@ -605,19 +637,19 @@ end
 local function modify(policy, change, record, part_list, uid)
   local rule = table_of(policy.opportunistic)
   if is_manager(policy, uid) then
-    owners_hold(policy, change, record, uid)
-    operators_hold(policy, change, record, uid)
+    owners_hold(policy, change, record, part_list, uid)
+    operators_hold(policy, change, record, part_list, uid)
     return slurm.SUCCESS
   end
   local comment = change.comment                          -- as it was asked for
-  if owners_hold(policy, change, record, uid) then comment = nil end
+  if owners_hold(policy, change, record, part_list, uid) then comment = nil end
   local refused = packers_own(change, comment) or names_partitions(policy) and odd_partition(change.partition)
     or keeps_quota(policy, change, record, part_list)
     or keeps_cpus(policy, change, record)
   if refused then return refused end
-  if uid ~= record.user_id then operators_hold(policy, change, record, uid) end
-  local class, why = class_of(policy, record.partition, record.qos)
-  local becomes, because = class_of(policy, change.partition, change.qos)
+  if uid ~= record.user_id then operators_hold(policy, change, record, part_list, uid) end
+  local class, why = class_of(policy, record.partition, record.qos, part_list)
+  local becomes, because = class_of(policy, resolved(change.partition, part_list), change.qos, part_list)
   if class == "guaranteed" then
     if change.qos == "" and #qos_of(rule) > 0 then        -- Slurm takes the default one then
       return refuse("opportunistic", "jobs of some QOS are opportunistic, and which one is the default is not known here. "
@@ -657,8 +689,9 @@ end
 -- Whether the site starts jobs in one of these partitions.
 local function is_started_there(policy, names, part_list)
   local rule = table_of(policy.opportunistic)
-  return listed(with_alternates(names, part_list), table_of(policy.quota).partitions)
-    or rule.hold and listed(names, rule.partitions)
+  names = resolved(names, part_list)
+  return listed(names, table_of(policy.quota).partitions)
+    or rule.hold and opportunistic_partition(policy, names, part_list)
 end
 
 -- What becomes of a job that could not be decided on: where the site starts the jobs, it waits for it.

@@ -255,6 +255,86 @@ def test_a_qos_is_one_name_in_any_case_and_by_default(lua: object, fields: str) 
     assert lines == ["-1", "0\t0", "-1"]
 
 
+def test_a_partition_with_an_opportunistic_qos_is_one(lua: object) -> None:
+    """Slurm applies that QOS to all of its jobs, whose own is another one."""
+    text = guard('{opportunistic = {partitions = {"opp"}, qos = {"OppQ"}, hold = true, managers = {64}}}')
+    text += """
+    local parts = {free = {qos = "oppq", state_up = 3}, gpu = {qos = "normal", state_up = 3}, opp = {state_up = 3}}
+    local function submit(fields)
+      local j = job(fields)
+      j.script, j.qos = "x", "normal"
+      print(slurm_job_submit(j, parts, 1000), j.priority, j.requeue)
+    end
+    submit{partition = "free", tres_per_job = "gres/gpu:1"}
+    submit{partition = "free"}
+    submit{partition = "free,opp"}
+    submit{partition = "gpu,free"}
+    submit{partition = "gpu", tres_per_job = "gres/gpu:1"}
+    print(slurm_job_modify(job{partition = "free"}, {partition = "gpu", qos = "normal"}, parts, 1000))
+    print(slurm_job_modify(job{priority = 5}, {partition = "free", qos = "normal"}, parts, 1000))
+    print(slurm_job_modify(job{tres_per_node = "gres/gpu:1"}, {partition = "free", qos = "normal"}, parts, 1000))
+    """
+    lines = [line for line in lua(text) if not line.startswith(("user:", "log:"))]  # type: ignore[operator]
+    assert lines == ["-1\tnil\tnil", "0\t0\t1", "0\t0\t1", "-1\tnil\tnil", "0\tnil\tnil", "-1", "-1", "-1"]
+
+
+def test_a_closed_partition_is_its_alternate(lua: object) -> None:
+    """slurmctld hands its jobs on, also through several that are closed (_alt_part_test)."""
+    text = guard(
+        '{cpus_per_gpu = {max = {gpu = 2}}, opportunistic = {partitions = {"opp"}, hold = true, managers = {64}}}'
+    )
+    text += """
+    local parts = {
+      open = {alternate = "opp", state_up = 3}, down = {alternate = "opp", state_up = 1},
+      drain = {alternate = "opp", state_up = 2}, closed = {alternate = "drain", state_up = 0},
+      circle = {alternate = "circle", state_up = 0}, opp = {state_up = 3},
+      old = {alternate = "gpu", state_up = 0}, gpu = {state_up = 3}, unknown = {alternate = "opp"},
+    }
+    local function submit(fields)
+      local j = job(fields)
+      j.script = "x"
+      print(j.partition, slurm_job_submit(j, parts, 1000), j.priority)
+    end
+    for _, name in ipairs{"open", "down", "drain", "closed", "circle", "unknown"} do
+      submit{partition = name, tres_per_job = "gres/gpu:1"}
+    end
+    for _, name in ipairs{"drain", "closed", "open", "opp,drain", "open,drain"} do submit{partition = name} end
+    submit{partition = "old", tres_per_job = "gres/gpu:1", cpus_per_task = 4}
+    print(slurm_job_modify(job{partition = "drain"}, {partition = "gpu"}, parts, 1000))
+    print(slurm_job_modify(job{partition = "open"}, {partition = "gpu"}, parts, 1000))
+    """
+    lines = [line.split() for line in lua(text) if not line.startswith(("user:", "log:"))]  # type: ignore[operator]
+    assert lines == [
+        ["open", "0", "nil"], ["down", "0", "nil"], ["drain", "-1", "nil"], ["closed", "-1", "nil"],
+        ["circle", "0", "nil"],
+        ["unknown", "-1", "nil"], ["drain", "0", "0"], ["closed", "0", "0"], ["open", "0", "nil"],
+        ["opp,drain", "0", "0"], ["open,drain", "-1", "nil"], ["old", "-1", "nil"], ["-1"], ["0"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ('default_account = "a", tres_per_job = "gres/gpu:1"', "-1"),
+        ('account = "a", tres_per_job = "gres/gpu:1"', "-1"),
+        ('account = "a", ntasks_per_tres = 1', "-1"),
+        ('account = "a", shared = 0', "-1"),
+        ('account = "a", default_qos = "normal", tres_per_job = "gres/gpu:1"', "0"),
+        ('account = "a", qos = "normal", tres_per_job = "gres/gpu:1"', "0"),
+        ('account = "a"', "0"),
+        ('tres_per_job = "gres/gpu:1"', "0"),
+    ],
+)
+def test_gpus_need_a_qos_where_nobody_can_say_which_one_slurm_takes(lua: object, fields: str, code: str) -> None:
+    """An association that may have one QOS alone gets that, and no hook is told."""
+    text = guard('{opportunistic = {qos = {"oppq"}, managers = {64}}}')
+    text += f'print(slurm_job_submit(job{{partition = "gpu", {fields}}}, {{}}, 1000))\n'
+    text += f'print(slurm_job_submit(job{{partition = "gpu", {fields}}}, {{}}, 64))'
+    *said, ours, managers = lua(text)  # type: ignore[operator]
+    assert (ours, managers) == (code, "0")
+    assert ("Write --qos=NAME" in "".join(said)) == (code == "-1")
+
+
 def test_a_reservation_brings_no_partition_of_its_own(lua: object) -> None:
     """Slurm takes the reservation's partition in place of the default one, behind the hook."""
     text = guard('{opportunistic = {partitions = {"opp"}, hold = true, managers = {64}}}')

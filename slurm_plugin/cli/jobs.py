@@ -124,7 +124,7 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
         "num_running": len(held),
         "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
         "num_pending": sum(job.num_records for job in jobs if job.is_pending),
-        "cpus_held": sum(part.cpus for part in held),
+        "cpus_held": whole_if_near(sum(part.cpus for part in held)),
         "gpus_held": whole_if_near(sum(part.gpus for part in held)),
     }
     completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
@@ -175,7 +175,7 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "state": job.state,
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),
-        "cpus": has[0],
+        "cpus": whole_if_near(has[0]),
         "gpus": whole_if_near(has[1]),
         "memory_mb": has[2],
         "time_s": max(0, round(now_s - since_s)) if since_s else None,

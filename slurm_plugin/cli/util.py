@@ -18,7 +18,16 @@ from hetstream.slurm_plugin.client.held import without_types
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
-from hetstream.slurm_plugin.insight.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
+from hetstream.slurm_plugin.insight.utilisation import (
+    BY,
+    Utilisation,
+    Window,
+    capacity,
+    share,
+    together,
+    utilisation,
+    with_shared_cpus,
+)
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.prices import Prices
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
@@ -116,6 +125,8 @@ def report_of(
 ) -> Report:
     """Put the sums into words and a table."""
     nodes = [node for node in snapshot.nodes if partitions is None or set(partitions) & set(node.partitions)]
+    sharing = {part.name: capacity(nodes, part.name)[0] for part in snapshot.partitions if part.jobs_per_cpu > 1}
+    usages = with_shared_cpus(usages, window, sharing)
     rows = []
     for name, group in utilisation(usages, window, by).items():
         cpus, gpus = capacity(nodes, name if by == "partition" else None)
@@ -148,6 +159,11 @@ def report_of(
         **whole,
     }
     notes = [*without_types(whole["num_gpu_types_unknown"]), *_notes(window, snapshot, whole["num_gpus_unknown"])]
+    if not sharing.keys().isdisjoint(usage.partition for usage in usages):
+        notes.append(
+            f"jobs in {', '.join(sorted(sharing))} may be given the same CPUs (OverSubscribe): together they count "
+            "with no more than there are"
+        )
     return Report(meta_of("util", snapshot), summary, lines, (section,), notes)
 
 

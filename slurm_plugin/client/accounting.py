@@ -47,6 +47,7 @@ class Usage:
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
         gpus_known: False where it may have held more, and nothing says how many.
         wait_share: share of their time that its trainers wait for data, told by hetstream itself; None for other jobs.
+        cpu_share: which share of its CPUs counts as its own; see `Job`.
         nodes: where it ran; empty where that is not known.
         untyped_gpus: of `gpus` those of which nothing says the type: whole ones, until `with_mig` has looked.
         gpu_types_known: False where some count as the average of what their nodes have.
@@ -69,6 +70,7 @@ class Usage:
     nodes: tuple[str, ...] = ()
     untyped_gpus: int = 0
     gpu_types_known: bool = True
+    cpu_share: float = 1.0
 
     @property
     def ran_s(self) -> float | None:
@@ -297,6 +299,7 @@ def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tup
             end_s=None if job.holds_resources else job.end_s,
             gpus_known=job.job_id not in gpus_unknown,
             gpu_types_known=job.gpu_types_known,
+            cpu_share=job.cpu_share,
         )
         for job in jobs
         if job.start_s is not None and not job.is_pending

@@ -39,9 +39,12 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What jobs hold, on all their nodes together; an instance of MIG counts as its share of a GPU."""
+    """What jobs hold, on all their nodes together; an instance of MIG counts as its share of a GPU.
 
-    cpus: int = 0
+    So does a CPU that several jobs are given: it counts once.
+    """
+
+    cpus: float = 0
     gpus: float = 0
     memory_mb: int = 0
 
@@ -75,9 +78,9 @@ def held_by(job: Job) -> Held:
     """
     if not job.holds_resources:
         return Held()
-    return Held(0 if job.state == "SUSPENDED" else job.num_cpus, job.gpus, job.memory_mb)
+    return Held(0 if job.state == "SUSPENDED" else job.num_cpus * job.cpu_share, job.gpus, job.memory_mb)
 
 
-def whole_if_near(gpus: float) -> float:
-    """A number of GPUs to be shown: sevenths that make up whole ones are whole."""
-    return round(gpus) if abs(gpus - round(gpus)) < 1e-6 else round(gpus, 4)
+def whole_if_near(number: float) -> float:
+    """A number of GPUs or CPUs to be shown: parts that make up whole ones are whole."""
+    return round(number) if abs(number - round(number)) < 1e-6 else round(number, 4)

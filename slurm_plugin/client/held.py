@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, gpu_share, total
 from hetstream.slurm_plugin.client.parse_text import said_of_jobs
@@ -47,6 +48,30 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
     asked = job.count("gpu")
     is_more = sum(gres.count for gres in gpus if gres.name == "gpu") > asked
     return replace(job, gres_held=gpus) if is_more or job.gpus_in_doubt else job
+
+
+def with_shared_cpus(jobs: Sequence[Job], nodes: Iterable[Node], partitions: Iterable[Partition]) -> tuple[Job, ...]:
+    """The jobs, with which share of their CPUs counts as their own where a partition gives CPUs to several jobs.
+
+    A node says how many CPUs are in use, each once: its jobs have them in proportion to what each was given.
+    """
+    if all(partition.jobs_per_cpu < 2 for partition in partitions):
+        return tuple(jobs)
+    given = Counter[str]()
+    for job in jobs:
+        if held_by(job).cpus:
+            given.update({name: job.num_cpus / len(job.nodes) for name in job.nodes})
+    shares = {
+        node.name: node.cpus_allocated / given[node.name]
+        for node in nodes
+        if node.cpus_allocated and given[node.name] > node.cpus_allocated
+    }
+    return tuple(
+        replace(job, cpu_share=sum(shares.get(name, 1.0) for name in job.nodes) / len(job.nodes))
+        if job.holds_resources and not shares.keys().isdisjoint(job.nodes)
+        else job
+        for job in jobs
+    )
 
 
 def with_gpu_shares(jobs: Sequence[Job], nodes: Sequence[Node]) -> tuple[Job, ...]:

@@ -91,6 +91,8 @@ class Job:
         reason: why it is pending.
         num_nodes: nodes that it has, or the least that it asks for.
         num_cpus: on all nodes together.
+        cpu_share: which share of its CPUs counts as its own, where several jobs are given the same ones
+            (OverSubscribe=FORCE:N, YES:N): together they hold what their nodes say is in use.
         memory_mb: on all nodes together.
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job, gres_per_socket: what it asks for in each way.
@@ -170,6 +172,7 @@ class Job:
     num_switches: int = 0
     licenses: str = ""
     short_licenses: tuple[str, ...] = ()
+    cpu_share: float = 1.0
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -472,6 +475,7 @@ class Partition:
         max_cpus_per_node: CPUs of one node that its jobs may have together; None if there is no limit.
         is_exclusive: each of its jobs takes whole nodes (OverSubscribe=EXCLUSIVE).
         qos: whose limits hold for all of its jobs; empty if it has none.
+        jobs_per_cpu: how many may be given the same CPU (OverSubscribe=FORCE:N, YES:N).
     """
 
     name: str
@@ -483,6 +487,7 @@ class Partition:
     max_cpus_per_node: int | None = None
     is_exclusive: bool = False
     qos: str = ""
+    jobs_per_cpu: int = 1
 
 
 @dataclass(frozen=True, slots=True)

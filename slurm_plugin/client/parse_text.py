@@ -340,6 +340,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
         # 26.05 has a word of its own for it.
         is_exclusive="EXCLUSIVE" in row.get("OverSubscribe", "") or row.get("Exclusive") == "NODE",
         qos=text_or_empty(row.get("QoS", "")),
+        jobs_per_cpu=whole(row.get("OverSubscribe", "").partition(":")[2], 1),
     )
 
 

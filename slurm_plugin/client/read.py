@@ -21,7 +21,13 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
-from hetstream.slurm_plugin.client.held import parse_held, with_gpu_shares, with_held_gpus, with_told_gpus
+from hetstream.slurm_plugin.client.held import (
+    parse_held,
+    with_gpu_shares,
+    with_held_gpus,
+    with_shared_cpus,
+    with_told_gpus,
+)
 from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
@@ -77,14 +83,15 @@ class CommandReader:
             source, nodes = "commands", self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
         jobs = self._with_told_gpus(with_held_gpus(self._with_licenses(jobs), nodes), nodes)
-        reservations = self._reservations()
+        reservations, partitions = self._reservations(), self._partitions()
+        jobs = with_shared_cpus(jobs, nodes, partitions)
         return Snapshot(
             taken_s=time.time(),
             version=version,
             source=source,
             jobs=with_gpu_shares(jobs, nodes),
             nodes=with_reservations(nodes, reservations, jobs),
-            partitions=self._partitions(),
+            partitions=partitions,
             config=config,
             reservations=reservations,
         )

@@ -7,8 +7,10 @@ of the effective share, and the coverage says how much was measured.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.counted import counted
@@ -68,7 +70,7 @@ class Utilisation:
         hours = window.overlap_s(usage) / HOUR_S
         if hours <= 0:
             return
-        cpu_hours, gpu_hours = usage.cpus * hours, usage.gpus * hours
+        cpu_hours, gpu_hours = usage.cpus * usage.cpu_share * hours, usage.gpus * hours
         self.num_jobs += 1
         self.num_gpus_unknown += not usage.gpus_known
         self.num_gpu_types_unknown += not usage.gpu_types_known
@@ -77,7 +79,8 @@ class Utilisation:
         if usage.cpu_used_s is not None:
             # Use is known for the whole job: its part of the window is taken to be like the rest.
             ran_s = window.end_s - usage.start_s if usage.ran_s is None else usage.ran_s
-            share = usage.cpu_used_s / (usage.cpus * ran_s) if usage.cpus and ran_s > 0 else 0.0
+            held_s = usage.cpus * usage.cpu_share * ran_s
+            share = usage.cpu_used_s / held_s if held_s > 0 else 0.0
             self.cpu_hours_measured += cpu_hours
             self.cpu_hours_used += cpu_hours * min(1.0, share)
         busy = usage.gpu_share
@@ -89,6 +92,52 @@ class Utilisation:
         if usage.wait_share is not None:
             self.waits_known = True
             self.wait_gpu_hours += gpu_hours * usage.wait_share
+
+
+def with_shared_cpus(usages: Sequence[Usage], window: Window, cpus: Mapping[str, int]) -> list[Usage]:
+    """The runs, where jobs of a partition are given the same CPUs: never more of them together than there are.
+
+    Which jobs had the same ones no accounting says. Whenever those of a partition were given more than its nodes have,
+    they count in proportion; as long as they were given less, each CPU counts for each of them.
+
+    Args:
+        usages: all.
+        window: that is looked at.
+        cpus: of the partitions whose jobs may share CPUs.
+    """
+    shares: dict[int, float] = {}
+    for partition, most in cpus.items():
+        here = [place for place, usage in enumerate(usages) if usage.partition == partition]
+        spans = {
+            place: (max(window.start_s, usage.start_s), min(window.end_s, usage.end_s or window.end_s))
+            for place in here
+            if window.overlap_s(usage := usages[place]) > 0
+        }
+        changes = sorted(
+            change
+            for place, (start_s, end_s) in spans.items()
+            for change in ((start_s, _given(usages[place])), (end_s, -_given(usages[place])))
+        )
+        # Seconds up to each change of what is held, each weighed by the share that counts then.
+        moments_s, weighed_s, held = [-math.inf], [0.0], 0.0
+        for moment_s, change in changes:
+            share = min(1.0, most / held) if held > 0 else 1.0
+            passed_s = moment_s - moments_s[-1] if moments_s[-1] > -math.inf else 0.0
+            moments_s.append(moment_s)
+            weighed_s.append(weighed_s[-1] + passed_s * share)
+            held += change
+        for place, span in spans.items():
+            first_s, last_s = (weighed_s[bisect_right(moments_s, moment_s) - 1] for moment_s in span)
+            shares[place] = (last_s - first_s) / (span[1] - span[0])
+    return [
+        replace(usage, cpu_share=usage.cpu_share * shares[place]) if shares.get(place, 1.0) < 1 else usage
+        for place, usage in enumerate(usages)
+    ]
+
+
+def _given(usage: Usage) -> float:
+    """CPUs of a run that count."""
+    return usage.cpus * usage.cpu_share
 
 
 BY: Mapping[str, Callable[[Usage], str]] = {

@@ -6,7 +6,7 @@ import builtins
 import importlib
 
 from hetstream.mpi_dataworkers.errors import RemoteError
-from hetstream.mpi_dataworkers.ops.leaves import resolve_class
+from hetstream.mpi_dataworkers.ops.structure import resolve_class
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
 

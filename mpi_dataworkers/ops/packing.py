@@ -205,11 +205,11 @@ def bytes_of_tensor(tensor: torch.Tensor) -> Buffer:
 
 
 def _bytes_of_special(tensor: torch.Tensor) -> Buffer:
-    """The same where it is empty, part of a graph, not contiguous, a view that conjugates or negates, or no NumPy's."""
+    """The same where it is empty, not contiguous, a view that conjugates or negates, or no NumPy's."""
     if tensor.numel() == 0:
         return b""
-    if tensor.requires_grad or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _NUMPY_DTYPES:
         return tensor.numpy().data.cast("B")
     return tensor.reshape(-1).view(torch.uint8).numpy().data

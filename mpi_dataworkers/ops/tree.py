@@ -1,42 +1,46 @@
 """A batch as structure and buffers: flatten it in the data worker, rebuild it in the trainer, bit for bit.
 
-Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. The
-order of their dimensions in memory stays (channels_last, say) where they lie there without gaps. Tensors that overlap
-in memory do so in the trainer, too. Lists, tuples, named tuples, dicts, numbers, text and None are written as they are.
-Anything else (a dataclass, a PIL image, a sparse tensor) is pickled as a leaf; both sides have proved that they hold
-the job's key before a byte of it is read.
+Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. What
+else there is to tensors (strides, common memory, a gradient) is `common_memory.py`'s. A tensor, or a list, tuple or
+dict of tensors, is written down as such; any other batch is one pickle stream (`structure.py`), in which each tensor
+and array is a number. Both sides have proved that they hold the job's key before a byte of it is read.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch._utils
 
 from hetstream.base.text import is_unicode
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
-from hetstream.mpi_dataworkers.ops.common_memory import Place, gather, have_common_memory, take_apart
-from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
+from hetstream.mpi_dataworkers.ops.common_memory import (
+    Place,
+    Room,
+    gather,
+    have_common_memory,
+    strides_in_order,
+    take_apart,
+)
 from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
-from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.structure import load_structure, number_arrays, take_structure
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Leaf
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
-_PLAIN = (type(None), bool, int, float, str, bytes)
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _look = operator.attrgetter("dtype", "shape", "layout", "is_cpu")
-_INT64_MAX = 2**63 - 1
-_NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+_is_in_order: Any = torch.Tensor.is_contiguous
+_wants_gradient = operator.attrgetter("requires_grad")
+_KINDS: dict[type, str] = {torch.Tensor: "t", list: "l", tuple: "u"}
+_CONTAINERS: dict[str, Any] = {"l": list, "u": tuple}
 # So many small tensors of one dtype are worth a buffer in common: torch gathers and parts them in one call each.
 _PACK_FROM = 8
 # Specs that carry no large values, and so repeat from batch to batch, are read once.
@@ -55,9 +59,14 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     Returns:
         The spec, and the buffers that it names. Large tensors and arrays share memory with the batch where it is
         contiguous.
+
+    Raises:
+        RuntimeError: a tensor is part of a graph, which does not travel; torch's own error.
+        Exception: whatever user code raises, or what says that something cannot be pickled.
     """
     tensors: list[torch.Tensor] = []
     arrays: list[Leaf] = []
+    wholes: set[int] = set()
     known = None
     names = _names_of_tensors(batch, tensors)
     if names is not None:
@@ -65,21 +74,20 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
             known = _plan_of_tensors(names, tuple(map(_look, tensors)))
         except RuntimeError:
             known = None  # of nested tensors, which have no shape
-    if (
-        known is not None
-        and all(tensors[index].is_contiguous() for index in known[0].may_turn)
-        and (len(tensors) == 1 or not have_common_memory(tensors, known[0].sizes))
-    ):
-        plan, spec = known
+    if known is not None:
+        plan, tree, spec = known
     else:
-        tensors = []
-        tree = _describe(batch, tensors, arrays)
-        places: list[Place] = []
-        plan = _plan_of(tensors)
-        if have_common_memory(tensors, plan.sizes):
-            tensors, places = gather(tensors)
-            plan = _plan_of(tensors)
-        spec = _encoder.encode((plan.table, plan.numbers, tree, places))
+        structure = take_structure(batch)
+        tensors, wholes, arrays = structure.tensors, structure.wholes, structure.buffers
+        plan, spec = _plan_of(tensors), b""
+        tree = ["p", structure.stream, structure.arrays, structure.holds_objects]
+    gathered = None
+    if wholes or not _are_apart_in_order(tensors, plan):
+        gathered = gather(tensors, wholes)
+        tensors, plan, spec = gathered.sent, _plan_of(gathered.sent), b""
+    if not spec:
+        extra = (gathered.places, gathered.rooms) if gathered is not None else ()
+        spec = _encoder.encode((plan.table, plan.numbers, tree, *extra))
     if len(plan.packs) == 1 and not plan.alone:
         return spec, [plan.packs[0].of(tensors), *arrays]
     if not plan.packs:
@@ -87,6 +95,18 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     buffers: list[Leaf] = [pack.of([tensors[index] for index in pack.numbers]) for pack in plan.packs]
     buffers += [bytes_of_tensor(tensors[index]) for index in plan.alone]
     return spec, buffers + arrays
+
+
+def _are_apart_in_order(tensors: Sequence[torch.Tensor], plan: _Plan) -> bool:
+    """Whether type and shape are all there is to the tensors: each in row-major order, none in another one's memory or
+    with a gradient."""
+    return (
+        all(map(_is_in_order, tensors))
+        and not any(map(_wants_gradient, tensors))
+        and all(tensors[index].stride() == strides and not tensors[index].is_neg() for index, strides in plan.thin)
+        and not any(tensors[index].is_conj() for index in plan.complex)
+        and not have_common_memory(tensors, plan.sizes)
+    )
 
 
 @dataclass(frozen=True)
@@ -97,14 +117,17 @@ class _Plan:
         packs: those that share a buffer.
         alone: numbers of those with a buffer of their own.
         sizes: bytes of each.
-        may_turn: numbers of those whose dimensions may lie in memory in more than one order.
+        thin: those without a dimension, or with one of one number or none, of which torch says that they are in order
+            whatever its stride (the imaginary part of a conjugate, say): number and strides in order.
+        complex: numbers of those of complex type.
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
     packs: list[Pack]
     alone: list[int]
     sizes: list[int]
-    may_turn: list[int]
+    thin: list[tuple[int, tuple[int, ...]]]
+    complex: list[int]
     table: msgspec.Raw
     numbers: msgspec.Raw
 
@@ -128,8 +151,8 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     alone = [index for index in range(len(dtypes)) if index not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
-    may_turn = [index for index, shape in enumerate(shapes) if sum(size > 1 for size in shape) > 1]
-    return _Plan(packs, alone, sizes, may_turn, *raw)
+    thin = [(index, strides_in_order(shape)) for index, shape in enumerate(shapes) if min(shape, default=0) < 2]
+    return _Plan(packs, alone, sizes, thin, [index for index, dtype in enumerate(dtypes) if dtype.is_complex], *raw)
 
 
 def _plan_of(tensors: Sequence[torch.Tensor]) -> _Plan:
@@ -160,28 +183,25 @@ def _names_of_tensors(batch: object, tensors: list[torch.Tensor]) -> type | tupl
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_of_tensors(names: type | tuple[str, ...], looks: tuple[tuple[Any, ...], ...]) -> tuple[_Plan, bytes] | None:
-    """How a batch of tensors is written, and its spec: the same for all batches with the same ones.
+def _plan_of_tensors(
+    names: type | tuple[str, ...], looks: tuple[tuple[Any, ...], ...]
+) -> tuple[_Plan, list[Any], bytes] | None:
+    """How a batch of tensors is written, its structure, and its spec: the same for all batches with the same ones.
 
     Args:
         names: as `_names_of_tensors` gives them.
         looks: `_look` of each.
 
     Returns:
-        None if one of them is no plain tensor, or one of the names no text.
+        None if one of them is no plain tensor, one of the names no text, or the batch might hold an empty one twice.
     """
     if any(dtype in _QUANTIZED or layout is not _STRIDED or not is_cpu for dtype, _, layout, is_cpu in looks):
         return None
     plan = _plan(tuple(look[0] for look in looks), tuple(look[1] for look in looks))
-    leaves = ["t"] * len(looks)
-    tree: Any
-    if isinstance(names, tuple):
-        if not all(map(is_unicode, names)):
-            return None
-        tree = ["d", [["v", name] for name in names], leaves]
-    else:
-        tree = "t" if names is _TENSOR else ["l" if names is list else "u", leaves]
-    return plan, _encoder.encode((plan.table, plan.numbers, tree, ()))
+    if (isinstance(names, tuple) and not all(map(is_unicode, names))) or plan.sizes.count(0) > 1:
+        return None
+    tree = ["d", names] if isinstance(names, tuple) else [_KINDS[names]]
+    return plan, tree, _encoder.encode((plan.table, plan.numbers, tree))
 
 
 def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
@@ -198,10 +218,17 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
         next_buffer = map(owned, buffers).__next__
         tensors = layout.tensors(next_buffer)
         if layout.places:
-            tensors = take_apart(layout.places, tensors)
-        if layout.names is not None:
-            return dict(zip(layout.names, tensors, strict=True))
-        return _build(layout.tree, iter(tensors).__next__, next_buffer)
+            tensors = take_apart(layout.places, layout.rooms, tensors)
+        kind, *parts = layout.tree
+        if kind == "d":
+            return dict(zip(parts[0], tensors, strict=True))
+        if kind == "p":
+            stream, arrays, holds_objects = parts
+            return load_structure(stream, [*tensors, *number_arrays(arrays, next_buffer)], holds_objects)
+        if kind == "t":
+            (tensor,) = tensors
+            return tensor
+        return _CONTAINERS[kind](tensors)
     except RemoteError:
         raise  # from the user's class; it is a RuntimeError, too
     except _MALFORMED as error:
@@ -226,21 +253,24 @@ class _Layout:
         num_tensors: all of them.
         packs: the tensors that share a buffer.
         alone: the tensors with a buffer of their own.
-        tree: the structure.
-        places: where its tensors are found among those that were sent, if some have memory in common.
-        names: of the tensors, if that is a dict of them and of nothing else.
+        tree: the structure: "t" for a tensor, "l" or "u" for a list or a tuple of tensors, "d" with names for a dict of
+            them; for anything else "p", with what is in `Structure`.
+        places, rooms: where its tensors are found among those that were sent, if `gather` has replaced some.
         in_order: all of them share one buffer, in order.
-        holds_objects: it has parts that are pickled.
     """
 
     num_tensors: int
     packs: list[PackLayout]
     alone: list[TensorLayout]
-    tree: Any
+    tree: list[Any]
     places: list[Place]
-    names: list[str] | None
+    rooms: list[Room]
     in_order: bool
-    holds_objects: bool
+
+    @property
+    def holds_objects(self) -> bool:
+        """Whether its stream names classes or functions that hetstream does not know."""
+        return self.tree[0] == "p" and bool(self.tree[3])
 
     def tensors(self, next_buffer: Callable[[], memoryview]) -> Sequence[torch.Tensor | None]:
         """All tensors, as views of the buffers."""
@@ -258,130 +288,15 @@ class _Layout:
 
 
 def _read(spec: bytes) -> _Layout:
-    table, packs, tree, places = _decoder.decode(spec)
+    table, packs, tree, *extra = _decoder.decode(spec)
+    places, rooms = extra or ([], [])
     dtypes = [getattr(torch, name) for name, _ in table]
     shapes = [shape for _, shape in table]
     packed = {index for pack in packs for index in pack}
     layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[index] for index in pack]) for pack in packs]
     alone = [TensorLayout(index, dtypes[index], shapes[index]) for index in range(len(table)) if index not in packed]
     in_order = packs == [list(range(len(table)))]
-    return _Layout(len(table), layouts, alone, tree, places, _names_in(tree), in_order, _has_objects(tree))
-
-
-def _has_objects(node: Any) -> bool:
-    if node == "t" or node[0] in "vnsf":
-        return False
-    return node[0] in "pk" or any(_has_objects(child) for part in node[1:] for child in part)
-
-
-def _names_in(tree: Any) -> list[str] | None:
-    if type(tree) is list and len(tree) == 3 and tree[0] == "d" and all(node == "t" for node in tree[2]):
-        names = [node[1] for node in tree[1] if node[0] == "v" and type(node[1]) is str]
-        return names if len(names) == len(tree[1]) == len(tree[2]) else None
-    return None
+    return _Layout(len(table), layouts, alone, tree, places, rooms, in_order)
 
 
 _read_cached = functools.lru_cache(maxsize=64)(_read)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether type, shape and one piece of memory are all there is to a tensor."""
-    return tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
-
-
-def _dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
-    """A tensor's dimensions in the order of their strides, if it fills its memory so; None for any other one."""
-    strides = tensor.stride()
-    dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-    return dims if tensor.permute(dims).is_contiguous() else None
-
-
-def _describe_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    dims = None if tensor.is_contiguous() else _dims_in_memory(tensor)
-    if dims is None:
-        tensors.append(tensor)
-        return "t"
-    tensors.append(tensor.permute(dims))
-    return ["s", sorted(range(len(dims)), key=dims.__getitem__)]
-
-
-def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
-    kind = type(value)
-    if kind is _TENSOR and _is_plain(value):
-        return _describe_tensor(value, tensors)
-    if kind is np.ndarray and value.dtype.kind in "biufc":
-        if value.flags.f_contiguous and not value.flags.c_contiguous:
-            return ["f", _describe(value.T, tensors, arrays)]
-        array = np.ascontiguousarray(value)
-        arrays.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
-        return ["n", value.dtype.str, list(value.shape)]
-    if kind is str:
-        return ["v", value] if is_unicode(value) else ["p", pickle_leaf(value)]
-    if kind in _PLAIN and not (kind is int and abs(value) > _INT64_MAX):
-        return ["v", value]
-    if kind is list:
-        return ["l", _describe_all(value, tensors, arrays)]
-    if kind is tuple:
-        return ["u", _describe_all(value, tensors, arrays)]
-    if kind is StagedBatch:
-        return ["x", _describe_all([value.batch, *value.extra], tensors, arrays)]
-    if kind is dict:
-        are_names = all(type(key) is str and is_unicode(key) for key in value)
-        keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
-        return ["d", keys, _describe_all(value.values(), tensors, arrays)]
-    if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
-        return ["k", pickle_leaf(kind), _describe_all(value, tensors, arrays)]
-    return ["p", pickle_leaf(value)]
-
-
-def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: list[Leaf]) -> list[Any]:
-    nodes = []
-    for value in values:
-        # The leaves of most batches, without a call for each.
-        if type(value) is _TENSOR and _is_plain(value) and (value.dim() < 2 or value.is_contiguous()):
-            tensors.append(value)
-            nodes.append("t")
-        else:
-            nodes.append(_describe(value, tensors, arrays))
-    return nodes
-
-
-def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], memoryview]) -> Any:
-    if node == "t":
-        return next_tensor()
-    kind = node[0]
-    if kind == "s":
-        return next_tensor().permute(node[1])
-    if kind == "f":
-        return _build(node[1], next_tensor, next_buffer).T
-    if kind == "n":
-        # NumPy reads a dtype as a small language of its own: only plain numbers are let in.
-        if not _NUMBERS.fullmatch(node[1]):
-            raise ProtocolError(f"a batch's structure names an array of {node[1]!r}")
-        return np.frombuffer(next_buffer(), dtype=np.dtype(node[1])).reshape(node[2])
-    if kind == "v":
-        return node[1]
-    if kind == "l":
-        return _build_all(node[1], next_tensor, next_buffer)
-    if kind == "u":
-        return tuple(_build_all(node[1], next_tensor, next_buffer))
-    if kind == "x":
-        batch, *extra = _build_all(node[1], next_tensor, next_buffer)
-        return StagedBatch(batch, extra)
-    if kind == "d":
-        keys = _build_all(node[1], next_tensor, next_buffer)
-        return dict(zip(keys, _build_all(node[2], next_tensor, next_buffer), strict=True))
-    if kind == "k":
-        # Not by a call: a class may have a `__new__` of its own, which takes something else than the fields.
-        return tuple.__new__(load_leaf(node[1]), _build_all(node[2], next_tensor, next_buffer))
-    if kind == "p":
-        return load_leaf(node[1])
-    raise ProtocolError(f"a batch's structure names the unknown node {kind!r}")
-
-
-def _build_all(nodes: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], memoryview]) -> list[Any]:
-    # The leaves of most batches, without a call for each.
-    return [
-        next_tensor() if node == "t" else node[1] if node[0] == "v" else _build(node, next_tensor, next_buffer)
-        for node in nodes
-    ]

@@ -118,12 +118,19 @@ def test_what_only_looks_common_stays_apart() -> None:
     assert torch.equal(torch.stack(travel([conjugate, conjugate.conj()])), torch.stack([conjugate, conjugate.conj()]))
 
 
-def test_a_gradient_is_asked_of_neither() -> None:
+def test_a_leaf_s_gradient_is_asked_for_and_a_view_of_it_is_torch_s_error() -> None:
     weights = torch.ones(5, requires_grad=True)
-    came = travel([weights, weights.view(5, 1)])
-    assert not any(tensor.requires_grad for tensor in came)
-    came[0] += 1
-    assert came[1].sum() == 10
+    first, other, second = travel([weights, torch.ones(5), weights])
+    assert first is second
+    assert (first.requires_grad, first.is_leaf, other.requires_grad) == (True, True, False)
+    (first * 2).sum().backward()
+    assert first.grad.tolist() == [2] * 5
+    with pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"):
+        flatten([weights, weights.view(5, 1)])
+    leaf, view = travel([weights, weights.detach().view(5, 1)])
+    assert (leaf.requires_grad, view.requires_grad) == (True, False)
+    view += 1
+    assert leaf.tolist() == [2] * 5
 
 
 @st.composite
@@ -148,12 +155,24 @@ def test_any_views_have_their_values(batch: list[torch.Tensor]) -> None:
 def test_a_structure_that_does_not_fit_is_refused() -> None:
     spec, buffers = flatten(twice(5))
     frames = [memoryview(bytearray(buffer)) for buffer in buffers]
-    table, packs, nodes, places = tree._decoder.decode(spec)
+    table, packs, nodes, places, rooms = tree._decoder.decode(spec)
     assert places
-    for wrong in (
-        [9, [1], 0], [[7], [1], 0], [[0, "float32", 0, [99], [1]], [1], 0], [[0, "float32", -4, [1], [1]], [1], 0],
-        [[0, "float64", 4, [1], [1]], [1], 0], [[0, "load", 0, [1], [1]], [1], 0], [["x"], [1], 0], [None, [1], 0],
-        [[0, "float32", 0, [1]], [1], 0], [[0, "float32", 0, [-1], [1]], [1], 0],
-    ):  # fmt: skip
+    assert not rooms
+    view = [0, "float32", 0, [1], [1], False, {}]
+    other_values = {
+        1: ["float64x", "load"], 2: [-4, 2, 1 << 63], 3: [[99], [-1], [1, 1], [1 << 63]], 4: [[-1], ["x"]],
+        6: [[1], "x"],
+    }  # fmt: skip
+    wrongs: list[Any] = [
+        [9], [7], ["x"], None, view[:4], view[:6], [7, *view[1:]], [1, "int64", 0, [1], [1], True, {}],
+        *[[*view[:at], value, *view[at + 1 :]] for at, values in other_values.items() for value in values],
+    ]  # fmt: skip
+    for wrong in wrongs:
         with pytest.raises(ProtocolError):
-            unflatten(tree._encoder.encode((table, packs, nodes, wrong)), frames)
+            unflatten(tree._encoder.encode((table, packs, nodes, [wrong, [1], 0], [])), frames)
+    pieces = [[0, 2, [5], [1]], [7, 0, [5], [1]], [0, 0, [5], [0]], [0, 0, [4], [1]], [0, 0, [1 << 62], [0]]]
+    for room in ([1 << 40, []], [1 << 40, [[0, 0, [5], [1]]]], [-1, []], [64], *[[64, [piece]] for piece in pieces]):
+        with pytest.raises(ProtocolError):
+            print(
+                room, unflatten(tree._encoder.encode((table, packs, nodes, [[-1, *view[1:]], [1], 0], [room])), frames)
+            )

@@ -78,7 +78,7 @@ packs = st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=2)
 
 @pytest.fixture(autouse=True)
 def _no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "load_leaf", fuzz_frames.refuse_pickle)
+    monkeypatch.setattr(tree, "load_structure", fuzz_frames.refuse_pickle)
 
 
 def feed_measured(data: bytes) -> None:

@@ -23,7 +23,7 @@ KEY = bytes(32)
 LIMIT = 64
 
 
-def refuse_pickle(_: bytes) -> None:
+def refuse_pickle(*_: object) -> None:
     """Pickled leaves come only from peers that have proved the key: here nobody has."""
     raise RemoteError("pickle")
 
@@ -58,7 +58,7 @@ def feed(data: bytes) -> None:
 
 def main() -> None:
     """Run atheris with the arguments of libFuzzer."""
-    tree.load_leaf = refuse_pickle
+    tree.load_structure = refuse_pickle
     atheris.Setup(sys.argv, feed)
     atheris.Fuzz()
 

@@ -1,0 +1,119 @@
+"""Every kind of batch arrives as it does from torch's own worker process, in the same run.
+
+Where torch's worker process itself changes a batch (it loses the values of conjugate views, and what it says of a
+quantized tensor), ours is as the program's own process makes it. Which batches these are is not listed: all three are
+compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import wire_cases
+from wire_cases import CASES, Batches, Refused, as_it_is
+from wire_description import Seen, describe, sharing
+
+from hetstream import DataLoader
+from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
+from hetstream.mpi_dataworkers.wire.codec import fuse, size_of, split
+
+# What torch and NumPy say of types that they will have no more, and of types that are new.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def from_torch(names: list[str]) -> dict[str, Seen | Refused]:
+    loader = torch.utils.data.DataLoader(Batches(names, True), batch_size=None, num_workers=1, collate_fn=as_it_is)
+    iterator: Any = iter(loader)
+    try:
+        return {
+            name: batch if isinstance(batch, Refused) else describe(batch)
+            for name, batch in zip(names, iterator, strict=True)
+        }
+    finally:
+        iterator._shutdown_workers()
+
+
+def in_process(name: str) -> Seen:
+    return describe(CASES[name]())
+
+
+def difference(ours: Seen, of_torch: Seen, own: Seen) -> str:
+    """What is as neither torch's worker process nor the program's own process has it; "" if nothing is."""
+    if ours.digests != own.digests:
+        return f"bytes {ours.digests} are not {own.digests}"
+    alike = [ours.words == of_torch.words, ours.words == own.words]
+    if not any(alike):
+        words = list(zip(ours.words, of_torch.words, own.words, strict=False))
+        if not len(ours.words) == len(of_torch.words) == len(own.words) or any(a not in (b, c) for a, b, c in words):
+            return f"{ours.words}\nis neither {of_torch.words}\nnor {own.words}"
+    lost, new = sharing(of_torch.memories) - sharing(ours.memories), sharing(ours.memories) - sharing(own.memories)
+    return f"memory in common: {lost} is lost, {new} is new" if (lost or new) and not alike[1] else ""
+
+
+def test_every_batch_is_as_from_torch_s_worker_process(three: Any) -> None:
+    of_torch = from_torch(list(CASES))
+    names = [name for name, seen in of_torch.items() if isinstance(seen, Seen)]
+    assert len(names) > 4000
+    wrong, better = {}, 0
+    with DataLoader(Batches(names), batch_size=None, collate_fn=as_it_is, service=three.name) as loader:
+        for name, batch in zip(names, loader, strict=True):
+            ours, own, wanted = describe(batch), in_process(name), of_torch[name]
+            assert isinstance(wanted, Seen)
+            better += ours.digests == own.digests != wanted.digests
+            if found := difference(ours, wanted, own):
+                wrong[name] = found
+    assert not wrong, f"{len(wrong)} of {len(names)}: " + "\n".join(
+        f"{name}: {wrong[name]}"[:2000] for name in list(wrong)[:10]
+    )
+    assert better > 50, "the cases reach what torch's worker process loses"
+    refused = {name: seen for name, seen in of_torch.items() if isinstance(seen, Refused)}
+    for name in ("nothing of autograd", "nothing of autograd inside"):
+        with (
+            DataLoader(Batches([name]), batch_size=None, collate_fn=as_it_is, service=three.name) as loader,
+            pytest.raises(RuntimeError, match=re.escape(refused[name].text)),
+        ):
+            list(loader)
+
+
+def sent_bytes(batch: Any) -> int:
+    spec, buffers = flatten(batch)
+    return len(spec) + sum(map(size_of, buffers))
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda view: view,
+    "dataclass": lambda view: wire_cases.Sample(view),
+    "subclass": lambda view: view.as_subclass(wire_cases.OwnTensor),
+    "reduced": lambda view: [wire_cases.Reduced(view)],
+    "leaf": lambda view: view.detach().requires_grad_(),
+    "parameter": torch.nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+def test_a_view_costs_its_numbers_and_never_what_it_is_a_view_of(hold: Callable[[torch.Tensor], Any]) -> None:
+    table = torch.arange(10_000_000.0).reshape(-1, 1000)
+    for views in (
+        list(table[5000:5016]),
+        [table[row, ::3] for row in range(16)],
+        [table[:, place] for place in range(4)],
+    ):
+        numbers = sum(view.nbytes for view in views)
+        assert numbers <= sent_bytes([hold(view) for view in views]) < numbers + 16_000
+    assert sent_bytes([hold(table[:1, :1].expand(1000, 10_000)) for _ in range(16)]) < 16_000
+    overlapping = [hold(table[row : row + 100]) for row in range(100)]
+    assert sent_bytes(overlapping) < 199 * 4000 + 64_000, "what they have in common once"
+
+
+def test_a_column_of_a_table_that_is_too_large_comes_without_its_gaps() -> None:
+    table = torch.empty(20_000, 4000)  # of which not much is touched
+    table[:, 7] = torch.arange(20_000.0)
+    spec, buffers = flatten([table[:, 7]])
+    frames, places = fuse(buffers)
+    (column,) = unflatten(spec, split([bytearray(frame) for frame in frames], places))
+    assert torch.equal(column, table[:, 7])
+    assert column.untyped_storage().nbytes() == 80_000

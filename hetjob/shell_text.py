@@ -41,6 +41,7 @@ class Command:
         is_piped: another command runs beside it, which reads what it writes.
         has_document: it reads a here-document or a here-string, whose lines are commands behind it.
         is_data: it is a line of such a text, and the command that reads it is no shell.
+        is_literal: and nothing in it is substituted, because the word that ends it is quoted.
     """
 
     words: tuple[Word, ...]
@@ -49,6 +50,7 @@ class Command:
     is_piped: bool = False
     has_document: bool = False
     is_data: bool = False
+    is_literal: bool = False
 
 
 def commands(text: str, first_line: int = 1) -> list[Command]:
@@ -174,7 +176,7 @@ class _Reader:
         self._goes_on = False
         self._words: list[Word] = []
         self._commands: list[Command] = []
-        self._documents: list[tuple[str, bool]] = []
+        self._documents: list[tuple[str, bool]] = []  # the word that ends it as written, and whether lines are indented
         self._has_document = False
         self._awaits_pattern = False  # of `case`: up to the next `)`
 
@@ -224,6 +226,8 @@ class _Reader:
     def _end_word(self) -> None:
         if self._word and not self._is_target:
             self._words.append(Word(self._word, self._word_line))
+        if self._word and self._is_target and any(True for _ in substitutions(self._word)):
+            self._commands.append(Command((Word(":", self._word_line), Word(self._word, self._word_line))))
         if self._word and self._is_here_string:  # text that a shell may run
             self._has_document = True
             found = _of_document(unquoted(self._word).split("\n"), self._word_line, self._depth + 1)
@@ -304,7 +308,7 @@ class _Reader:
             delimiter = re.compile(r"[ \t]*([^\s;|&<>()]+)").match(self._text, self._at)
             if delimiter is None:
                 raise UnreadableText(f"{operator} without a word")
-            self._documents.append((unquoted(delimiter[1]), operator == "<<-"))
+            self._documents.append((delimiter[1], operator == "<<-"))
             self._has_document = True
             self._at = delimiter.end()
         else:
@@ -322,11 +326,13 @@ class _Reader:
             begin = self._line
             while self._at < len(self._text):
                 line = self._next_line()
-                if (line.lstrip("\t") if is_indented else line) == delimiter:
+                if (line.lstrip("\t") if is_indented else line) == unquoted(delimiter):
                     break
                 body.append(line)
             found = _of_document(body, begin, self._depth + 1)
-            self._commands += _read_by(readers[-1] if readers else (), found)
+            found = _read_by(readers[-1] if readers else (), found)
+            is_literal = unquoted(delimiter) != delimiter
+            self._commands += [replace(command, is_literal=command.is_data and is_literal) for command in found]
         self._documents = []
 
     def _next_line(self) -> str:

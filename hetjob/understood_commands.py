@@ -9,6 +9,7 @@ runs another command (`env`, `timeout 60`, `apptainer exec IMAGE`, a shell with 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,25 +28,24 @@ _KEYWORDS = ("do", "then", "else", "if", "elif", "while", "until", "!", "{", "ti
 _OF_THE_SHELL = """
     : . [ [[ (( break cd continue declare dirs disown done echo esac exit export false fi getopts hash help history
     jobs let local mapfile popd printf pushd pwd read readarray readonly return set setopt shift shopt source suspend
-    test times true type typeset ulimit umask unalias unset wait } for select case function enable bg fg kill logout
+    test times true type typeset ulimit umask unalias unset wait } for select case function bg fg kill logout
 """
 _OF_FILES_AND_TEXT = """
-    awk base64 basename bc bzip2 cat chgrp chmod chown cksum cmp column comm cp csplit curl cut date dd df diff
-    dirname dos2unix du egrep envsubst expand expr fgrep file fmt fold free gawk getconf getent git gpg grep groups
-    gunzip gzip head hexdump hostname id install ip ifconfig join jq less link ln locale logger logname ls lscpu
-    lsof lspci mail mailx md5sum mkdir mkfifo mktemp more mv netstat nl nproc numfmt nvidia-smi od paste pathchk
-    pigz ping pgrep pkill pr printenv ps pwdx quota readlink realpath rename rm rmdir rocm-smi rsync scp sed seq
-    sftp sha1sum sha256sum shuf sleep sort split ss stat stty sum sync tac tail tar tee top touch tput tr tree
-    truncate tsort tty uname unexpand uniq unlink unxz unzip uptime users vmstat wc wget whereis which who whoami
-    xz yq zcat zgrep zip zstd
+    awk base64 basename bc bzip2 cat chgrp chmod chown cksum cmp column comm cp curl cut date dd df diff dirname
+    dos2unix du egrep envsubst expand expr fgrep file find fmt fold free gawk getconf getent git gpg grep groups gunzip
+    gzip head hexdump hostname id ip ifconfig join jq link ln locale logger logname ls lscpu lsof lspci md5sum
+    mkdir mkfifo mktemp mv netstat nl nproc numfmt nvidia-smi od paste pathchk pigz ping pgrep pkill pr printenv ps
+    pwdx quota readlink realpath rename rm rmdir rocm-smi rsync scp sed seq sha1sum sha256sum shuf sleep sort ss
+    stat stty sum sync tac tail tar tee top touch tput tr tree truncate tsort tty uname unexpand uniq unlink unxz
+    unzip uptime users vmstat wc wget whereis which who whoami xz yq zcat zgrep zip zstd
 """
 _OF_ENVIRONMENTS = """
-    module ml conda mamba micromamba spack pip pip3 virtualenv pyvenv deactivate hetstream nvcc gcc g++ cmake
-    add_package use setpkgs source_conda lmod ulimit nvidia-cuda-mps-control dcgmi
+    module ml conda mamba micromamba spack pip pip3 virtualenv pyvenv deactivate hetstream
+    add_package use setpkgs nvidia-cuda-mps-control dcgmi
 """
 _OF_SLURM = "squeue scontrol sinfo sacct sacctmgr sstat scancel sbatch sbcast sprio sreport sshare sattach seff"
 _HARMLESS = frozenset(" ".join((_OF_THE_SHELL, _OF_FILES_AND_TEXT, _OF_ENVIRONMENTS, _OF_SLURM)).split())
-_PYTHON = re.compile(r"(?:python|ipython|pypy)[\d.]*|torchrun|deepspeed|accelerate|lightning|fabric|ray")
+_PYTHON = re.compile(r"(?:python|ipython|pypy)[\d.]*|torchrun|deepspeed|accelerate|lightning|fabric")
 # What runs the command behind its options, and those of these whose value is the next word. The word itself may be part
 # of the name: `uv run`, `apptainer exec IMAGE`.
 _BEFORE_A_COMMAND: dict[str, tuple[str, int]] = {
@@ -70,14 +70,31 @@ _BEFORE_A_COMMAND: dict[str, tuple[str, int]] = {
     "shifter": ("-V --volume -i --image -m --module -e --env -w --workdir", 0),
     "hetstream run": ("--data-workers --worker-processes --worker-threads --offload", 0),
     **dict.fromkeys(
-        ("apptainer exec", "singularity exec"),
+        ("apptainer exec", "singularity exec", "apptainer run", "singularity run"),
         (
             "-B --bind --pwd -H --home --env --env-file -W --workdir -o --overlay -S --scratch --network --app --mount",
             1,
         ),
     ),
 }
-_AWK_STARTS = re.compile(r"\bsystem\s*\(|\|")
+# What makes some of these start another program.
+_STARTING = {
+    **dict.fromkeys(("awk", "gawk"), re.compile(r"\bsystem\s*\(|\||^-f|^--file|@load|@include")),
+    "sed": re.compile(r"(?:^|[;{}])[\s\d,$]*e(?:\s|$)|/[gpiImM\d]*e[gpiImM\d]*(?:[;}]|$)|^-f|^--file|^-\w*f$"),
+    "tar": re.compile(r"^-I|^--(?:to-c|use-c|checkpoint-a|rmt|rsh|info-s|new-v)|^-?\w*F"),
+    "rsync": re.compile(r"^-\w*e|^--(?:rsh|rsync-path)"),
+    "sort": re.compile(r"^--comp"),
+    "wget": re.compile(r"^--use-askpass|^-e|^--execute"),
+    "git": re.compile(
+        r"^(?:-c|bisect|rebase|submodule|filter-branch|difftool|mergetool|--config.*)$|^--(?:exec|upload)"
+    ),
+    "hetstream": re.compile(r"^gpu$"),
+    "find": re.compile(r"^-(?:exec|ok)"),
+    "env": re.compile(r"^-\w*S|^--s"),
+}
+_NO_PYTHON = re.compile(r"^--(?:no[-_]python|launcher$|launcher=)")
+_HARMLESS_PAIRS = ("ray start", "ray stop", "ray status", "apptainer pull", "singularity pull")
+_OF_HERE = re.compile(r"$|\.|\w|\$\{?PWD|\$\(pwd|`pwd|\$\{?SLURM_SUBMIT_DIR")
 _ALL_ARGUMENTS = re.compile(r'"\$@"|\$@|\$\*|\$\{@\}')
 # They print text for `eval` that sets up an environment.
 _SETTING_UP = re.compile(r"(conda|mamba|micromamba|hetstream|pyenv|direnv|lmod|modulecmd|spack|ssh-agent|dircolors)")
@@ -132,13 +149,12 @@ class UnderstoodCommands:
             texts = [word.text for word in item.command.words]
             is_part = is_in_test
             is_in_test = ("[[" in texts or is_in_test) and "]]" not in texts
-            if item.command.is_data:
-                continue
             self._has_document = item.command.has_document
             where = f"{item.place}line {item.command.words[0].line}"
-            if not is_part:
+            if not is_part and not item.command.is_data:
                 self._check(item.command.words, where, 0)
-            self._check_inner(item.command.words, where, 0)
+            if not item.command.is_literal:
+                self._check_inner(item.command.words, where, 0)
 
     def _check_inner(self, parts: Iterable[Word], where: str, depth: int) -> None:
         """Look at the command substitutions in words."""
@@ -160,8 +176,10 @@ class UnderstoodCommands:
     def _check(self, command: Sequence[Word], where: str, depth: int) -> None:
         """Look at one command, by its name and, where it runs another one, by that one's."""
         parts = [*command]
-        while parts and (parts[0].text in _KEYWORDS or re.match(r"\w+(\[[^\]]*\])?\+?=", parts[0].text)):
-            parts.pop(0)
+        while parts and (parts[0].text in (*_KEYWORDS, "function") or re.match(r"\w+(\[[^\]]*\])?\+?=", parts[0].text)):
+            self._check_assignment(parts[0], where)
+            # Behind a function's name stands its first command.
+            parts = parts[2:] if parts[0].text == "function" else parts[1:]
         if not parts or depth > _DEEPEST:
             if parts:
                 raise Unknown(f"{where} has commands in commands")
@@ -173,6 +191,14 @@ class UnderstoodCommands:
             if is_hidden and unquoted(pieces[0].text).rpartition("/")[2] in LAUNCHERS:
                 raise Unknown(f"{where} has a launcher in {unquoted(parts[0].text)[:40]!r}")
             self._check_named([*pieces, *parts[1:]], where, depth)
+
+    def _check_assignment(self, word: Word, where: str) -> None:
+        """Refuse what changes which program a name stands for, or what shells do first."""
+        name, _, value = word.text.partition("=")
+        if name.rstrip("+") in ("BASH_ENV", "ENV", "PROMPT_COMMAND"):
+            raise Unknown(f"{where} sets {name}, by which shells run something first")
+        if name == "PATH" and any(_OF_HERE.match(entry) for entry in unquoted(value).split(":")):
+            raise Unknown(f"{where} looks for commands in the working directory")
 
     def _readings(self, word: Word, where: str) -> list[list[Word]]:
         """What the first word of a command comes to."""
@@ -204,31 +230,42 @@ class UnderstoodCommands:
             self._check(program_of_mpi(behind, self._values), where, depth)
         elif name in ("command", "builtin") and behind and re.match(r"-[vV]", behind[0].text):
             return
-        elif name == "env" and any(re.match(r"-\w*S|--s", unquoted(word.text)) for word in behind):
-            raise Unknown(f"{where} runs env with a text that it splits into words")
-        elif name in ("source", ".") and not behind:
-            raise Unknown(f"{where} reads commands from another one's output")
         elif second in _BEFORE_A_COMMAND:
-            self._check(_behind_options(behind[1:], *_BEFORE_A_COMMAND[second]), where, depth)
+            program = _behind_options(behind[1:], *_BEFORE_A_COMMAND[second])
+            if not program:
+                raise Unknown(f"{where} runs {second}, of which nobody knows here what it starts")
+            self._check(program, where, depth)
         elif name in _BEFORE_A_COMMAND:
+            self._check_options(name, behind, where)
             self._check(_behind_options(behind, *_BEFORE_A_COMMAND[name]), where, depth)
         elif name in SHELLS:
             self._check_shell(behind, where, depth)
         elif name in ("eval", "trap", "alias"):
             self._check_texts_of(name, behind, where, depth)
-        elif _PYTHON.fullmatch(name) and "-c" in (plain := [unquoted(word.text) for word in behind[:3]]):
-            self._check_python(" ".join(plain[plain.index("-c") + 1 :][:1]), where)
-        elif name == "find" and not any(unquoted(word.text).startswith(("-exec", "-ok")) for word in behind):
-            return
-        elif name in ("awk", "gawk") and any(_AWK_STARTS.search(word.text) for word in behind):
-            raise Unknown(f"{where} has a program of awk that starts others")
+        elif name in ("export", "declare", "typeset", "local", "readonly"):
+            for word in behind:
+                self._check_assignment(word, where)
+        elif name in ("source", ".") and (not behind or unquoted(behind[0].text).startswith("/dev/")):
+            raise Unknown(f"{where} reads commands from another one's output")
+        elif is_harmless(path) or second in _HARMLESS_PAIRS:
+            self._check_options(name, behind, where)
         elif not (
-            is_harmless(path)
-            or path in self._functions
-            or path.removeprefix("./") in self._was_read
-            or re.fullmatch(r"[\w./-]*\.py", path)
+            path in self._functions or path.removeprefix("./") in self._was_read or re.fullmatch(r"[\w./-]*\.py", path)
         ):
             raise Unknown(f"{where} runs {path[:40]}, of which nobody knows here what it starts")
+
+    def _check_options(self, name: str, behind: Sequence[Word], where: str) -> None:
+        """Refuse options by which a command that is known starts another one."""
+        plain = [unquoted(word.text) for word in behind]
+        starting = _NO_PYTHON if _PYTHON.fullmatch(name) else _STARTING.get(name)
+        if starting and any(starting.search(text) for text in plain):
+            raise Unknown(f"{where} runs {name}, which may start another program")
+        if _PYTHON.fullmatch(name):
+            for text, following in itertools.pairwise(plain):
+                if text.endswith(".py") or text == "-m":
+                    break
+                if re.fullmatch(r"-[a-zA-Z]*c", text):
+                    self._check_python(following, where)
 
     def _check_shell(self, behind: Sequence[Word], where: str, depth: int) -> None:
         for index, word in enumerate(behind):

@@ -99,6 +99,7 @@ def _row(submission: NextSubmission) -> dict[str, object]:
     proposal = submission.proposal
     return {
         "name": submission.name,
+        "directory": submission.directory,
         "num_jobs": proposal.num_jobs,
         "data_workers": proposal.data_workers,
         "data_worker_cpus": proposal.data_worker_cpus,
@@ -128,6 +129,7 @@ _COLUMNS = (
 )
 _NEXT_COLUMNS = (
     Column("name", "SCRIPT", left=True),
+    Column("directory", "SUBMITTED IN", left=True),
     Column("num_jobs", "PAST JOBS"),
     Column("directive", "NEXT TIME", left=True),
     Column("text", "BECAUSE OF", left=True),

@@ -42,6 +42,9 @@ examples:
   hetstream convert --auto train.sbatch > converted.sbatch
 """
 
+# It decides the CPUs of data workers, too.
+_THREADS = "data-worker-threads"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb."""
@@ -148,11 +151,14 @@ def _from_history(
     if not proposal.options:
         return [], [*explanation, f"--auto: no data workers are proposed: {proposal.reason}"]
     given = [*read_directives(text, name), *from_command_line(options)]
-    found = as_directives(within_nodes(proposal, _nodes(given, client)), given)
-    options_text = (
-        " ".join(f"--{option.name}={option.value}" for option in found) or "nothing that the script does not say itself"
-    )
-    return found, [*explanation, f"--auto: {options_text}", f"    because of {proposal.reason}"]
+    proposal = within_nodes(proposal, _nodes(given, client))
+    found = as_directives(proposal, given)
+    # As `hetstream advise` says it, and then what of it the script decides itself.
+    proposed = " ".join(f"--{option}={value}" for option, value in proposal.options.items())
+    own = {f"--{option.name}={option.value}" for option in given if option.name in (*proposal.options, _THREADS)}
+    if own and len(found) < len(proposal.options):
+        proposed += f", but what the script says itself holds: {' '.join(sorted(own))}"
+    return found, [*explanation, f"--auto: {proposed}", f"    because of {proposal.reason}"]
 
 
 def _nodes(given: Sequence[Directive], client: SlurmClient) -> list[NodeSize]:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,7 @@ class Remembered:
         directory: the same for the directory that the caller asked about.
         problem: why it could not be used; empty if it could.
         num_unreadable: records in it that are damaged, and left out.
+        directories: by what stands in it for them, those that jobs were submitted from whose own records are here.
     """
 
     jobs: tuple[PastJob, ...] = ()
@@ -53,6 +54,7 @@ class Remembered:
     directory: str = ""
     problem: str = ""
     num_unreadable: int = 0
+    directories: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -86,6 +88,7 @@ def remember(
                 history.kept_name(user_name(os.geteuid())),
                 history.kept_name(os.path.realpath(directory)) if directory else "",
                 num_unreadable=history.num_unreadable,
+                directories={history.kept_name(path): path for job in new if (path := job.features.directory)},
             )
     except HistoryError as error:
         return Remembered(problem=str(error))
@@ -95,9 +98,16 @@ def remember(
 
 @dataclass(frozen=True)
 class NextSubmission:
-    """What one of this user's scripts may ask for the next time."""
+    """What one of this user's scripts may ask for the next time.
+
+    Attributes:
+        name: of the script.
+        directory: that it was submitted from; "" where the history alone knows it, by a digest.
+        proposal: what it may ask for.
+    """
 
     name: str
+    directory: str
     proposal: Proposal
 
 
@@ -107,8 +117,12 @@ def next_submissions(history: Remembered, now_s: float) -> list[NextSubmission]:
     for job in history.jobs:
         if history.user and job.features.user == history.user and job.ended_s >= now_s - LISTED_S:
             newest[job.features.name, job.features.directory] = job.features
-    found = ((name, propose(features, history.jobs)) for (name, _), features in sorted(newest.items()))
-    return [NextSubmission(name, proposal) for name, proposal in found if proposal is not None]
+    found = (
+        NextSubmission(name, history.directories.get(directory, ""), proposal)
+        for (name, directory), features in newest.items()
+        if (proposal := propose(features, history.jobs)) is not None
+    )
+    return sorted(found, key=lambda submission: (submission.name, submission.directory))
 
 
 def for_script(history: Remembered, name: str, script: str, options: SbatchOptions) -> Proposal | None:

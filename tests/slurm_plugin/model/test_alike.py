@@ -280,6 +280,19 @@ def test_the_next_submissions_are_those_of_this_user_of_late() -> None:
     assert next_submissions(Remembered(jobs, ""), 41 * day) == []
 
 
+def test_scripts_of_one_name_are_told_apart_by_where_they_were_submitted(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for number, place in enumerate(places, start=1):
+        leave(place, str(number), script=SCRIPT.replace("train.py", f"{place.name}.py"))
+    environ = {"HETSTREAM_JOB_HISTORY": str(tmp_path / "history")}
+    now_s = os.stat(tmp_path).st_mtime
+    history = remember([place / ".hetstream" for place in places], environ, now_s)
+    found = next_submissions(history, now_s)
+    assert [(one.name, one.directory) for one in found] == [("train.sbatch", str(place)) for place in places]
+    # Without the records of the jobs themselves a digest is known, which names no directory.
+    assert {one.directory for one in next_submissions(remember([], environ, now_s), now_s)} == {""}
+
+
 def leave(
     place: Path, job: str, name: str = "train.sbatch", script: str | None = None, **elastic: Any
 ) -> Path:  # fmt: skip
@@ -348,6 +361,9 @@ def test_convert_auto_adds_what_past_jobs_had(tmp_path: Path) -> None:
     assert "--companions=8" in found.stdout
     own = convert(tmp_path, "--data-worker-partition=cpu", "--data-workers=0-3", "train.sbatch")
     assert "--companions=3" in own.stdout
+    # The number is the one that `hetstream advise` shows, and the script's own holds.
+    assert "--auto: --data-workers=0-8 --data-worker-cpus=4 --trainer-cpus=3, but" in own.stderr
+    assert "what the script says itself holds: --data-workers=0-3\n" in own.stderr
 
 
 def test_the_script_of_another_project_does_not_decide(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hetstream.hetjob.shell_values import Unknown, Values
 
 _MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 _IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t(]+([\w, \t]+)|import[ \t]+([\w., \t]+))", re.MULTILINE
+    r"(?:^|;)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t(]+([\w, \t]+)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
 _FILE_NAME = re.compile(r"[\"']([\w./-]+\.\w+)[\"']")
 _MOST_FILES = 200
@@ -59,7 +59,11 @@ def _named(command: Command, values: Values, ignored: tuple[str, ...]) -> Iterat
     plain = [unquoted(word.text) for word in parts]
     if any(name.rpartition("/")[2] in ("make", "gmake") for name in plain):
         yield from _MAKEFILES
+    if plain[0] in ("import", "from"):  # Python in a here-document
+        yield from _of_python("", " ".join(plain))
     for index, word in enumerate(parts):
+        if index and re.fullmatch(r"-[a-zA-Z]*c", plain[index - 1]):
+            yield from _of_python("", plain[index])
         try:
             texts = values.of(word.text)
         except Unknown:

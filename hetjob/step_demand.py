@@ -178,10 +178,15 @@ def least_cpus(
     return asked, why
 
 
+def is_of_srun(name: str) -> bool:
+    """Whether a variable from outside asks srun for CPUs in a way that is not followed here."""
+    return bool(_OF_SRUN.fullmatch(name)) and not _OF_JOB.fullmatch(name) and name not in _HANDLED
+
+
 def _check_given(environ: Mapping[str, str], text: _Text) -> None:
     """Refuse variables from outside, or of the script, that say how launchers choose CPUs."""
     for name in environ:
-        if _OF_SRUN.fullmatch(name) and not _OF_JOB.fullmatch(name) and name not in _HANDLED:
+        if is_of_srun(name):
             raise Unknown(f"the environment of the submission has {name}")
     if any(launch.launcher != "srun" for launch in text.launches):
         assigned = (re.match(r"(\w+)\+?=", word.text) for command in text.commands for word in command.words)

@@ -35,7 +35,7 @@ from hetstream.hetjob.sbatch_environment import from_environment, handed_on, tak
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.shell_values import Unknown
 from hetstream.hetjob.spec import OPTIONS, JobSpec
-from hetstream.hetjob.step_demand import Surroundings
+from hetstream.hetjob.step_demand import Surroundings, is_of_srun
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.values import seconds
 from hetstream.slurm_plugin.render.report import duration
@@ -155,8 +155,8 @@ def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Sur
         except (OSError, ValueError, RuntimeError):
             return None
 
-    # What Slurm says of a job around this submission it will say of that job alone.
-    known = {name: value for name, value in job_environ.items() if not name.startswith("SLURM_")}
+    # What Slurm says of a job around this submission it will say of that job alone, but for what its srun acts on.
+    known = {name: value for name, value in job_environ.items() if not name.startswith("SLURM_") or is_of_srun(name)}
     return Surroundings(read, {**known, "SLURM_SUBMIT_DIR": str(Path.cwd())})
 
 

@@ -238,6 +238,71 @@ def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
         devcluster.run(["sbatch", "--no-such"])
 
 
+# What a step says of itself: CPUs and memory, as slurmctld has them.
+SAYS = "scontrol -o show step $SLURM_JOB_ID.$SLURM_STEP_ID"
+SHOW = f"bash -c '{SAYS}'"
+HALF = "srun --immediate=30 --exact --gres=none -n1 -c2"
+# Each asks for all CPUs or for memory by CPUs, in a way that a script's text hardly shows. Of the first, the files.
+KINDS: dict[str, tuple[dict[str, str], str]] = {
+    "make": ({"Makefile": f"train:\n\tsrun -c 4 {SHOW.replace('$', '$$')}\n"}, "make train"),
+    "python": (
+        {"lib.py": f"import subprocess\nc = ['sr' + 'un', '-c4', 'bash', '-c', '{SAYS}']\nsubprocess.run(c)\n"},
+        f"{sys.executable} -c 'import lib'",
+    ),
+    "path": ({"dotrain": f"#!/bin/bash\nsrun -c 4 {SHOW}\n"}, "export PATH=$PWD:$PATH\ndotrain"),
+    "program": ({"launch": f"#!/usr/bin/env bash\nx=srun\n$x -c 4 {SHOW}\n"}, "nohup ./launch"),
+    "settings": ({"activate": "NC=4\n"}, f"source ./activate\nsrun -c ${{NC:-2}} {SHOW}"),
+    "unread settings": ({}, f"echo NC=4 > activate\nsource ./activate\nsrun -c ${{NC:-2}} {SHOW}"),
+    "here-string": ({}, f"bash <<< 'srun -c 4 {SAYS}'"),
+    "eval": ({}, f'L=srun; C="-c 4 {SAYS}"; eval "$L $C"'),
+    "name": ({}, f"X=run; s$X -c 4 {SHOW}"),
+    "text": ({}, f'export L=srun; bash -c "$L -c 4 {SAYS}"'),
+    "pipe": ({}, f"printf 'srun -c 4 {SAYS}' | tee x | bash"),
+    "subshell": ({}, f"( {HALF} {SHOW} ) &\n{HALF} {SHOW}; wait"),
+    "pipeline": ({}, f"{HALF} {SHOW} | {HALF} cat"),
+    "memory": ({}, f"srun --mem-per-cpu=1G {SHOW}"),
+    "variable": ({}, f"export SLURM_MEM_PER_CPU=1024\nsrun {SHOW}"),
+}
+
+
+def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
+    devcluster: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converted without the job master, which has its own tests: what counts is the trainer's component."""
+    given, _ = parse_command_line(OWN, devcluster.env)
+    logs: dict[str, list[Path]] = {}
+    for kind, (files, body) in KINDS.items():
+        script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -n1 -c4 --mem-per-cpu=1G -t5\n{body}\necho done\n"
+        for form in ("plain", "converted"):
+            directory = devcluster.out_dir / "kinds" / kind.replace(" ", "-") / form
+            directory.mkdir(parents=True)
+            for name, text in files.items():
+                (directory / name).write_text(text)
+                (directory / name).chmod(0o755)
+            monkeypatch.chdir(directory)
+            text = script.encode()
+            if form == "converted":
+                text = convert_script(
+                    text, "x", given, devcluster.env, CommandSlurm(devcluster.env), ["/bin/true"]
+                ).script
+            argv = ["sbatch", "--parsable", f"--job-name=kinds-{os.getpid()}", "--output=log"]
+            subprocess.run(argv, input=text, env=devcluster.env, capture_output=True, check=True)
+            logs.setdefault(kind, []).append(directory / "log")
+    wait_until(
+        lambda: all(log.exists() and "done\n" in log.read_text() for pair in logs.values() for log in pair),
+        180,
+        "all scripts have ended",
+    )
+    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, 60, "the queue is empty")
+
+    def steps(log: Path) -> list[str]:
+        return sorted(re.findall(r"\bTRES=(\S*)", log.read_text()))
+
+    for kind, (plain, converted) in logs.items():
+        assert steps(plain), (kind, plain.read_text())
+        assert steps(converted) == steps(plain), (kind, converted.read_text())
+
+
 STEPS = """#!/bin/bash
 #SBATCH {options} --gres=gpu:1 -o {log}
 {body}

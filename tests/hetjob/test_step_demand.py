@@ -266,6 +266,8 @@ def test_what_nobody_can_know_leaves_all_cpus_and_says_so(options: str, body: st
         ("make train", {"Makefile": "train:\n\tsrun -c 8 true\n"}, None),
         ("python -m launch", {"launch.py": "import os\nos.system('srun -c 8 true')\n"}, None),
         ("python a.py", {"a.py": "import lib\n", "lib.py": "import os\nos.system('srun -c 8 true')\n"}, None),
+        ("python -c 'x = 1; import lib'", {"lib.py": "import os\nos.system('srun -c 8 x')\n"}, None),
+        ("python - <<E\nimport lib\nE", {"lib.py": "import os\nos.system('srun -c 8 x')\n"}, None),
         ("python a.py", {"a.py": "from p import b as c\n", "p/b.py": "import os\nos.system('srun -c 8 true')\n"}, None),
         (". ./modules.sh\nsrun true", {"modules.sh": "export SRUN_CPUS_PER_TASK=5\n"}, 5),
         ("source ./activate\nsrun -c ${N:-2} true", {"activate": "N=5\n"}, 5),

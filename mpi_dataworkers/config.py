@@ -23,7 +23,7 @@ import logging
 import multiprocessing
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,8 +297,16 @@ def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:
     return leaders if leaders is not None and "mpi" in transports_from_environment(environ) else num_tasks
 
 
+def _numbers(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int] | None:
+    rank, size = _number(environ, rank_name), _number(environ, size_name)
+    return None if rank is None or size is None else (rank, size)
+
+
 def identity_from_environment(
-    known: tuple[int, int] | None, job_name: str | None = None, environ: Mapping[str, str] = os.environ
+    known: tuple[int, int] | None,
+    job_name: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    of_mpi_world: Callable[[], tuple[int, int] | None] = lambda: None,
 ) -> TrainerIdentity:
     """Find rank, world size and job name.
 
@@ -307,14 +315,15 @@ def identity_from_environment(
         job_name: an explicit name; it wins over the environment.
         environ: the environment; torchrun's RANK and WORLD_SIZE come before Slurm's SLURM_PROCID and
             SLURM_STEP_NUM_TASKS (https://slurm.schedmd.com/srun.html, OUTPUT ENVIRONMENT VARIABLES).
+        of_mpi_world: counts the trainers where batches may come by MPI; asked after torchrun, before Slurm, which knows
+            of tasks only, and not which of them are trainers.
     """
-    if known is None:
-        # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS, which the batch script has too, where one process runs.
-        for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-            rank, size = _number(environ, rank_name), _number(environ, size_name)
-            if rank is not None and size is not None:
-                known = (rank, _trainers_of(size, environ) if size_name.startswith("SLURM") else size)
-                break
+    known = known or _numbers(environ, "RANK", "WORLD_SIZE")
+    if known is None and "mpi" in transports_from_environment(environ):
+        known = of_mpi_world()
+    # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS, which the batch script has too, where one process runs.
+    if known is None and (task := _numbers(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) is not None:
+        known = task[0], _trainers_of(task[1], environ)
     rank, world_size = known or (0, 1)
     given = job_name if job_name is not None else environ.get("HETSTREAM_JOB_NAME")
     if given is not None:

@@ -72,7 +72,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     @takes(LoaderOptions)  # programs give the keywords; here they come as one value, which `options.check` judges
     def __init__(self, options: LoaderOptions) -> None:
-        identity = options.check(distributed_identity())
+        identity = options.check(distributed_identity)
         super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
         self.seed = options.seed or 0
         self._repeat = options.repeat

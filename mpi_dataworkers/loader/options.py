@@ -20,7 +20,12 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.mpi_dataworkers.config import TrainerIdentity, identity_from_environment, quarantine_dir_from_environment
+from hetstream.mpi_dataworkers.config import (
+    TrainerIdentity,
+    identity_from_environment,
+    quarantine_dir_from_environment,
+    service_from_environment,
+)
 from hetstream.mpi_dataworkers.loader.batch_stages import picklable_stage
 from hetstream.mpi_dataworkers.loader.device import check_device, is_cuda_missing
 from hetstream.mpi_dataworkers.loader.division import Division
@@ -327,11 +332,12 @@ class LoaderOptions:
             return None
         return quarantine_file(Path(directory), identity)
 
-    def check(self, known: tuple[int, int] | None) -> TrainerIdentity:
+    def check(self, known: Callable[[], tuple[int, int] | None]) -> TrainerIdentity:
         """Check every keyword, and the environment that stands in for those not given.
 
         Args:
-            known: (rank, world size) of torch.distributed or Horovod, when the program has initialised one.
+            known: says (rank, world size) of torch.distributed or Horovod, when the program has initialised one; asked
+                where the keywords do not say it.
 
         Returns:
             Who this trainer is.
@@ -343,11 +349,15 @@ class LoaderOptions:
         identity = None
         world_size = 1
         try:
-            given = known
-            if isinstance(self.rank, int) and isinstance(self.world_size, int):  # else a rule has said what is wrong
-                given = self.rank, self.world_size
+            if isinstance(self.rank, int) and isinstance(self.world_size, int):
+                given: tuple[int, int] | None = (self.rank, self.world_size)
+            else:  # not given, or a rule has said what is wrong
+                given = known()
             is_name = not [*printable("job_name", self.job_name)]  # likewise
-            identity = identity_from_environment(given, self.job_name if is_name else None)
+            streams = self.service or service_from_environment()
+            identity = identity_from_environment(
+                given, self.job_name if is_name else None, of_mpi_world=_of_mpi_world if streams else lambda: None
+            )
             world_size = identity.world_size
             if isinstance(self.quarantine_dir, str | os.PathLike | None):
                 file = self.quarantine_file(identity)
@@ -363,6 +373,12 @@ class LoaderOptions:
         if problems or identity is None:
             raise OptionsError("DataLoader: " + "; ".join(dict.fromkeys(problems)))
         return identity
+
+
+def _of_mpi_world() -> tuple[int, int] | None:
+    from hetstream.mpi_dataworkers.transports.mpi import trainer_identity
+
+    return trainer_identity()
 
 
 @functools.cache

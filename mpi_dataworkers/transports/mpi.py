@@ -6,8 +6,11 @@ asked for this transport. Control stays on ZeroMQ.
 An address is `mpi:WORLD/RANK/TAG/NONCE`. A batch is an *envelope* (its header and the sizes of its frames) and the
 frames, each received into memory of its own without another copy. MPI has no descriptor to wait on, so a thread of the
 loader looks for messages, every 0.1 ms while they come and every 2 ms when none do; a data worker waits inside `send`
-until the loader has taken the batch. `MPI_Finalize` waits for all ranks, so data workers stay until all trainers are at
-their end (`World`).
+until the loader has taken the batch.
+
+`MPI_Finalize` waits for all ranks, so data workers stay until all trainers are at their end (`World`). It fails in a
+rank for which a message lies that was never received, and the launcher then kills all others. So every message is
+counted (`_Messages`), and before a rank ends it takes as many as the others have sent to it.
 
 Headers have no seal (`proof.py`): a rank and its peers are processes that one launcher has started, and who can change
 what they send each other is inside the MPI library or its network. docs/decisions/0001 says what that means.
@@ -21,13 +24,14 @@ from __future__ import annotations
 import atexit
 import collections
 import itertools
+import logging
 import math
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +53,8 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: there is no libmpi
         f"batches by MPI need mpi4py and an MPI library: {error}. Run: {install_command('mpi')}"
     ) from error
 
+_log = logging.getLogger(__name__)
+
 _SCHEME = "mpi:"
 # Out of the way of programs that count their tags from 0. Each receiver has three of its own.
 _FIRST_TAG = 1 << 20
@@ -64,13 +70,22 @@ _SHORTEST_S, _LONGEST_S = 0.0001, 0.002
 # A transfer under way goes on inside MPI's own calls: call it without a pause, for as long as a large batch takes.
 _PRESSING_S = 0.02
 _BURST = 256
+# A rank may have much to do before it makes its loader; after the first time one line says who is waited for.
+_SAY_AFTER_S, _ROLES_TIMEOUT_S = 10.0, 600.0
+_WHO_IS_MISSING = "each rank of an MPI world has to be a data worker or make a loader"
+_SAY_RANKS = (
+    "Make the loader in each trainer, or say who is who: torch.distributed, rank= and world_size=, or RANK and "
+    "WORLD_SIZE"
+)
+ONE_LAUNCH = (
+    "Start trainers and data workers by one launch, `mpiexec ... : ...` of the MPI that mpi4py uses, or under Slurm "
+    "`srun --mpi=pmi2 ... : ...` (docs/mpi.md)"
+)
+# How soon a data worker sees the end of the trainers.
+_LOOK_FOR_END_S = 0.1
 _GOODBYE = b""
 
 _tags = itertools.count(_FIRST_TAG, _NUM_TAGS)
-# MPI may still read or write memory of transfers that were given up.
-_given_up: list[Any] = []
-_short_sends: list[tuple[bytes, MPI.Request]] = []
-_short_sends_lock = threading.Lock()
 
 
 def world_id() -> str:
@@ -79,68 +94,6 @@ def world_id() -> str:
     A process of another world that has the same name is told apart by the handshake, which it cannot answer.
     """
     return os.environ.get("PMI_JOBID") or f"of-{MPI.COMM_WORLD.Get_size()}"
-
-
-class World:
-    """The lives of all ranks, which end together: every process of the world makes one of these.
-
-    Args:
-        is_trainer: it leaves when it exits; else when `is_over`.
-
-    Raises:
-        ServiceError: the MPI library cannot be called from several threads.
-    """
-
-    def __init__(self, is_trainer: bool) -> None:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ServiceError(
-                "batches by MPI need MPI_THREAD_MULTIPLE. Import the loader before anything that calls MPI_Init, or "
-                "initialise MPI with it"
-            )
-        self.has_left = False
-        if is_trainer:
-            atexit.register(self._leave)
-            self._hook, sys.excepthook = sys.excepthook, self._on_error
-        else:
-            self._everybody = MPI.COMM_WORLD.Ibarrier()
-
-    def is_over(self) -> bool:
-        """Whether all trainers have reached their ends; asked by data workers."""
-        return bool(self._everybody.Test())
-
-    def _leave(self) -> None:
-        everybody = MPI.COMM_WORLD.Ibarrier()
-        self.has_left = True
-        while not everybody.Test():
-            time.sleep(_LONGEST_S)
-
-    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End all ranks: the others would wait for this one, and this one for them in MPI_Finalize."""
-        self._hook(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-
-_world: World | None = None
-
-
-def enter_world(is_trainer: bool) -> World:
-    """This process's `World`, made at the first call."""
-    global _world
-    if _world is None:
-        _world = World(is_trainer)
-    return _world
-
-
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What goes before the frames: frame 0 as `codec` encodes it, and the sizes of the others in bytes."""
-
-    header: bytes
-    sizes: list[int]
-
-
-_envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
 class _Pause:
@@ -155,6 +108,268 @@ class _Pause:
     def next_s(self) -> float:
         now_s, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_S)
         return now_s
+
+
+class _Messages:
+    """What this rank has sent to each other and has received from each; all goes through here, on any thread.
+
+    Attributes:
+        is_open: false from `end` on.
+    """
+
+    def __init__(self) -> None:
+        self._comm = MPI.COMM_WORLD
+        self.is_open = True
+        self._lock = threading.Lock()
+        self._sent = np.zeros(self._comm.Get_size(), dtype=np.int64)
+        self._received = np.zeros_like(self._sent)
+        # Where messages may come; of these, where nobody waits for them any more.
+        self._tags: list[int] = []
+        self._left: collections.deque[int] = collections.deque()
+        # Transfers that nobody waits for, with the memory that MPI still reads or writes.
+        self._sends: list[tuple[MPI.Request, Any]] = []
+        self._receives: list[tuple[int, MPI.Request, Any]] = []
+
+    def expect(self, *tags: int) -> None:
+        """Messages with these tags may come from now on."""
+        with self._lock:
+            self._tags += tags
+
+    def leave(self, *tags: int) -> None:
+        """Nobody waits for messages with these tags any more; one may come all the same."""
+        with self._lock:
+            self._left += tags
+
+    def send(self, rank: int, *messages: tuple[int, Any]) -> list[MPI.Request]:
+        """Begin to send messages, each with its tag; all of them, or none.
+
+        Raises:
+            PeerUnreachable: all trainers have ended.
+        """
+        with self._lock:
+            if not self.is_open:
+                raise PeerUnreachable("the trainers of this MPI world have ended")
+            self._sent[rank] += len(messages)
+            return [self._comm.Isend(data, rank, tag) for tag, data in messages]
+
+    def send_short(self, rank: int, tag: int, text: bytes) -> None:
+        """Send a message of a handshake: MPI takes it along at once, and is done with it some time later."""
+        self.give_up(self.send(rank, (tag, text)), text)
+
+    def receive(self, rank: int, tag: int) -> tuple[int, bytearray] | None:
+        """A message that has come: the rank that sent it and its bytes."""
+        status = MPI.Status()
+        message = self._comm.Improbe(rank, tag, status)
+        if message is None:
+            return None
+        raw = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([raw, MPI.BYTE])
+        self.note_received(status.Get_source(), 1)
+        return status.Get_source(), raw
+
+    def note_received(self, rank: int, number: int) -> None:
+        """So many have come into memory that waited for them."""
+        with self._lock:
+            self._received[rank] += number
+
+    def give_up(self, sends: list[MPI.Request], data: Any) -> None:
+        """Keep data that are being sent until MPI is done with them."""
+        with self._lock:
+            self._sends += [(send, data) for send in sends]
+        self._settle()
+
+    def give_up_receiving(self, rank: int, receives: list[MPI.Request], memory: Any) -> None:
+        """The same of messages that were announced: they come into this memory, and nobody reads them."""
+        with self._lock:
+            self._receives += [(rank, receive, memory) for receive in receives]
+
+    def tidy(self) -> None:
+        """Take something of what has come and nobody waits for."""
+        with self._lock:
+            self._left.rotate()
+            tags = [self._left[0]] if self._left else []
+        self._discard(tags)
+
+    def _discard(self, tags: Iterable[int]) -> None:
+        for tag in tags:
+            while self.receive(MPI.ANY_SOURCE, tag) is not None:
+                pass
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._sends = [send for send in self._sends if not send[0].Test()]
+            waiting, self._receives = self._receives, []
+            for receive in waiting:
+                if receive[1].Test():
+                    self._received[receive[0]] += 1
+                else:
+                    self._receives.append(receive)
+
+    def end(self) -> None:
+        """Send nothing more, and take all that other ranks have sent until they did the same. All ranks call it."""
+        with self._lock:
+            self.is_open = False
+        coming = np.empty_like(self._sent)
+        told, pause = self._comm.Ialltoall(self._sent, coming), _Pause()
+        while not (told.Test() and (self._received >= coming).all() and not self._sends):
+            self.discard_all()
+            time.sleep(pause.next_s())
+        for _, request, _ in self._receives:  # announced by a rank that then could not send it
+            request.Cancel()
+            request.Wait()
+
+    def discard_all(self) -> None:
+        """Take all that has come, in a rank that waits for nothing any more."""
+        self._discard([*self._tags])
+
+
+class World:
+    """The lives of all ranks, which end together: every process of the world makes one of these.
+
+    Args:
+        is_trainer: it leaves when its program ends; else when all trainers have.
+
+    Raises:
+        ServiceError: the MPI library cannot be called from several threads.
+    """
+
+    def __init__(self, is_trainer: bool) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ServiceError(
+                "batches by MPI need MPI_THREAD_MULTIPLE. Import the loader before anything that calls MPI_Init, or "
+                "initialise MPI with it"
+            )
+        self.messages = _Messages()
+        self.receivers: set[MpiReceiver] = set()
+        self._pid = os.getpid()
+        self._may_leave = is_trainer
+        self._has_failed = False
+        self._are_trainers = np.zeros(MPI.COMM_WORLD.Get_size(), dtype=np.int8)
+        self._roles = MPI.COMM_WORLD.Iallgather(np.array([is_trainer], dtype=np.int8), self._are_trainers)
+        self._roles_lock = threading.Lock()
+        if is_trainer:
+            if is_alone():
+                _log.warning(
+                    "hetstream: alone in its MPI world: no data worker reaches this process by MPI. %s", ONE_LAUNCH
+                )
+            self._hook, sys.excepthook = sys.excepthook, self._on_error
+            # A program may call MPI_Finalize itself: that first deletes what is attached to COMM_SELF.
+            MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave()), self)
+        else:
+            self._everybody = MPI.COMM_WORLD.Ibarrier()
+
+    def trainers(self) -> list[int]:
+        """Ranks of the trainers; waits until each rank has made its `World`.
+
+        Raises:
+            ServiceError: one does not.
+        """
+        begun, pause, is_said = time.monotonic(), _Pause(), False
+        while not self._have_all_come():
+            waited_s = time.monotonic() - begun
+            if waited_s > _ROLES_TIMEOUT_S:
+                raise ServiceError(f"{_WHO_IS_MISSING}: they did not within {_ROLES_TIMEOUT_S:g} s. {_SAY_RANKS}")
+            if waited_s > _SAY_AFTER_S and not is_said:
+                is_said = True
+                _log.warning("hetstream: waiting: %s. %s", _WHO_IS_MISSING, _SAY_RANKS)
+            time.sleep(pause.next_s())
+        return [int(rank) for rank in np.flatnonzero(self._are_trainers)]
+
+    def _have_all_come(self) -> bool:
+        with self._roles_lock:
+            return bool(self._roles.Test())
+
+    def wait_for_end(self, when_over: Callable[[], None]) -> None:
+        """Of a data worker, in a thread of its own: wait until all trainers have reached their ends.
+
+        Args:
+            when_over: called then, before the last messages are taken.
+        """
+        while not self._everybody.Test():
+            time.sleep(_LOOK_FOR_END_S)
+        when_over()
+        self._have_all_come()  # they have, and MPI is told that this is known
+        self.messages.end()
+
+    def leave(self) -> None:
+        """Of a trainer, once, when its program ends: wait for the other trainers, and take the last messages."""
+        if not self._may_leave or self._pid != os.getpid():
+            return
+        self._may_leave = False
+        for receiver in list(self.receivers):
+            receiver.stop()
+        if self._has_failed:
+            return
+        everybody, pause = MPI.COMM_WORLD.Ibarrier(), _Pause()
+        while not everybody.Test():
+            self.messages.discard_all()
+            time.sleep(pause.next_s())
+        self._have_all_come()
+        self.messages.end()
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """End all ranks: the others would wait for this one, and this one for them in MPI_Finalize.
+
+        What the program wants to do at its exit, it does before.
+        """
+        self._hook(kind, error, trace)
+        if self._pid != os.getpid() or getattr(sys, "last_value", None) is not error:
+            return  # the program goes on: it only has the hook print something
+        self._has_failed = True
+        try:
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+_world: World | None = None
+
+
+def enter_world(is_trainer: bool) -> World:
+    """This process's `World`, made at the first call."""
+    global _world
+    if _world is None:
+        _world = World(is_trainer)
+    return _world
+
+
+def is_alone() -> bool:
+    """Whether this process has no other rank beside it: nobody launched it, or another MPI's launcher did."""
+    return MPI.COMM_WORLD.Get_size() == 1
+
+
+def trainer_identity() -> tuple[int, int] | None:
+    """This trainer's number among those of its MPI world, and how many they are; None if it is alone in its world.
+
+    Ranks of an MPI world are trainers and data workers, and each says which it is: so trainers are counted, whichever
+    launcher started them.
+
+    Raises:
+        ServiceError: a rank does not say it.
+    """
+    if is_alone():
+        return None
+    trainers = enter_world(is_trainer=True).trainers()
+    return trainers.index(MPI.COMM_WORLD.Get_rank()), len(trainers)
+
+
+def leave_world() -> None:
+    """The program ends, and its loaders are closed."""
+    if _world is not None:
+        _world.leave()
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What goes before the frames: frame 0 as `codec` encodes it, and the sizes of the others in bytes."""
+
+    header: bytes
+    sizes: list[int]
+
+
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
 # --- loader ---------------------------------------------------------------------------------------------------------
@@ -179,9 +394,12 @@ class MpiReceiver:
 
     def __init__(self, batch_key: str) -> None:
         self._world = enter_world(is_trainer=True)
-        self._comm = MPI.COMM_WORLD
+        self._comm, self._messages = MPI.COMM_WORLD, self._world.messages
+        if not self._messages.is_open:
+            raise ServiceError("no batches by MPI for a loader that is made after MPI_Finalize, or by an exit handler")
         self._key = bytes.fromhex(batch_key)
         self._tag = next(_tags)
+        self._messages.expect(self._tag + _TO_RECEIVER, self._tag + _FRAMES)
         self._address = f"{_SCHEME}{world_id()}/{self._comm.Get_rank()}/{self._tag}/{secrets.token_hex(16)}"
         self._sources: dict[int, _Source] = {}
         self._ready: collections.deque[ReceivedBatch | ProtocolError] = collections.deque()
@@ -189,6 +407,7 @@ class MpiReceiver:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hetstream-mpi", daemon=True)
         self._thread.start()
+        self._world.receivers.add(self)
 
     @property
     def addresses(self) -> list[str]:
@@ -211,9 +430,14 @@ class MpiReceiver:
         return batches
 
     def close(self) -> None:
+        self.stop()
+        os.close(self._news)
+
+    def stop(self) -> None:
+        """Take nothing more, and tell data workers so."""
         self._closing.set()
         self._thread.join()
-        os.close(self._news)
+        self._world.receivers.discard(self)
 
     # --- the receiver's thread ---
 
@@ -222,6 +446,7 @@ class MpiReceiver:
         pressing_until = 0.0
         try:
             while not self._closing.is_set():
+                self._messages.tidy()
                 took = self._look()
                 came, under_way = self._complete()
                 now = time.monotonic()
@@ -237,14 +462,16 @@ class MpiReceiver:
         self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        for rank, source in self._sources.items():
-            for _, frames, requests, _ in source.coming:
-                for request in requests:
-                    request.Cancel()
-                _given_up.append((frames, requests))
-            if source.handshake.proven and not self._world.has_left:
-                _send_short(_GOODBYE, rank, self._tag + _TO_SENDER)
-        self._sources.clear()
+        for rank in list(self._sources):
+            if self._forget(rank).handshake.proven:
+                self._messages.send_short(rank, self._tag + _TO_SENDER, _GOODBYE)
+        self._messages.leave(self._tag + _TO_RECEIVER, self._tag + _FRAMES)
+
+    def _forget(self, rank: int) -> _Source:
+        source = self._sources.pop(rank)
+        for _, frames, requests, _ in source.coming:
+            self._messages.give_up_receiving(rank, requests, frames)
+        return source
 
     def _pass_on(self, batch: ReceivedBatch | ProtocolError) -> None:
         self._ready.append(batch)
@@ -254,7 +481,7 @@ class MpiReceiver:
         """Take the envelopes that have come; the frames of batches are received behind them."""
         took = False
         for _ in range(_BURST):
-            found = _take(self._comm, MPI.ANY_SOURCE, self._tag + _TO_RECEIVER)
+            found = self._messages.receive(MPI.ANY_SOURCE, self._tag + _TO_RECEIVER)
             if found is None:
                 break
             took = True
@@ -263,8 +490,7 @@ class MpiReceiver:
                 self._open(rank, raw)
             except ProtocolError as error:
                 # A stranger's bytes are not worth a line in the log; a worker that sends garbage is one from now on.
-                known = self._sources.pop(rank, None)
-                if known is not None and known.handshake.proven:
+                if rank in self._sources and self._forget(rank).handshake.proven:
                     self._pass_on(error)
         return took
 
@@ -278,6 +504,8 @@ class MpiReceiver:
             raise ProtocolError(f"an envelope of {len(raw)} bytes cannot be read: {error}") from error
         message = decode(envelope.header)
         if isinstance(message, Hello):
+            if source is not None:
+                self._forget(rank)
             source = self._sources[rank] = _Source(LoaderHandshake(self._key, self._address))
         if source is not None and not source.handshake.proven:
             answer = source.handshake.answer(message)
@@ -292,8 +520,7 @@ class MpiReceiver:
             raise ProtocolError(f"{type(message).__name__} is no message for this point of a batch connection")
 
     def _answer(self, rank: int, message: Message) -> None:
-        text = encode(message)
-        _send_short(text, rank, self._tag + _TO_SENDER)
+        self._messages.send_short(rank, self._tag + _TO_SENDER, encode(message))
 
     def _complete(self) -> tuple[bool, bool]:
         """Pass on batches that are whole, those of each rank in order.
@@ -302,31 +529,14 @@ class MpiReceiver:
             Whether there were any, and whether others are under way.
         """
         came = under_way = False
-        for source in self._sources.values():
+        for rank, source in self._sources.items():
             while source.coming and MPI.Request.Testall(source.coming[0][2]):
-                message, frames, _, began_s = source.coming.popleft()
+                message, frames, requests, began_s = source.coming.popleft()
+                self._messages.note_received(rank, len(requests))
                 self._pass_on(ReceivedBatch(message, [frame.data for frame in frames], self.transport, began_s))
                 came = True
             under_way = under_way or bool(source.coming)
         return came, under_way
-
-
-def _send_short(text: bytes, rank: int, tag: int) -> None:
-    """Send a message of a handshake: MPI takes it along at once, and is done with it some time later."""
-    with _short_sends_lock:
-        _short_sends.append((text, MPI.COMM_WORLD.Isend(text, rank, tag)))
-        _short_sends[:] = [send for send in _short_sends if not send[1].Test()]
-
-
-def _take(comm: MPI.Comm, rank: int, tag: int) -> tuple[int, bytearray] | None:
-    """A message that has come: the rank that sent it and its bytes."""
-    status = MPI.Status()
-    message = comm.Improbe(rank, tag, status)
-    if message is None:
-        return None
-    raw = bytearray(status.Get_count(MPI.BYTE))
-    message.Recv([raw, MPI.BYTE])
-    return status.Get_source(), raw
 
 
 # --- data worker ----------------------------------------------------------------------------------------------------
@@ -340,10 +550,11 @@ class _Channel:
     """
 
     def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
-        self._comm = MPI.COMM_WORLD
+        self._comm, self._messages = MPI.COMM_WORLD, enter_world(is_trainer=False).messages
         world, self._rank, self._tag = _parse(receiver)
         if world != world_id() or self._rank >= self._comm.Get_size():
             raise PeerUnreachable(f"{receiver} is not in this data worker's MPI world, {world_id()}")
+        self._messages.expect(self._tag + _TO_SENDER)
         self._shake_hands(WorkerHandshake(key, worker_id, receiver), receiver)
 
     def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
@@ -354,30 +565,31 @@ class _Channel:
 
         Raises:
             OSError: the loader is gone, or takes nothing.
+            PeerUnreachable: all trainers have ended.
         """
         rank, tag = self._rank, self._tag
         views = [memoryview(in_one_piece(frame)) for frame in frames]
         envelope = msgspec.msgpack.encode(_Envelope(encode(header), [view.nbytes for view in views]))
-        requests = [self._comm.Isend(envelope, rank, tag + _TO_RECEIVER)]
-        requests += [self._comm.Isend(view.cast("B"), rank, tag + _FRAMES) for view in views if view.nbytes]
+        parts = [(tag + _FRAMES, view.cast("B")) for view in views if view.nbytes]
+        requests = self._messages.send(rank, (tag + _TO_RECEIVER, envelope), *parts)
         pause, begun = _Pause(), time.monotonic()
         limit_s = _STUCK_S + sum(view.nbytes for view in views) / _CRAWL_BYTES_PER_S
         while not MPI.Request.Testall(requests):
             waited_s = time.monotonic() - begun
             gone = self._comm.Iprobe(rank, tag + _TO_SENDER)
             if gone or waited_s > limit_s:
-                _given_up.append((requests, envelope, views))
+                self._messages.give_up(requests, (envelope, views))
                 raise ConnectionResetError("it left" if gone else "it takes nothing off MPI")
             time.sleep(0 if waited_s < _PRESSING_S else pause.next_s())
         return time.monotonic() - begun
 
     def _shake_hands(self, handshake: WorkerHandshake, receiver: str) -> None:
-        answers = self._comm, self._rank, self._tag + _TO_SENDER
-        while _take(*answers) is not None:
+        answers = self._rank, self._tag + _TO_SENDER
+        while self._messages.receive(*answers) is not None:
             pass  # answers to an earlier connection
         self._say(handshake.hello)
         deadline, pause = time.monotonic() + _HANDSHAKE_TIMEOUT_S, _Pause()
-        while (answer := _take(*answers)) is None:
+        while (answer := self._messages.receive(*answers)) is None:
             if time.monotonic() > deadline:
                 raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
             time.sleep(pause.next_s())
@@ -389,10 +601,12 @@ class _Channel:
 
     def _say(self, message: Message) -> None:
         text = msgspec.msgpack.encode(_Envelope(encode(message), []))
-        _send_short(text, self._rank, self._tag + _TO_RECEIVER)
+        self._messages.send_short(self._rank, self._tag + _TO_RECEIVER, text)
 
-    def close(self, until: float) -> None:
-        """Nothing to do: what was sent has arrived."""
+    def close(self, until: float) -> None:  # noqa: ARG002, there is nothing to wait for
+        """What was sent has arrived."""
+        self._messages.leave(self._tag + _TO_SENDER)
+        self._messages.tidy()
 
 
 class MpiBatchSender(ChannelSender):

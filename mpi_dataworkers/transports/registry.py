@@ -7,7 +7,9 @@ and MPI initialises itself in ranks of an MPI step alone.
 
 from __future__ import annotations
 
+import atexit
 import secrets
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -111,3 +113,15 @@ TRANSPORTS = (
 )
 ALL_NAMES = tuple(name for transport in TRANSPORTS for name in transport.names)
 DEFAULT_NAMES = tuple(name for transport in TRANSPORTS if not transport.mpi_world_only for name in transport.names)
+
+
+@atexit.register
+def _leave_mpi_world() -> None:
+    """End this process's part in an MPI world, if it has one.
+
+    Exit handlers run last first, and all of hetstream's others are made after this one: loaders are closed by now. What
+    a program registered before it imported hetstream comes later, while the other ranks wait for this one.
+    """
+    mpi = sys.modules.get("hetstream.mpi_dataworkers.transports.mpi")
+    if mpi is not None:
+        mpi.leave_world()

@@ -11,14 +11,12 @@ import secrets
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.errors import ServiceEnded, ServiceError
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.wire.address import has_ended, wait_for_address_file
@@ -27,9 +25,6 @@ from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
 from hetstream.mpi_dataworkers.worker.worker import DataWorker
 
 _log = logging.getLogger(__name__)
-
-# How soon the end of the trainers is seen.
-_LOOK_S = 0.1
 
 
 def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int = 1) -> int:
@@ -44,14 +39,26 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
         Exit code: 0 after an orderly end, 1 when it could not work, 2 for an error inside.
 
     Raises:
-        ServiceError: there is no MPI here.
+        ServiceError: there is no MPI here, or no other rank.
     """
-    from hetstream.mpi_dataworkers.transports.mpi import enter_world
+    from hetstream.mpi_dataworkers.transports.mpi import ONE_LAUNCH, enter_world, is_alone
 
-    world = enter_world(is_trainer=False)
+    if is_alone():
+        raise ServiceError(
+            f"hetstream worker --mpi: this data worker is alone in its MPI world, so no trainer is in it. {ONE_LAUNCH}"
+        )
+
+    trainers = _Trainers()
+    watcher = threading.Thread(
+        target=enter_world(is_trainer=False).wait_for_end,
+        args=(trainers.have_ended,),
+        name="hetstream-world",
+        daemon=True,
+    )
+    watcher.start()
     code = 0
     try:
-        _work(address_file, cache_bytes, num_threads, world.is_over)
+        _work(address_file, cache_bytes, num_threads, trainers)
     except ServiceEnded as ended:
         _log.info("%s", ended)
     except HetstreamError as error:
@@ -60,12 +67,32 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
     except Exception:  # noqa: BLE001, the process's boundary: say it, but do not end the step
         traceback.print_exc()
         code = 2
-    while not world.is_over():
-        time.sleep(_LOOK_S)
+    watcher.join()
     return code
 
 
-def _work(address_file: Path, cache_bytes: int, num_threads: int, is_over: Callable[[], bool]) -> None:
+class _Trainers:
+    """Whether they have ended, and the data worker that is to be told."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: DataWorker | None = None
+        self._have_ended = False
+
+    def have_ended(self) -> None:
+        with self._lock:
+            self._have_ended = True
+            if self._worker is not None:
+                self._worker.stop()
+
+    def tell(self, worker: DataWorker) -> None:
+        with self._lock:
+            self._worker = worker
+            if self._have_ended:
+                worker.stop()
+
+
+def _work(address_file: Path, cache_bytes: int, num_threads: int, trainers: _Trainers) -> None:
     use_one_thread()
     keep_freed_memory()
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
@@ -73,18 +100,5 @@ def _work(address_file: Path, cache_bytes: int, num_threads: int, is_over: Calla
     worker = DataWorker(service, WorkerStart(secrets.token_hex(16)), options, partial(has_ended, address_file))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.stop())
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_LOOK_S):
-            if is_over():
-                worker.stop()
-                return
-
-    watcher = threading.Thread(target=watch, name="hetstream-world", daemon=True)
-    watcher.start()
-    try:
-        worker.run()
-    finally:
-        done.set()
-        watcher.join()
+    trainers.tell(worker)
+    worker.run()

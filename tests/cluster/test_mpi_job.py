@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Devcluster
+from tests.mpi_dataworkers.conftest import PROGRAMS
+from tests.mpi_dataworkers.test_mpi_ends import CODES
+
 BIN = Path(sys.executable).parent
 PROGRAM = """
 import json, sys
@@ -31,17 +35,21 @@ if __name__ == "__main__":
     report = {"ledger": ledger, "stats": loader.stats()}
     open(f"rank-{loader._order.rank}-of-{loader._order.world_size}.json", "w").write(json.dumps(report))
 """
-# As docs/mpi.md shows it.
+# As docs/mpi.md shows it, with one step or more.
 SCRIPT = f"""#!/bin/bash
-#SBATCH --output=%j.out --time=5
+#SBATCH --output=%j.out --time=15
 #SBATCH --partition=gpu --gres=gpu:1 --ntasks=2 --cpus-per-task=1
 #SBATCH hetjob
 #SBATCH --partition=cpu --nodes=2 --ntasks=2 --cpus-per-task=1
 service=$PWD/service-$SLURM_JOB_ID
 {BIN}/hetstream dispatcher --bind "tcp://127.0.0.1:0" --work-dir "$service" --address-file "$service/address" &
 export HETSTREAM_SERVICE=file:$service/address HETSTREAM_TRANSPORT=mpi,tcp
-srun --mpi=pmi2 --het-group=0 {sys.executable} train.py : \\
-    --het-group=1 {BIN}/hetstream worker --mpi --service "$HETSTREAM_SERVICE"
+export MPIR_CVAR_CH4_NETMOD=ofi  # MPICH: Slurm's PMI-2 breaks the longer addresses of ucx
+step() {{
+    srun --mpi=pmi2 --het-group=0 {sys.executable} "$@" : \\
+        --het-group=1 {BIN}/hetstream worker --mpi --service "$HETSTREAM_SERVICE"
+}}
+STEPS
 code=$?
 kill %1
 wait
@@ -49,18 +57,14 @@ exit $code
 """
 
 
-@pytest.mark.slurm
-@pytest.mark.mpi
-def test_a_step_over_two_components_streams_by_mpi(
-    devclusters: Callable[[str], object], wait_until: Callable[..., None]
-) -> None:
-    pytest.importorskip("mpi4py")
-    cluster = devclusters("host")
-    directory = cluster.out_dir / "mpi"  # type: ignore[attr-defined]
-    directory.mkdir()
-    (directory / "train.py").write_text(PROGRAM)
-    (directory / "job.sbatch").write_text(SCRIPT)
-    environ = dict(cluster.env)  # type: ignore[attr-defined]
+def run_job(cluster: Devcluster, directory: Path, steps: str, wait_until: Callable[..., None]) -> tuple[str, str, str]:
+    """Submit the script and wait for its end.
+
+    Returns:
+        The job's id, what scontrol says of it, and its output.
+    """
+    (directory / "job.sbatch").write_text(SCRIPT.replace("STEPS", steps))
+    environ = dict(cluster.env)
 
     def run(*argv: str) -> str:
         return subprocess.run(
@@ -68,18 +72,54 @@ def test_a_step_over_two_components_streams_by_mpi(
         ).stdout
 
     job_id = run("sbatch", "--parsable", "job.sbatch").strip()
-    output = directory / f"{job_id}.out"
     try:
         wait_until(
-            lambda: not run("squeue", "--noheader", "--states=PD,R,CG"), timeout_s=180, what="the end of the job"
+            lambda: not run("squeue", "--noheader", "--states=PD,R,CG"), timeout_s=280, what="the end of the job"
         )
     finally:
         subprocess.run(["scancel", "--quiet", job_id], env=environ, check=False)
-    said = output.read_text()
-    assert "ExitCode=0:0" in run("scontrol", "show", "job", job_id), said
+    return job_id, run("scontrol", "show", "job", job_id), (directory / f"{job_id}.out").read_text()
+
+
+@pytest.mark.slurm
+@pytest.mark.mpi
+@pytest.mark.every_release
+def test_a_step_over_two_components_streams_by_mpi(devcluster: Devcluster, wait_until: Callable[..., None]) -> None:
+    pytest.importorskip("mpi4py")
+    directory = devcluster.out_dir / "mpi"
+    directory.mkdir()
+    (directory / "train.py").write_text(PROGRAM)
+    job_id, shown, said = run_job(devcluster, directory, "step train.py", wait_until)
+    assert "ExitCode=0:0" in shown, said
     reports = [json.loads((directory / f"rank-{rank}-of-2.json").read_text()) for rank in (0, 1)]
     assert sorted(reports[0]["ledger"] + reports[1]["ledger"]) == list(range(1200)), "lost or duplicated samples"
     for report in reports:
         assert report["stats"]["transport"] == {"mpi": 75}, said
         assert report["stats"]["local_steps"] == 0
     assert f"mpi:{job_id}.0/1/" in said, "the address names the job's step and the rank"
+
+
+@pytest.mark.slurm
+@pytest.mark.mpi
+@pytest.mark.every_release
+@pytest.mark.timeout(400)
+def test_an_end_is_the_programs_in_a_step(devcluster: Devcluster, wait_until: Callable[..., None]) -> None:
+    pytest.importorskip("mpi4py")
+    directory = devcluster.out_dir / "mpi-ends"
+    program = PROGRAMS / "mpi_ends.py"
+    for end in CODES:
+        (directory / end).mkdir(parents=True)
+    steps = "\n".join(f"step {program} {end} {directory}/{end} 2; echo $? >{end}/code" for end in CODES)
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    try:
+        _, _, said = run_job(devcluster, directory, steps, wait_until)
+    finally:
+        for left in set(Path("/dev/shm").glob("mpich_shm_*")) - before:
+            left.unlink()  # MPICH does not remove it when a world is aborted
+    codes = {end: int((directory / end / "code").read_text()) for end in CODES}
+    # Slurm kills the ranks of an aborted world, and srun's code is the largest of a task.
+    assert codes.pop("raises") in (1, 137), said
+    assert codes == {end: code for end, code in CODES.items() if end != "raises"}, said
+    for end in CODES:
+        handled = {path.name for path in (directory / end).glob("handler-of-*")}
+        assert handled == {f"handler-of-{rank}" for rank in range(1 if end == "raises" else 2)}, said

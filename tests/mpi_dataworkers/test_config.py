@@ -83,3 +83,16 @@ def test_data_workers_in_the_trainers_step_are_no_trainers() -> None:
     assert identity_from_environment(None, "x", step).world_size == 6
     by_mpi = identity_from_environment(None, "x", step | {"HETSTREAM_TRANSPORT": "mpi,tcp"})
     assert (by_mpi.rank, by_mpi.world_size) == (1, 2)
+
+
+def test_an_mpi_world_counts_its_trainers_before_slurm_counts_tasks() -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "6"}
+    by_mpi = step | {"HETSTREAM_TRANSPORT": "mpi,tcp"}
+
+    def identity(environ: dict[str, str], counted: tuple[int, int] | None = (0, 2)) -> tuple[int, int]:
+        found = identity_from_environment(None, "x", environ, of_mpi_world=lambda: counted)
+        return found.rank, found.world_size
+
+    assert identity(by_mpi) == (0, 2)
+    assert identity(by_mpi | {"RANK": "2", "WORLD_SIZE": "3"}) == (2, 3)
+    assert identity(by_mpi, counted=None) == identity(step) == (1, 6), "alone in its world, or not asked for"

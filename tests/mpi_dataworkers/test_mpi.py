@@ -96,6 +96,39 @@ def test_trainers_and_data_workers_are_ranks_of_one_world(service: Any, tmp_path
     assert "lost" not in log.replace("job=mpi", ""), "all left in an orderly way"
 
 
+def test_trainers_that_nobody_numbers_are_counted(service: Any, tmp_path: Path) -> None:
+    """mpiexec tells them from no data worker; each would read all the data."""
+    done = in_world(
+        *service_words(service, tmp_path, 2, -1), HETSTREAM_SERVICE=service.name, HETSTREAM_TRANSPORT="mpi,tcp"
+    )
+    assert done.returncode == 5, done.stdout + done.stderr
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    samples = sorted(map(tuple, reports[0]["ledger"] + reports[1]["ledger"]))
+    assert samples == [(number, index) for number in (0, 1) for index in range(64 * 12)]
+
+
+def test_a_process_alone_in_its_world_is_told_so(service: Any, tmp_path: Path) -> None:
+    """As under another MPI's launcher, or srun without --mpi: each rank is a world of its own."""
+    way_out = "Start trainers and data workers by one launch, `mpiexec ... : ...`"
+    words = [str(BIN / "hetstream"), "worker", "--mpi", "--service", service.name]
+    worker = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert worker.returncode == 1
+    assert "this data worker is alone in its MPI world" in worker.stderr
+    assert way_out in worker.stderr
+    (tmp_path / "train.py").write_text(PROGRAM)
+    trainer = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py"), str(tmp_path), "-1"],
+        env=os.environ | {"HETSTREAM_SERVICE": service.name, "HETSTREAM_TRANSPORT": "mpi,tcp"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert trainer.returncode == 5, trainer.stderr
+    assert trainer.stderr.count("alone in its MPI world: no data worker reaches this process") == 1
+    assert way_out in trainer.stderr
+
+
 def test_a_trainer_that_fails_ends_the_whole_world_at_once(service: Any, tmp_path: Path) -> None:
     began, before = time.monotonic(), set(Path("/dev/shm").glob("mpich_shm_*"))
     done = in_world(

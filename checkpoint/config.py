@@ -8,8 +8,7 @@ HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; 
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 
 Of Slurm, SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0 and SLURM_HET_GROUP_ID say whose memory it is: `job_and_component`.
-Of launchers, these say how many ranks there are, see `several_ranks`: WORLD_SIZE (torchrun), HOROVOD_SIZE (horovodrun),
-OMPI_COMM_WORLD_SIZE and PMI_SIZE (mpirun and mpiexec, in a program that uses Horovod).
+Which of a launcher's variables say that this process is one of several ranks is in `hetstream/base/launchers.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hetstream.base.launchers import OF_ANY_PROGRAM, OF_ONE_TRAINING, lone_horovod, one_of_several
 from hetstream.base.own_job import of_own_job, other_job, own_job
 
 # Not resolved: in a checkout a link leads to this folder.
@@ -54,18 +54,19 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
     return own_job(environ) or NO_JOB, int(component) if component.isdecimal() else 0
 
 
-def several_ranks(environ: Mapping[str, str] = os.environ, *, is_mpi: bool = False) -> str:
+def several_ranks(environ: Mapping[str, str] = os.environ, *, is_horovod: bool = False) -> str:
     """Which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does.
 
     Args:
         environ: where.
-        is_mpi: ask those of MPI's launchers, too, which others than ranks of one training may have.
+        is_horovod: the program uses Horovod; else processes of mpirun or srun may each train for itself.
     """
-    for name in ("WORLD_SIZE", "HOROVOD_SIZE", *(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if is_mpi else ())):
-        size = environ.get(name, "")
-        if size.isdecimal() and int(size) > 1:
-            return f"{name}={size}"
-    return ""
+    return one_of_several((*OF_ONE_TRAINING, *(OF_ANY_PROGRAM if is_horovod else ())), environ)
+
+
+def wrong_with_horovod(size: int, environ: Mapping[str, str] = os.environ) -> str:
+    """See `lone_horovod`."""
+    return lone_horovod(size, environ)
 
 
 def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:

@@ -11,26 +11,23 @@ import sys
 from collections.abc import Mapping
 
 from hetstream.base.errors import ConfigError
-
-# World size as horovodrun, Open MPI's mpirun and MPICH's mpiexec tell it to each rank.
-_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+from hetstream.base.launchers import OF_ANY_PROGRAM, OF_ONE_TRAINING, lone_horovod, one_of_several
 
 
 def horovod_identity(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Rank and world size, or None in a program that does not use Horovod.
 
     Raises:
-        ConfigError: The program imported Horovod, runs as one of several ranks, and has not called `hvd.init()`: every
-            rank would take itself for the only one and read all the data.
+        ConfigError: The program imported Horovod, runs as one of several ranks, and has not called `hvd.init()`, or its
+            Horovod does not know the others: every rank would take itself for the only one and read all the data.
     """
     hvd = sys.modules.get("horovod.torch")
     if hvd is None:
         return None
     if hvd.is_initialized():
+        if wrong := lone_horovod(int(hvd.size()), environ):
+            raise ConfigError(f"{wrong}. If each trains for itself, give the DataLoader rank=0 and world_size=1")
         return int(hvd.rank()), int(hvd.size())
-    for name in _SIZE_VARIABLES:
-        if environ.get(name, "1") != "1":
-            raise ConfigError(
-                f"a DataLoader is made before Horovod knows its rank ({name}={environ[name]}): call hvd.init() first"
-            )
+    if others := one_of_several((*OF_ONE_TRAINING, *OF_ANY_PROGRAM), environ):
+        raise ConfigError(f"a DataLoader is made before Horovod knows its rank ({others}): call hvd.init() first")
     return None

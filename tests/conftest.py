@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -312,3 +314,20 @@ def _no_leaks(_resource_tracker: None) -> Iterator[None]:
         leaked = _holdings().beyond(before)
     if leaked:
         pytest.fail("the test left behind " + "; ".join(leaked))
+
+
+@pytest.fixture(scope="session")
+def horovod_bin() -> Path:
+    """The `bin` folder of a virtual environment with horovod: this one, or the one that `.ci/install-horovod` makes."""
+    venvs = [
+        Path(sys.prefix),
+        Path(os.environ.get("HETSTREAM_HOROVOD_VENV", Path(__file__).parents[1] / ".venv-horovod")),
+    ]
+    for venv in venvs:
+        python = venv / "bin" / "python"
+        if (
+            python.exists()
+            and subprocess.run([python, "-c", "import horovod.torch"], capture_output=True).returncode == 0
+        ):
+            return venv / "bin"
+    pytest.skip(f"horovod is not importable in {' or '.join(map(str, venvs))}: .ci/install-horovod builds it")

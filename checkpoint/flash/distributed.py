@@ -90,7 +90,7 @@ def communicator() -> Communicator:
     hvd = imported_horovod()
     if hvd and hvd.is_initialized():
         return HorovodCommunicator()
-    setting = several_ranks(is_mpi=hvd is not None)
+    setting = several_ranks(is_horovod=hvd is not None)
     if setting:
         raise OptionsError(
             f"{setting}, and neither torch.distributed nor Horovod is initialised: every rank would take itself for "

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from hetstream.base.errors import OptionsError
+from hetstream.checkpoint.config import wrong_with_horovod
 
 
 def imported_horovod() -> ModuleType | None:
@@ -23,7 +24,8 @@ class HorovodCommunicator:
         world_size: number of processes.
 
     Raises:
-        OptionsError: `hvd.init()` was not called: every rank would take itself for the only one.
+        OptionsError: `hvd.init()` was not called, or Horovod does not know the other ranks: every rank would take
+            itself for the only one.
     """
 
     def __init__(self) -> None:
@@ -32,6 +34,11 @@ class HorovodCommunicator:
             raise OptionsError("a checkpointer is made before Horovod knows its rank: call hvd.init() first")
         self.rank = int(hvd.rank())
         self.world_size = int(hvd.size())
+        if wrong := wrong_with_horovod(self.world_size):
+            raise OptionsError(
+                f"{wrong}. If each trains for itself, give ranks=Alone() of hetstream.checkpoint.flash.distributed and "
+                "a directory of its own"
+            )
         self._allgather = hvd.allgather
 
     def all_gather(self, data: bytes) -> list[bytes]:

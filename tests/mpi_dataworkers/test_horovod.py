@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 
-from hetstream.base.errors import ConfigError
+from hetstream.base.errors import ConfigError, OptionsError
+from hetstream.checkpoint.flash.distributed import communicator
 from hetstream.mpi_dataworkers.horovod import horovod_identity
+from hetstream.mpi_dataworkers.loader.data_loader import DataLoader
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 101  # odd, so that the two ranks' last steps differ in size
 NUM_EPOCHS = 2
 
@@ -68,6 +69,7 @@ class StandIn(ModuleType):
         self.is_initialized = lambda: identity is not None
         self.rank = lambda: identity and identity[0]
         self.size = lambda: identity and identity[1]
+        self.allgather = None
 
 
 def test_without_horovod_there_is_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,22 +86,25 @@ def test_a_loader_before_init_is_refused_among_several_ranks(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "horovod.torch", StandIn(None))
     assert horovod_identity({}) is None
     assert horovod_identity({"OMPI_COMM_WORLD_SIZE": "1"}) is None
-    with pytest.raises(ConfigError, match=r"HOROVOD_SIZE=2\): call hvd\.init\(\) first"):
-        horovod_identity({"HOROVOD_SIZE": "2"})
+    for several in ("HOROVOD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2", "PMI_SIZE=2", "SLURM_STEP_NUM_TASKS=2", "WORLD_SIZE=2"):
+        with pytest.raises(ConfigError, match=rf"{several}\): call hvd\.init\(\) first"):
+            horovod_identity(dict([several.split("=")]))
 
 
-@pytest.fixture(scope="module")
-def horovod_bin() -> Path:
-    """The `bin` folder of a virtual environment with horovod: this one, or the one that `.ci/install-horovod` makes."""
-    venvs = [Path(sys.prefix), Path(os.environ.get("HETSTREAM_HOROVOD_VENV", ROOT / ".venv-horovod"))]
-    for venv in venvs:
-        python = venv / "bin" / "python"
-        if (
-            python.exists()
-            and subprocess.run([python, "-c", "import horovod.torch"], capture_output=True).returncode == 0
-        ):
-            return venv / "bin"
-    pytest.skip(f"horovod is not importable in {' or '.join(map(str, venvs))}: .ci/install-horovod builds it")
+def test_a_horovod_that_knows_no_other_rank_is_refused_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without MPI says size 1 in each process that horovodrun has not started."""
+    monkeypatch.setitem(sys.modules, "horovod.torch", StandIn((0, 1)))
+    assert horovod_identity({"SLURM_NTASKS": "4"}) == (0, 1), "of a batch script, in which one process runs"
+    assert horovod_identity({"SLURM_STEP_NUM_TASKS": "4", "HOROVOD_SIZE": "1"}) == (0, 1), "horovodrun -np 1"
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+        with pytest.raises(ConfigError, match=rf"hvd\.size\(\) is 1, .*\({variable}=4\).*horovod\.sbatch"):
+            horovod_identity({variable: "4"})
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(OptionsError, match=r"hvd\.size\(\) is 1.*give the DataLoader rank=0 and world_size=1"):
+        DataLoader([1, 2, 3])
+    DataLoader([1, 2, 3], rank=0, world_size=1).close()
+    with pytest.raises(OptionsError, match=r"hvd\.size\(\) is 1.*ranks=Alone\(\)"):
+        communicator()
 
 
 @pytest.mark.mpi
@@ -130,3 +135,19 @@ def test_two_ranks_share_every_epoch_exactly(horovod_bin: Path, tmp_path: Path) 
         assert ids == Counter(range(NUM_SAMPLES))
     assert ranks[0]["epochs"][0] != ranks[0]["epochs"][1]
     assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+@pytest.mark.skipif(not shutil.which("g++") or not shutil.which("make"), reason="no g++ or no make")
+def test_a_build_that_cannot_succeed_says_what_is_missing(tmp_path: Path) -> None:
+    """torch for CUDA where only half of CUDA is: a stand-in for such an environment, for the script itself."""
+    binaries, cuda = tmp_path / "bin", tmp_path / "cuda"
+    binaries.mkdir()
+    cuda.mkdir()
+    for name, text in (("pip", ""), ("python", f"echo {cuda}")):
+        (binaries / name).write_text(f"#!/bin/sh\n{text}\n")
+        (binaries / name).chmod(0o755)
+    script = Path(__file__).parents[2] / ".ci" / "install-horovod"
+    done = subprocess.run([script, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"in {cuda} CUDA's headers are missing" in done.stderr
+    assert "TORCH='torch==2.13.0+cpu', from https://download.pytorch.org/whl/cpu" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -108,3 +109,49 @@ def test_templates_run_on_real_slurm(
     job_directory = directory / ".hetstream" / f"job-{job_id}"
     assert (job_directory / "summary.json").exists()
     assert not (job_directory / "dispatcher").exists()
+
+
+@pytest.mark.slurm
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.every_release
+def test_two_ranks_of_the_horovod_template_train_as_one(
+    horovod_bin: Path, devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    directory = devcluster.out_dir / "horovod"
+    directory.mkdir()
+    shutil.copy(ROOT / "sbatch_templates" / "horovod.sbatch", directory)
+    program = Path(__file__).with_name("train_horovod.py")
+    environ = dict(devcluster.env) | {
+        "TRAIN_PY": str(program),
+        "PATH": f"{horovod_bin}{os.pathsep}{devcluster.env['PATH']}",
+    }
+
+    def run_job(*words: str | Path) -> tuple[str, str]:
+        argv = [horovod_bin / "hetstream", "sbatch", "--parsable", *words]
+        done = subprocess.run(argv, cwd=directory, env=environ, capture_output=True, text=True, check=True, timeout=60)
+        active = ["squeue", "--noheader", "--states=PD,R,CG"]
+        wait_until(lambda: not devcluster.run(active).stdout, timeout_s=180, what="the end of the job")
+        shown = devcluster.run(["scontrol", "show", "job", done.stdout.strip()]).stdout
+        return shown, (directory / f"horovod-{done.stdout.strip()}.out").read_text()
+
+    options = ("--data-workers=1", "--data-worker-cpus=1", "--ntasks-per-node=2")
+    shown, said = run_job(*options, "horovod.sbatch", "rank-%r.json", "16")
+    assert "ExitCode=0:0" in shown, said
+    ranks = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(rank["size"], rank["local_steps"]) for rank in ranks] == [(2, 0), (2, 0)], said
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("HETSTREAM_", "SLURM_"))}
+    words = [horovod_bin / "python", program, tmp_path / "alone.json", "16"]
+    subprocess.run(words, env=alone, check=True, timeout=120)
+    reference = json.loads((tmp_path / "alone.json").read_text())["losses"]
+    assert len(reference) == 40
+    of_both = [sum(losses) / 2 for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert of_both == pytest.approx(reference, rel=1e-4)
+
+    # Without what the script tells the ranks, each would be the only one.
+    bare = (directory / "horovod.sbatch").read_text().replace("export HOROVOD_RANK", "true HOROVOD_RANK")
+    (directory / "bare.sbatch").write_text(bare)
+    shown, said = run_job(*options, "bare.sbatch", "bare-%r.json", "16")
+    assert "ExitCode=0:0" not in shown, said
+    assert "hvd.size() is 1, and this process is one of several (SLURM_STEP_NUM_TASKS=2)" in said
+    assert not [*directory.glob("bare-*.json")]

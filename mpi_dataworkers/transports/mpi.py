@@ -211,8 +211,8 @@ class _Messages:
         with self._lock:
             self.is_open = False
         coming = np.empty_like(self._sent)
-        told, pause = self._comm.Ialltoall(self._sent, coming), _Pause()
-        while not (told.Test() and (self._received >= coming).all() and not self._sends):
+        exchange, pause = self._comm.Ialltoall(self._sent, coming), _Pause()
+        while not (exchange.Test() and (self._received >= coming).all() and not self._sends):
             self.discard_all()
             time.sleep(pause.next_s())
         for _, request, _ in self._receives:  # announced by a rank that then could not send it

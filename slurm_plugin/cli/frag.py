@@ -20,6 +20,7 @@ from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Node, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
+from hetstream.slurm_plugin.insight.shapes import gres_words
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         for node in snapshot.nodes
         if (partitions is None or set(partitions) & set(node.partitions)) and (names is None or node.name in names)
     ]
-    emit(args, report_of(measure(nodes, snapshot.jobs, snapshot.partitions), snapshot))
+    emit(args, report_of(measure(nodes, snapshot.jobs, snapshot.partitions, config=snapshot.config), snapshot))
     return 0
 
 
@@ -87,7 +88,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
     shapes = Section(
         "shapes",
         _SHAPE_COLUMNS,
-        [asdict(shape) for shape in found.shapes],
+        [asdict(shape) | {"gres": [*map(gres_words, shape.gres)]} for shape in found.shapes],
         title="What pending jobs ask of a node",
         empty="no job waits for resources",
         most_lines=MOST_SHAPES,
@@ -193,6 +194,7 @@ _SHAPE_COLUMNS = (
     Column("num_jobs", "JOBS"),
     Column("gpus", "GPUS"),
     Column("gpu_type", "TYPE", left=True),
+    Column("gres", "GRES", lambda gres: ",".join(gres) or "-", left=True),
     Column("cpus", "CPUS"),
     Column("memory_mb", "GIB", gib),
     Column("partitions", "PARTITIONS", ",".join, left=True),

@@ -23,6 +23,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import explain_together
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
+from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
 from hetstream.slurm_plugin.insight.why import Blocker, Explainer, Explanation, Verdict, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
@@ -172,7 +173,7 @@ def _facts(explanation: Explanation, now_s: float) -> Row:
         "reason": job.reason,
         "waiting_s": round(now_s - job.submit_s) if job.is_pending and job.submit_s else None,
         "planned_start_s": job.start_s if job.is_pending else None,
-        "num_nodes": job.num_nodes,
+        "num_nodes": explanation.shape.num_nodes,
         "gpus_per_node": explanation.shape.gpus,
         "cpus_per_node": explanation.shape.cpus,
         "memory_mb_per_node": explanation.shape.memory_mb,
@@ -185,7 +186,10 @@ def _facts(explanation: Explanation, now_s: float) -> Row:
 
 def _lines(explanation: Explanation, now_s: float) -> list[str]:
     job, facts = explanation.job, _facts(explanation, now_s)
-    asks = f"{job.num_nodes} node(s), each with {explanation.shape.gpus} GPU(s), {explanation.shape.cpus} CPU(s)"
+    shape = explanation.shape
+    number = f"about {shape.num_nodes}" if shape.is_guess else f"{shape.num_nodes}"
+    others = "".join(f", {gres_words(gres)}" for gres in shape.gres)
+    asks = f"{number} node(s), each with {shape.gpus} GPU(s){others}, {shape.cpus} CPU(s)"
     head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
     if not job.is_pending:
         since = f" for {duration(now_s - job.start_s)}" if job.start_s else ""
@@ -193,12 +197,14 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
         if job.state == "CONFIGURING":
             how = "its nodes are being started or set up, for ResumeTimeout at the most: scontrol show config"
         return [f"{head}{since} on {compress(job.nodes) or 'no node'}: {how}"]
+    in_doubt = gres_in_doubt(shape) if explanation.fits_on else ""
+    in_doubt = f" (its {in_doubt} is not counted GPU by GPU)" if in_doubt else ""
     waiting: Any = facts["waiting_s"]
     lines = [
         f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",
-        f"asks for  {asks} and {explanation.shape.memory_mb:,} MB"
+        f"asks for  {asks} and {shape.memory_mb:,} MB"
         + (f"; {job.num_records} tasks are pending" if job.num_records > 1 else ""),
-        f"room now  {compress(explanation.fits_on) or 'on no node'}",
+        f"room now  {compress(explanation.fits_on) or 'on no node'}{in_doubt}",
     ]
     if job.start_s and job.start_s > now_s:
         where = f" on {compress(job.planned_nodes)}" if job.planned_nodes else ""
@@ -224,7 +230,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
         step = f"; next: {blocker.next_step}" if blocker.next_step else ""
         lines.append(f"waits for {blocker.kind} (job {label}): {blocker.text}{step}")
     lines += [
-        f"job {part.job.label} in {','.join(part.job.partitions)}: {part.job.num_nodes} node(s), each with "
+        f"job {part.job.label} in {','.join(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
         f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {part.shape.memory_mb:,} MB; room now "
         f"{compress(part.fits_on) or 'on no node'}"
         for part in parts

@@ -90,10 +90,18 @@ class Job:
         state: in Slurm's spelling, such as `PENDING`.
         reason: why it is pending.
         num_nodes: nodes that it has, or the least that it asks for.
+        likely_nodes: how many Slurm thinks that a pending one will get; 0 where it does not say.
+        max_nodes: the most that it may get; None where nothing says so, as there may be none.
         num_cpus: on all nodes together.
         cpu_share: which share of its CPUs counts as its own, where several jobs are given the same ones
             (OverSubscribe=FORCE:N, YES:N): together they hold what their nodes say is in use.
-        memory_mb: on all nodes together.
+        min_cpus_per_node: on each node at least, such as `--mincpus`.
+        layout: sockets of a node, cores of a socket and threads of a core that it asks for, each 0 if any will do. One
+            thread of a core (`--hint=nomultithread`) is also the most that it uses.
+        tasks_per_core: `--ntasks-per-core`; 0 if it says nothing.
+        memory_mb: on all nodes together, as many as it has or asks for at least.
+        memory_per_gpu_mb: `--mem-per-gpu`; 0 if it asks for memory in another way.
+        all_memory: it wants all memory of its nodes (`--mem=0`).
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job, gres_per_socket: what it asks for in each way.
         gpus_requested: how many GPUs Slurm says a pending one asks for, in whatever way, such as `--ntasks-per-gpu`;
@@ -173,6 +181,13 @@ class Job:
     licenses: str = ""
     short_licenses: tuple[str, ...] = ()
     cpu_share: float = 1.0
+    likely_nodes: int = 0
+    max_nodes: int | None = None
+    min_cpus_per_node: int = 1
+    layout: tuple[int, int, int] = (0, 0, 0)
+    tasks_per_core: int = 0
+    memory_per_gpu_mb: int = 0
+    all_memory: bool = False
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -316,6 +331,8 @@ class Node:
         memory_allocated_mb: of that.
         gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
         gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
+        layout: its sockets, the cores of each, and the threads of each core; zeros where nothing says so.
+        cpus_per_core: 1 where Slurm counts cores as CPUs, otherwise their threads.
         reason: why it is out of use.
         version: of its slurmd.
         address: under which other nodes reach it.
@@ -344,6 +361,8 @@ class Node:
     gpus_allocated: int | None = None
     unreadable: tuple[str, ...] = ()
     reserved_parts: tuple[ReservedPart, ...] = ()
+    layout: tuple[int, int, int] = (0, 0, 0)
+    cpus_per_core: int = 1
 
     @property
     def is_usable(self) -> bool:

@@ -19,10 +19,12 @@ from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeSha
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
+    cpus_per_core,
     exclusive_of,
     gpus_allocated,
     has_no_end,
     in_use,
+    most_nodes,
     node_states,
     readable,
     requested_gpus,
@@ -95,10 +97,18 @@ class _Job(msgspec.Struct):
     qos: str | None = ""
     state_reason: str | None = ""
     node_count: _Num = None
+    max_nodes: _Num = None
     cpus: _Num = None
+    minimum_cpus_per_node: _Num = None
+    sockets_per_node: _Num = None
+    cores_per_socket: _Num = None
+    threads_per_core: _Num = None
+    tasks_per_core: _Num = None
     tasks: _Num = None
     cpus_per_task: _Num = None
     memory_per_cpu: _Num = None
+    memory_per_node: _Num = None
+    memory_per_tres: str | None = ""
     tres_req_str: str | None = ""
     tres_alloc_str: str | None = ""
     tres_per_node: str | None = ""
@@ -158,6 +168,9 @@ class _Node(msgspec.Struct):
     cpu_load: _Num = None
     specialized_memory: _Num = None
     reservation: str | None = ""
+    sockets: int = 0
+    cores: int = 0
+    threads: int = 0
 
 
 class _JobsAnswer(msgspec.Struct):
@@ -222,11 +235,18 @@ def _job(row: _Job) -> Job:
         state=state,
         reason="" if row.state_reason in (None, "None") else str(row.state_reason),
         num_nodes=nodes,
+        likely_nodes=_whole(row.node_count),
+        max_nodes=most_nodes(_whole(row.node_count), _whole(row.max_nodes)),
         num_cpus=_whole(row.cpus, 1),
+        min_cpus_per_node=_whole(row.minimum_cpus_per_node, 1),
+        layout=(_whole(row.sockets_per_node), _whole(row.cores_per_socket), _whole(row.threads_per_core)),
+        tasks_per_core=_whole(row.tasks_per_core),
         num_tasks=_whole(row.tasks, 1),
         cpus_per_task=_whole(row.cpus_per_task, 1),
         memory_mb=read(megabytes, asked.get("mem", ""), 0),
         memory_per_cpu_mb=_whole(row.memory_per_cpu) or None if _whole(row.cpus, 1) > nodes else None,
+        memory_per_gpu_mb=total(read.gres(row.memory_per_tres or ""), "gpu"),
+        all_memory=_number(row.memory_per_node) == 0,
         array_job_id=array_job_id if array_job_id and tasks else None,
         array_tasks=tasks if array_job_id else "",
         het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
@@ -316,6 +336,8 @@ def _node(row: _Node) -> Node:
         cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
         reservation=row.reservation or "",
         gpus_allocated=gpus_allocated(row.tres or "", row.tres_used or ""),
+        layout=(row.sockets, row.cores, row.threads),
+        cpus_per_core=cpus_per_core(row.cpus, (row.sockets, row.cores, row.threads)),
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -28,8 +28,9 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 # Fields of squeue, least for what the model holds; the last one ends the record.
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
-    "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
-    "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket", "cpus-per-tres", "NodeList", "SubmitTime",
+    "Partition", "State", "Reason", "NumNodes", "MaxNodes", "NumCPUs", "MinCPUs", "SCT", "NTPerCore", "NumTasks",
+    "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket",
+    "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
     "Name", "WorkDir", "Comment",
@@ -127,6 +128,7 @@ def _job(row: Mapping[str, str]) -> Job:
     asked = tres(row["tres-alloc"])
     tasks = text_or_empty(row.get("ArrayTaskID", ""))
     het_job_id = number("HetJobID")
+    likely_nodes = read(_least, row.get("NumNodes", ""), 0)
     time_limit_s = _limit(read(seconds, row["TimeLimit"], None))
     job = Job(
         job_id=int(row["JobID"]),
@@ -136,12 +138,19 @@ def _job(row: Mapping[str, str]) -> Job:
         partitions=tuple(row["Partition"].split(",")),
         state=row["State"],
         reason=text_or_empty(row["Reason"]),
-        num_nodes=whole(asked.get("node", ""), read(_least, row.get("NumNodes", ""), 1)),
+        num_nodes=whole(asked.get("node", ""), likely_nodes or 1),
+        likely_nodes=likely_nodes,
+        max_nodes=most_nodes(likely_nodes, number("MaxNodes")),
         num_cpus=read(_least, row["NumCPUs"], 1),
+        min_cpus_per_node=number("MinCPUs", 1),
+        layout=read(_layout, row.get("SCT", ""), (0, 0, 0)),
+        tasks_per_core=number("NTPerCore"),
         num_tasks=number("NumTasks", 1),
         cpus_per_task=number("cpus-per-task", 1),
         memory_mb=read(megabytes, asked.get("mem", ""), 0),
         memory_per_cpu_mb=read(lambda _: _per_cpu(row, asked), "", None),
+        memory_per_gpu_mb=total(read.gres(row.get("mem-per-tres", "")), "gpu"),
+        all_memory=row.get("MinMemory") == "0",
         array_job_id=number("ArrayJobID") if tasks else None,
         array_tasks=tasks,
         het=HetComponent(het_job_id, number("HetJobOffset")) if het_job_id else None,
@@ -182,6 +191,21 @@ def _job(row: Mapping[str, str]) -> Job:
 def _least(text: str) -> int:
     """Of `2-4` the first; 1 where nothing is said."""
     return whole(text.split("-")[0], 1)
+
+
+def most_nodes(likely: int, most: int) -> int | None:
+    """The most nodes that a pending job may get, from what Slurm tells as the most and as likely.
+
+    Of a job that set no limit it tells the likely number again (_print_job_max_nodes in src/squeue/print.c), and 23.02
+    to 25.11 pack that in its place (_pack_default_job_details in src/slurmctld/job_mgr.c).
+    """
+    return most if most not in (0, likely) else None
+
+
+def _layout(text: str) -> tuple[int, int, int]:
+    """Sockets, cores and threads of `2:*:1`; 0 where any will do, or nothing is said."""
+    found = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    return (found[0], found[1], found[2]) if len(found) == 3 else (0, 0, 0)
 
 
 def exclusive_of(said: str) -> str:
@@ -274,6 +298,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 def _node(row: Mapping[str, str]) -> Node:
     read = Reading()
+    layout = whole(row.get("Sockets", "")), whole(row.get("CoresPerSocket", "")), whole(row.get("ThreadsPerCore", ""))
     node = Node(
         name=row["NodeName"],
         states=node_states(row["State"].split("+")),
@@ -292,8 +317,16 @@ def _node(row: Mapping[str, str]) -> Node:
         cpu_load=read(float, load, None) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
         reservation=row.get("ReservationName", ""),
         gpus_allocated=gpus_allocated(row.get("CfgTRES", ""), row.get("AllocTRES", "")),
+        layout=layout,
+        cpus_per_core=cpus_per_core(whole(row["CPUTot"]), layout),
     )
     return replace(node, unreadable=read.unreadable)
+
+
+def cpus_per_core(cpus: int, layout: tuple[int, int, int]) -> int:
+    """How many CPUs a core is for Slurm: its threads, or 1 where the site counts cores."""
+    cores = layout[0] * layout[1]
+    return max(1, cpus // cores) if cores else 1
 
 
 def gpus_allocated(configured: str, allocated: str) -> int | None:

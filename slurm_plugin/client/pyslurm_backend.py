@@ -24,7 +24,15 @@ from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
-from hetstream.slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states, requested_gpus
+from hetstream.slurm_plugin.client.parse_text import (
+    NO_LIMIT_S,
+    allocated_gres,
+    cpus_per_core,
+    in_use,
+    most_nodes,
+    node_states,
+    requested_gpus,
+)
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.values import megabytes, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
@@ -96,6 +104,13 @@ def job_of(row: Row, reason: str) -> Job:
         num_tasks=row["num_tasks"],
         cpus_per_task=1 if row["cpus_per_task"] == "N/A" else row["cpus_per_task"],
         memory_mb=memory_mb,
+        likely_nodes=row["num_nodes"],
+        max_nodes=most_nodes(row["num_nodes"], row.get("max_nodes") or 0),
+        min_cpus_per_node=row.get("pn_min_cpus") or 1,
+        layout=(_few(row, "sockets_per_node"), _few(row, "cores_per_socket"), _few(row, "threads_per_core")),
+        tasks_per_core=_few(row, "ntasks_per_core"),
+        memory_per_gpu_mb=total(read.gres(row.get("mem_per_tres") or ""), "gpu"),
+        all_memory=not per_cpu_mb and row.get("min_memory_node") == 0,
         memory_per_cpu_mb=per_cpu_mb if per_cpu_mb and num_cpus > num_nodes else None,
         array_job_id=row["array_job_id"] if tasks else None,
         array_tasks=tasks,
@@ -133,12 +148,19 @@ def job_of(row: Row, reason: str) -> Job:
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
 
+def _few(row: Row, name: str) -> int:
+    """A number of 16 bits; 0 where it is not set (NO_VAL16 and INFINITE16 of slurm.h)."""
+    value = row.get(name)
+    return value if isinstance(value, int) and value < 0xFFFE else 0
+
+
 def node_of(row: Row, state: str, cpus: int) -> Node:
     """A node from its record in the old interface, and state and effective CPUs of the new one."""
     states = node_states(state.split("+"))
     if 0 < row["alloc_cpus"] < cpus:  # scontrol works this out too
         states = states - {"IDLE", "ALLOCATED"} | {"MIXED"}
     read = Reading()
+    layout = _few(row, "sockets"), _few(row, "cores"), _few(row, "threads")
     node = Node(
         name=row["name"],
         states=states,
@@ -155,6 +177,8 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
         version=row["version"] or "",
         address=row["node_addr"] or "",
         cpu_load=None if row["cpu_load"] is None else row["cpu_load"] / 100,
+        layout=layout,
+        cpus_per_core=cpus_per_core(row.get("cpus") or cpus, layout),
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import measure_table
 from hetstream.slurm_plugin.insight.node_table import NodeTable
-from hetstream.slurm_plugin.insight.shapes import alike_jobs, pending_shapes, shape_of
+from hetstream.slurm_plugin.insight.shapes import Hardware, alike_jobs, pending_shapes, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.
@@ -113,25 +113,25 @@ def _oversized(ended_job: EndedJob) -> Advice:
 
 
 def _pending(snapshot: Snapshot) -> Iterable[Advice]:
-    explainer = Explainer(snapshot)
+    explainer, hardware = Explainer(snapshot), Hardware(snapshot.nodes, snapshot.config)
     for job in snapshot.jobs:
         if not job.waits_for_resources or not job.count("gpu"):
             continue
         verdict = explainer.conversion(job)
         if not verdict.helps:
             continue
-        gpus, shape = job.count("gpu"), shape_of(job)
+        gpus, shape = job.count("gpu"), shape_of(job, hardware)
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         early_s = max(0.0, job.start_s - snapshot.taken_s) if job.start_s else None
         hours = None if early_s is None else gpus * min(24.0, early_s / 3600)
         yield Advice(
-            job.label, job.user, job.state, "free now", (shape.cpus - kept) * max(1, job.num_nodes), gpus, hours,
+            job.label, job.user, job.state, "free now", (shape.cpus - kept) * shape.num_nodes, gpus, hours,
             verdict.text, verdict.directive,
         )  # fmt: skip
 
 
 def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
-    shapes = pending_shapes(alike_jobs(snapshot.jobs))
+    shapes = pending_shapes(alike_jobs(snapshot.jobs), Hardware(snapshot.nodes, snapshot.config))
     # Nodes whose GPUs want CPUs, and how many GPUs.
     with_room = NodeTable(
         (node for node in snapshot.nodes if node.starts_jobs and node.gpus_free()),

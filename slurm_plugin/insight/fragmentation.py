@@ -10,7 +10,7 @@ that insist on different types of GPUs use them side by side. Parts of GPUs, by 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape, alike_jobs, pending_shapes
+from hetstream.slurm_plugin.insight.shapes import RESOURCES, Hardware, Shape, alike_jobs, pending_shapes
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
 MUCH_FREE = 0.25
@@ -140,6 +140,7 @@ def measure(
     jobs: Iterable[Job],
     partitions: Iterable[Partition] = (),
     alike: Iterable[Sequence[Job]] | None = None,
+    config: Mapping[str, str] | None = None,
 ) -> Fragmentation:
     """Measure a cluster.
 
@@ -148,10 +149,11 @@ def measure(
         jobs: all jobs; those that wait for resources give the shapes.
         partitions: what they allow counts.
         alike: the pending jobs in groups, where those are known.
+        config: `scontrol show config`; it decides what Slurm gives nothing but whole ones of.
     """
     found, known = list(nodes), list(jobs)
     usable = [node for node in found if node.starts_jobs]
-    shapes = pending_shapes(alike_jobs(known) if alike is None else alike)
+    shapes = pending_shapes(alike_jobs(known) if alike is None else alike, Hardware(found, config))
     table = NodeTable(usable, partitions, known)
     measured, assumed = measure_table(table, shapes)
     measured.sort(
@@ -250,9 +252,9 @@ class _Best:
         self.by_type: dict[str, Counts] = {}
         self.known: Mask = np.zeros(num_nodes, dtype=np.bool_)
 
-    def take(self, where: Mask, used: Counts, copies: Counts, shape: Shape) -> None:
-        """Compare a shape on the nodes where it may run."""
-        cpus, memory_mb = copies * shape.cpus, copies * shape.memory_mb
+    def take(self, where: Mask, used: Counts, copies: Counts, shape: Shape, needed: tuple[Counts, Counts]) -> None:
+        """Compare a shape on the nodes where it may run, each of which gives it so many CPUs and so much memory."""
+        cpus, memory_mb = copies * needed[0], copies * needed[1]
         # Of two that use the same, the one that leaves more CPUs, and of equal ones more memory.
         is_as_good, as_many_cpus = used == self.used, cpus == self.taken["CPUs"]
         leaves_more = (cpus < self.taken["CPUs"]) | (as_many_cpus & (memory_mb < self.taken["memory"]))
@@ -277,9 +279,9 @@ def _best_use(table: NodeTable, unit: str, shapes: Sequence[Shape], assumed: Sha
     for shape in shapes:
         use = _use(table, shape, unit)
         if use is not None:
-            best.take(*use, shape)
+            best.take(*use, shape, table.needed(shape))
             if unit == "gpus" and shape.gpu_type:
-                by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use, shape)
+                by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use, shape, table.needed(shape))
     best.by_type = {gpu_type: use.used for gpu_type, use in by_type.items()}
     if len(by_type) > 1:
         # Those that insist on different types use them side by side.
@@ -292,7 +294,7 @@ def _best_use(table: NodeTable, unit: str, shapes: Sequence[Shape], assumed: Sha
     known = best.known
     use = _use(table, assumed, unit)
     if use is not None:
-        best.take(use[0] & ~known, *use[1:], assumed)
+        best.take(use[0] & ~known, *use[1:], assumed, table.needed(assumed))
     best.known = known
     return best
 
@@ -304,8 +306,10 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
         return None
     _, cpus_free = table.cpus_for(shape.partitions, shape.whole_nodes)
     rooms = [table.devices(shape.gpu_type)[1] // shape.gpus] if shape.gpus else []
-    rooms += [cpus_free // shape.cpus] if shape.cpus else []
-    rooms += [table.memory_free_mb // shape.memory_mb] if shape.memory_mb else []
+    cpus, memory_mb = table.needed(shape)
+    rooms += [cpus_free // np.maximum(1, cpus)] if shape.cpus else []
+    rooms += [table.memory_free_mb // np.maximum(1, memory_mb)] if shape.memory_mb else []
+    rooms += [free // count for _, count, _, free in table.gres_of(shape)]
     copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
     used = copies * getattr(shape, unit)
     if shape.whole_nodes or table.takes_whole_nodes(shape.partitions):
@@ -317,7 +321,10 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
 def _may_run(table: NodeTable, shape: Shape) -> Mask:
     """The nodes that could give what a shape asks for, were they empty."""
     cpus, _ = table.cpus_for(shape.partitions)
-    where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+    needed, memory_mb = table.needed(shape)
+    where = table.eligible(shape.partitions) & (cpus >= needed) & (table.memory_mb >= memory_mb) & table.laid_out(shape)
+    for _, count, had, _ in table.gres_of(shape):
+        where = where & (had >= count)
     if shape.required_nodes or shape.features or shape.excluded_nodes:
         where = where & table.asked_for(shape)
     return where & (table.devices(shape.gpu_type)[0] >= shape.gpus) if shape.gpus else where
@@ -372,8 +379,9 @@ class _Lacking:
             yield _WHOLE, where
             return
         _, cpus_free = self._table.cpus_for(shape.partitions)
-        cpus = cpus_free[self._rows] - self._best.taken["CPUs"][self._rows] >= shape.cpus
-        memory = self._left_mb >= shape.memory_mb
+        needed, memory_mb = self._table.needed(shape)
+        cpus = (cpus_free - self._best.taken["CPUs"] >= needed)[self._rows]
+        memory = self._left_mb >= memory_mb[self._rows]
         gpus = self._left_gpus(shape.gpu_type) >= shape.gpus if shape.gpus else np.ones_like(where)
         yield 0, where & gpus & memory & cpus
         yield _CPUS, where & gpus & memory & ~cpus
@@ -400,7 +408,8 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     groups: dict[tuple[Hashable, ...], list[Shape]] = {}
     for shape in shapes:
         where = shape.partitions, shape.required_nodes, shape.features, shape.excluded_nodes
-        key = getattr(shape, unit), shape.gpu_type, where, shape.whole_nodes
+        how = shape.whole_nodes, shape.gres, shape.layout, shape.cores, shape.memory_per_cpu_mb, shape.all_memory
+        key = getattr(shape, unit), shape.gpu_type, where, shape.min_cpus, how
         groups.setdefault(key, []).append(shape)
     kept: list[Shape] = []
     for group in groups.values():

@@ -53,12 +53,12 @@ def _not_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[str
     nodes = {node.name: node for node in snapshot.nodes}
     mine = {part.job for part in parts}
     others = tuple(job for job in snapshot.jobs if job not in mine)
-    for part in sorted(parts, key=lambda part: len(part.fits_on) - part.job.num_nodes):
+    for part in sorted(parts, key=lambda part: len(part.fits_on) - part.shape.num_nodes):
         # Alone in the queue: it is not about whose turn it is.
         alone: Job = replace(part.job, het=None)
         left = replace(snapshot, nodes=tuple(nodes.values()), jobs=(*others, alone))
         now = Explainer(left).explain(alone)
-        wanted = max(1, part.job.num_nodes)
+        wanted = part.shape.num_nodes
         if len(now.fits_on) < wanted:
             blocker = now.blockers[0]
             text = f"each component has room now, but not all at once: beside the others {blocker.text}"

@@ -25,6 +25,7 @@ _MAX_BYTES = 64 << 20
 # The settings that commands look at in a reading which they need not make themselves.
 _SETTINGS = (
     "AccountingStorageEnforce", "AccountingStorageType", "ClusterName", "MCSPlugin", "MinJobAge", "PrivateData",
+    "SelectType", "SelectTypeParameters", "TopologyPlugin",
 )  # fmt: skip
 # Words of PrivateData about what slurmdbd and the event log say, and `cloud`, which shows more instead of less:
 # https://slurm.schedmd.com/slurm.conf.html#OPT_PrivateData

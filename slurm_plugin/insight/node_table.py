@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetstream.slurm_plugin.client.constraint import alternatives, meets
-from hetstream.slurm_plugin.client.model import Job, Node, Partition
+from hetstream.slurm_plugin.client.model import SHARING, Job, Node, Partition, total
 from hetstream.slurm_plugin.insight.shapes import Shape
 
 Mask = NDArray[np.bool_]
@@ -33,6 +33,7 @@ class NodeTable:
         nodes: in the order of the arrays.
         cpus, cpus_free, memory_mb, memory_free_mb, gpus, gpus_free, mig: as in `Node`.
         reserved: whether only jobs of a reservation start there.
+        cpus_per_core: as in `Node`.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class NodeTable:
         self.gpus_free = self._by_gres(lambda node: node.gpus_free())
         self.mig = self._by_gres(lambda node: node.mig)
         self.reserved = self._mask(node.is_reserved for node in self.nodes)
+        self.cpus_per_core = self._counts(node.cpus_per_core for node in self.nodes)
+        self._layout = tuple(self._counts(node.layout[place] for node in self.nodes) for place in range(3))
+        self._has_threads = bool((self.cpus_per_core > 1).any())
         self._places = {node.name: place for place, node in enumerate(self.nodes)}
         self._limits = {
             partition.name: partition
@@ -78,6 +82,7 @@ class NodeTable:
         self._cpus: dict[frozenset[str], tuple[Counts, Counts]] = {}
         self._devices: dict[str, tuple[Counts, Counts]] = {}
         self._features: dict[str, list[Mask]] = {}
+        self._gres: dict[tuple[str, str], tuple[Counts, Counts]] = {}
 
     def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
         """The nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
@@ -179,6 +184,70 @@ class NodeTable:
                 self._by_gres(lambda node: node.devices_free(gpu_type)),
             )
         return self._devices[gpu_type]
+
+    def gres(self, name: str, kind: str) -> tuple[Counts, Counts]:
+        """What a job may ask for at all of a GRES that is no GPU, of one type or of all, and what it could have now.
+
+        Shards and MPS of a GPU that a job has as a whole are not there; how many of one GPU are left is not known.
+        """
+        if (name, kind) not in self._gres:
+            has, drained, used = (
+                self._counts(total(getattr(node, which), name, kind) for node in self.nodes)
+                for which in ("gres", "gres_drained", "gres_used")
+            )
+            had = has - drained
+            free = had - used
+            if name in SHARING:
+                # Of each GPU that no job has as a whole there are as many.
+                gpus = np.maximum(1, self._counts(total(node.gres, "gpu") for node in self.nodes))
+                whole = self._counts(total(node.gres_used, "gpu") for node in self.nodes)
+                free = np.minimum(free, had * np.maximum(0, gpus - whole) // gpus)
+            self._gres[name, kind] = np.maximum(0, had), np.maximum(0, free)
+        return self._gres[name, kind]
+
+    def gres_of(self, shape: Shape) -> Iterable[tuple[str, int, Counts, Counts]]:
+        """Of all that a shape asks for beside its `gpus`: the resource, how many, and both of the above."""
+        for gres in shape.gres:
+            had, free = self.devices(gres.type) if gres.name == "gpu" else self.gres(gres.name, gres.type)
+            yield "GPUs" if gres.name == "gpu" else "GRES", gres.count, had, free
+
+    def needed(self, shape: Shape) -> tuple[Counts, Counts]:
+        """The CPUs and the memory that each node gives to a job of this shape, which may be more than it asks for.
+
+        Slurm gives whole cores (or sockets, or nodes), and where a job uses one thread of each core the others are
+        nobody's; memory for each CPU comes with them (seen on 22.05, 24.11 and 26.05).
+        """
+        asked = max(shape.cpus, shape.min_cpus)
+        cpus = np.full_like(self.cpus, asked)
+        if self._has_threads or shape.unit in ("socket", "node"):
+            used = np.minimum(self.cpus_per_core, shape.layout[2] or self.cpus_per_core)
+            cores = np.maximum(-(-asked // used), shape.cores)
+            is_part = (used < self.cpus_per_core) | (cores * self.cpus_per_core >= asked + self.cpus_per_core)
+            cpus = np.where(is_part, cores * self.cpus_per_core, asked)
+            units = {
+                "CPU": np.ones_like(cpus),
+                "core": self.cpus_per_core,
+                "socket": self.cpus // np.maximum(1, self._layout[0]),
+                "node": self.cpus,
+            }
+            rounded = -(-cpus // np.maximum(1, units[shape.unit])) * np.maximum(1, units[shape.unit])
+            # What the system keeps for itself leaves less than whole units.
+            cpus = np.where((rounded > self.cpus) & (cpus <= self.cpus), self.cpus, rounded)
+        if max(shape.layout[:2]) > 1:
+            # So few cores may be busy that so many sockets have so many free, wherever the busy ones are.
+            bad_sockets = np.maximum(1, self._layout[0] - max(1, shape.layout[0]) + 1)
+            bad_cores = np.maximum(1, self._layout[1] - max(1, shape.layout[1]) + 1)
+            cpus = np.maximum(cpus, self.cpus - (bad_sockets * bad_cores - 1) * self.cpus_per_core)
+        memory_mb = shape.memory_mb + shape.memory_per_cpu_mb * np.maximum(0, cpus - asked)
+        return cpus, np.maximum(memory_mb, self.memory_mb) if shape.all_memory else memory_mb
+
+    def laid_out(self, shape: Shape) -> Mask:
+        """The nodes with as many sockets, cores and threads as a shape names."""
+        mask = np.ones(len(self.nodes), dtype=np.bool_)
+        for wanted, had in zip(shape.layout, self._layout, strict=True):
+            if wanted > 1:
+                mask = mask & ((had >= wanted) | (had == 0))
+        return mask
 
     def chosen(self, mask: Mask) -> list[Node]:
         """The nodes of a mask."""

@@ -12,7 +12,10 @@ import numpy as np
 
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape
+from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape
+
+# GRES that are no GPUs, and types of GPUs where a job wants several, are told as they are.
+_ALL = (*RESOURCES, "GRES")
 
 
 class Kept(NamedTuple):
@@ -47,9 +50,9 @@ class Room:
         self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Kept | None = None
     ) -> None:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
-        self.shape = shape
+        self.shape, self._names = shape, names
         self._table = table
-        self._wanted = max(1, job.num_nodes)
+        self._wanted = shape.num_nodes
         self._is_contiguous = job.is_contiguous and self._wanted > 1
         self._named = table.named(job.required_nodes)
         self._has_named = np.count_nonzero(self._named) == len(set(job.required_nodes))
@@ -64,17 +67,23 @@ class Room:
             cpus_free = np.where(table.with_jobs_of_others(job), 0, cpus_free)
         if kept is not None:
             cpus_free = np.maximum(0, cpus_free - kept.cpus)
+        self._cpus = cpus
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}
-        could = (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+        needed, needed_mb = table.needed(shape)
+        could = (cpus >= needed) & (table.memory_mb >= needed_mb) & table.laid_out(shape)
+        self._needed = {"CPUs": needed, "memory": needed_mb, "GPUs": np.full_like(needed, shape.gpus)}
         self.enough: dict[str, Mask] = {}
         if shape.gpus:
             devices, self.free["GPUs"] = table.devices(shape.gpu_type)
             could = could & (devices >= shape.gpus)
             self.enough["GPUs"] = self.free["GPUs"] >= shape.gpus
         if shape.cpus:
-            self.enough["CPUs"] = cpus_free >= shape.cpus
-        if shape.memory_mb:
-            self.enough["memory"] = table.memory_free_mb >= shape.memory_mb
+            self.enough["CPUs"] = cpus_free >= needed
+        if shape.memory_mb or shape.all_memory:
+            self.enough["memory"] = table.memory_free_mb >= needed_mb
+        for resource, count, had, free in table.gres_of(shape):
+            could = could & (had >= count)
+            self.enough[resource] = self.enough.get(resource, np.ones_like(could)) & (free >= count)
         self.possible: Mask = self.eligible & could
         self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")
@@ -89,34 +98,94 @@ class Room:
 
     def is_enough(self, mask: Mask) -> bool:
         """Whether these nodes would do: as many as the job wants, with all that it names, and alike or side by side."""
-        if not self._has_named or (self._named & ~mask).any():
-            return False
-        return any(
+        return self._has_named and any(
             np.count_nonzero(alike) >= self._wanted
             and not (self._named & ~alike).any()
             and (not self._is_contiguous or self._table.are_side_by_side(alike, self._wanted))
-            for alike in [mask & choice for choice in self._table.alike(self.shape.features)] or [mask]
+            for alike in self._in_one_way(mask)
         )
+
+    def _in_one_way(self, mask: Mask) -> list[Mask]:
+        """Of these nodes those that a job may have at once: of one partition, and with the same features."""
+        places = [mask & self._table.everywhere([name]) for name in self._names] if len(self._names) > 1 else [mask]
+        choices = self._table.alike(self.shape.features)
+        return [place & choice for place in places for choice in choices] if choices else places
 
     def short_alone(self) -> tuple[str, ...]:
         """The resources of which more of that one alone would let it start on so many nodes.
 
         GPUs are named last: where more of something else would do, it is that which keeps free GPUs from being used.
         """
-        ordered = sorted(RESOURCES, key=lambda name: name == "GPUs")
+        ordered = sorted(_ALL, key=lambda name: name == "GPUs")
         return tuple(name for name in ordered if name in self.enough and self.is_enough(self.enough_but(name)))
 
     def short(self) -> tuple[str, ...]:
         """The resources of which some node has too little."""
-        return tuple(name for name in RESOURCES if name in self.enough and (self.possible & ~self.enough[name]).any())
+        return tuple(name for name in _ALL if name in self.enough and (self.possible & ~self.enough[name]).any())
 
-    def most_free(self, resource: str) -> tuple[int, str, int]:
-        """Of the nodes with enough of all other resources: the most free of this one, where, and how many they are.
+    def lacks_together(self, least: Least) -> tuple[str, ...]:
+        """What so many of these nodes as the job may have do not have together, if they were empty.
+
+        The room is one for `least.of_node`. Nothing said means that they could do, in some division or other.
+        """
+        wanted = self._together(least, now=False)
+        found = [kind for kind, number, has in wanted if _most_of(has, self.possible, least.max_nodes) < number]
+        return tuple(dict.fromkeys(found))
+
+    def lacks_together_now(self, least: Least, likely_nodes: int) -> tuple[str, ...]:
+        """What is too little of what is free on them now; where nothing limits their number, of so many as are likely.
+
+        Nothing said means that the nodes with most of one thing have enough of all.
+        """
+        if self._is_contiguous or not self.is_enough(self.fits):
+            return self.short()[:1] or ("CPUs",)
+        most = likely_nodes if least.max_nodes is None else least.max_nodes
+        wanted = self._together(least, now=True)
+        for mask in self._in_one_way(self.fits):
+            for _, _, order in wanted:
+                chosen = np.flatnonzero(mask)
+                chosen = chosen[np.argsort(-order[chosen], kind="stable")][:most]
+                named = not (self._named[np.setdiff1d(np.arange(len(mask)), chosen)]).any()
+                if named and all(has[chosen].sum() >= number for _, number, has in wanted):
+                    return ()
+        found = [kind for kind, number, has in wanted if _most_of(has, self.fits, most) < number]
+        return tuple(dict.fromkeys(found))[:1] or ("CPUs",)
+
+    def _together(self, least: Least, *, now: bool) -> list[tuple[str, int, Counts]]:
+        """Of all that a job needs on its nodes together: the resource, how much, and what each node has or has free."""
+        shape, table = self.shape, self._table
+        threads = np.minimum(table.cpus_per_core, shape.layout[2] or table.cpus_per_core)
+        cpus = (self.free["CPUs"] if now else self._cpus) // table.cpus_per_core * threads
+        cpus = np.where(threads < table.cpus_per_core, cpus, self.free["CPUs"] if now else self._cpus)
+        memory_mb = table.memory_free_mb if now else table.memory_mb
+        tasks = cpus // max(1, shape.cpus)
+        if least.task_memory_mb:
+            tasks = np.minimum(tasks, memory_mb // least.task_memory_mb)
+        if now and least.tasks_per_core:
+            tasks = np.minimum(tasks, cpus // table.cpus_per_core * least.tasks_per_core)
+        wanted = [("CPUs", least.cpus, cpus), ("CPUs", least.tasks, tasks), ("memory", least.memory_mb, memory_mb)]
+        wanted.append(("GPUs", least.gpus, table.devices("")[now]))
+        for gres in least.gres:
+            counts = table.devices(gres.type) if gres.name == "gpu" else table.gres(gres.name, gres.type)
+            wanted.append(("GPUs" if gres.name == "gpu" else "GRES", gres.count, counts[now]))
+        return wanted
+
+    def most_free(self, resource: str) -> tuple[int, int, str, int]:
+        """Of the nodes with enough of all other resources the one with most free of this.
 
         Where the job names nodes that have no room, of these.
+
+        Returns:
+            What it would give to the job, what is free there, its name, and how many such nodes there are.
         """
         others = self.enough_but(resource)
         full = self._named & ~self.fits
         places = np.flatnonzero(others & full if (others & full).any() else others)
         best = int(places[np.argmax(self.free[resource][places])])
-        return int(self.free[resource][best]), self._table.nodes[best].name, len(places)
+        free, needed = int(self.free[resource][best]), int(self._needed[resource][best])
+        return needed, free, self._table.nodes[best].name, len(places)
+
+
+def _most_of(has: Counts, where: Mask, most: int | None) -> int:
+    """What so many of these nodes have together, at the most."""
+    return int(np.sort(has[where])[::-1][:most].sum())

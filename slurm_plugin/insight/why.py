@@ -21,7 +21,18 @@ from hetstream.slurm_plugin.client.reservations import own_reservations, seen_fr
 from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
 from hetstream.slurm_plugin.insight.reasons import told_by_slurm
 from hetstream.slurm_plugin.insight.room import Kept, Room
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape, alike_jobs, shape_of
+from hetstream.slurm_plugin.insight.shapes import (
+    RESOURCES,
+    Hardware,
+    Least,
+    Shape,
+    alike_jobs,
+    gres_in_doubt,
+    gres_words,
+    least_of,
+    request_of,
+    shape_of,
+)
 from hetstream.slurm_plugin.render.report import duration
 
 
@@ -82,6 +93,8 @@ class Explainer:
 
     def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
         self._snapshot = snapshot
+        self._hardware = Hardware(snapshot.nodes, snapshot.config)
+        self._shapes: dict[Hashable, Shape] = {}
         self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
         self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
@@ -90,6 +103,9 @@ class Explainer:
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
         self._has_switches = snapshot.config.get("TopologyPlugin", "").endswith(("/tree", "/block"))
+        # Partitions of which not all nodes are shown: those of a cloud are not while they are powered down.
+        shown = {node.name for node in snapshot.nodes}
+        self._not_shown = {partition.name for partition in snapshot.partitions if not shown.issuperset(partition.nodes)}
         # In the order of their beginning: the jobs of others must have ended by then.
         self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
@@ -141,7 +157,7 @@ class Explainer:
 
     def explain(self, job: Job) -> Explanation:
         """Explain one record."""
-        shape = shape_of(job)
+        shape = self._shape(job)
         if not job.is_pending:
             return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
         fits, lacking = self._room(shape, job)
@@ -156,6 +172,12 @@ class Explainer:
             blockers += [said, *(lacking if said.kind in ("nodes", "constraints") else ())]
         return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
 
+    def _shape(self, job: Job) -> Shape:
+        key = job.state, request_of(job)
+        if key not in self._shapes:
+            self._shapes[key] = shape_of(job, self._hardware)
+        return self._shapes[key]
+
     def _too_large_for_partition(self, job: Job) -> Blocker | None:
         """What no node can hold, where Slurm only says that the partition's configuration does not allow it.
 
@@ -163,12 +185,12 @@ class Explainer:
         """
         if not job.reason.startswith("PartitionConfig"):
             return None
-        return next((blocker for blocker in self._room(shape_of(job), job)[1] if blocker.kind == "size"), None)
+        return next((blocker for blocker in self._room(self._shape(job), job)[1] if blocker.kind == "size"), None)
 
     def _held_up_by_component(self, job: Job) -> Blocker | None:
         """The component that keeps one which has room from starting: all of them start together."""
         for other in self._other_components(job):
-            _, lacking = self._room(shape_of(other), other)
+            _, lacking = self._room(self._shape(other), other)
             first = self._too_large_for_partition(other) or _said_by_slurm(other) or next(iter(lacking), None)
             if first is not None:
                 text = f"there is room now, but it starts together with {other.label}, and that waits: {first.text}"
@@ -191,7 +213,7 @@ class Explainer:
         said = _said_by_slurm(job)
         if said:
             return Verdict(False, f"what it waits for is no resource: {said.text}")
-        shape = shape_of(job)
+        shape = self._shape(job)
         return self._conversion(job, shape, self._room(shape, job)[1])
 
     def waits_for(self, job: Job) -> str:
@@ -231,13 +253,11 @@ class Explainer:
 
     def _key(self, shape: Shape, job: Job) -> Hashable:
         """What decides where there is room."""
-        owner = (job.uid, job.user) if job.exclusive == "USER" else None
-        together = job.num_nodes, job.required_nodes, job.is_contiguous
-        return shape, together, self._in_reservations(job).reservation, self._num_before_end(job), owner
+        return shape, request_of(job), self._in_reservations(job).reservation, self._num_before_end(job)
 
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
-        shape = shape_of(job)
+        shape = self._shape(job)
         key = self._key(shape, job)
         if key not in self._kinds:
             self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
@@ -249,11 +269,27 @@ class Explainer:
         if self._in_the_way(job) and (now := self._room_of(room.shape, job, now=True)).is_enough(now.fits):
             return ("reservation",)
         if not room.is_enough(room.possible):
-            out = Room(self._unusable, room.shape, job, None)
-            return ("nodes",) if out.possible.any() or room.reserved.any() else ("size",)
+            return self._of_uneven_parts(room, job)
         if room.needs_whole_nodes:
             return ("whole nodes",)
         return room.short_alone() or room.short()[:1]
+
+    def _of_uneven_parts(self, room: Room, job: Job) -> tuple[str, ...]:
+        """The same where no even share of it has room, be the nodes empty: others may, and what none can it is told."""
+        least, floor = self._least(job)
+        out = Room(self._unusable, least.of_node, job, None)
+        if not floor.is_enough(floor.possible) or floor.lacks_together(least):
+            others = out.possible.any() or floor.reserved.any() or not self._not_shown.isdisjoint(job.partitions)
+            return ("nodes",) if others else ("size",)
+        lacking = floor.lacks_together_now(least, room.shape.num_nodes)
+        if lacking and (room.reserved.any() or Room(self._unusable, room.shape, job, None).possible.any()):
+            return ("nodes",)
+        return lacking
+
+    def _least(self, job: Job) -> tuple[Least, Room]:
+        """What a job needs at least, and the nodes that can give it."""
+        least = least_of(job, self._hardware)
+        return least, self._room_of(least.of_node, job)
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
@@ -293,14 +329,19 @@ class Explainer:
         return self._found[key]
 
     def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
-        wanted = max(1, job.num_nodes)
+        wanted = shape.num_nodes
         room = self._room_of(shape, job)
-        fits = self._table.chosen(room.fits)
+        fits, is_even = self._table.chosen(room.fits), room.is_enough(room.possible)
+        kinds = self._lacking_kinds(room, job)
+        if not kinds and not room.is_enough(room.fits):
+            return self._table.chosen(self._least(job)[1].fits), []
         blockers: list[Blocker] = []
-        for kind in self._lacking_kinds(room, job):
-            if kind in ("nodes", "size"):
+        for kind in kinds:
+            if kind == "size":
+                return fits, [_too_large(*self._least(job), job)]
+            if kind == "nodes":
                 out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
-                return fits, [_too_large(room, job, out, self._table.chosen(room.reserved))]
+                return fits, [_out_of_use(room, job, out, self._table.chosen(room.reserved))]
             if kind == "reservation":
                 blockers.append(self._kept_for_later(self._room_of(shape, job, now=True), job))
             elif kind == "whole nodes":
@@ -308,6 +349,8 @@ class Explainer:
                 why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
                 text = f"it gets whole nodes ({why}), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
+            elif not is_even:
+                blockers.append(_lack_together(kind, self._least(job)[0], shape))
             elif room.short_alone():
                 blockers.append(_lack(kind, room, wanted))
             else:
@@ -340,7 +383,9 @@ class Explainer:
 
     def _in_line(self, job: Job) -> Blocker:
         """There is room: who goes first?"""
-        now_s = self._snapshot.taken_s
+        now_s, room = self._snapshot.taken_s, "there is room now"
+        if in_doubt := gres_in_doubt(self._shape(job)):
+            room = f"there is room now, but for its {in_doubt}, which is not counted GPU by GPU"
         ahead = self._ahead(job)
         planned = [other for other in ahead if other.start_s and other.start_s > now_s]
         if planned:
@@ -350,17 +395,19 @@ class Explainer:
             limit = "no time limit" if job.time_limit_s is None else f"a limit of {duration(job.time_limit_s)}"
             return Blocker(
                 "backfill",
-                f"there is room now, but {kept} for job {first.label}, planned in {left}, and this job has {limit}",
+                f"{room}, but {kept} for job {first.label}, planned in {left}, and this job has {limit}",
                 f"with a limit below {left} it could go first: scontrol update JobId={job.job_id} TimeLimit=T",
             )
         if ahead:
-            text = f"there is room now; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
+            text = f"{room}; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
             return Blocker("priority", text, "squeue --start")
         if kind := self._kind_not_looked_at(job):
             what = f"--constraint={job.features}" if kind == "constraints" else f"--switches={job.num_switches}"
             text = f"each node alone has room now, and no job is ahead; only Slurm weighs what {what} asks of all"
             return Blocker(kind, text, f"scontrol show job {job.job_id}")
-        return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
+        if in_doubt:
+            return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
+        return Blocker("scheduler", f"{room}, and no job is ahead: the next scheduling cycle starts it")
 
     def _kind_not_looked_at(self, job: Job) -> str:
         """The kind of what a job asks of its nodes together and only Slurm weighs; empty if there is nothing."""
@@ -374,7 +421,7 @@ class Explainer:
         """The kind of what a job with room waits for, found without looking at all the jobs ahead."""
         if job.het is not None and self._is_held_up(job):
             return "component"
-        place, turn = self._place(job), "scheduler"
+        place, turn = self._place(job), "GRES" if gres_in_doubt(self._shape(job)) else "scheduler"
         for name in job.partitions:
             if self._first_planned.get(name, place) < place:
                 return "backfill"
@@ -411,14 +458,15 @@ class Explainer:
         if kept == shape.cpus:
             return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
         per_cpu = job.memory_per_cpu_mb
-        trainer = replace(shape, cpus=kept, memory_mb=kept * per_cpu if per_cpu else shape.memory_mb)
+        least = min(kept, shape.min_cpus)
+        trainer = replace(shape, cpus=kept, min_cpus=least, memory_mb=kept * per_cpu if per_cpu else shape.memory_mb)
         fits, still = self._room(trainer, job)
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
             return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
-        moved = (shape.cpus - kept) * max(1, job.num_nodes)
+        moved = (shape.cpus - kept) * shape.num_nodes
         wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
-        chosen = fits[: max(1, job.num_nodes)]
+        chosen = fits[: shape.num_nodes]
         place, room = self._data_workers(job, chosen, kept)
         # Components share a reservation, unless they are told not to.
         outside = f" --data-worker-reservation={NO_RESERVATION}" if job.reservation else ""
@@ -504,24 +552,18 @@ def _said_by_slurm(job: Job) -> Blocker | None:
     return Blocker(reason.kind, reason.text, reason.next_step) if reason else None
 
 
-def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
-    """Fewer nodes than it needs could run it, were they empty."""
+def _out_of_use(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
+    """Nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
     asks, eligible, possible = _asks(room.shape) + _together(job), _count(room.eligible), _count(room.possible)
-    wanted = max(1, job.num_nodes)
-    if out or reserved:
-        others = [f"{compress(node.name for node in out)} is out of use"] if out else []
-        whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
-        others += [f"{compress(node.name for node in reserved)} is {whose}"] if reserved else []
-        return Blocker(
-            "nodes",
-            f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
-            f"{' and '.join(others)}",
-            "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
-        )
+    others = [f"{compress(node.name for node in out)} is out of use"] if out else []
+    whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
+    others += [f"{compress(node.name for node in reserved)} is {whose}"] if reserved else []
+    others = others or ["other nodes of its partitions are not shown: powered down, or hidden from you"]
     return Blocker(
-        "size",
-        f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} that it may use have that at all",
-        "ask for less, or for another partition: hetstream frag",
+        "nodes",
+        f"it needs {room.shape.num_nodes} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
+        f"{' and '.join(others)}",
+        "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
     )
 
 
@@ -535,22 +577,52 @@ def _together(job: Job) -> str:
     return "".join(f", {part}" for part in parts)
 
 
+def _too_large(least: Least, floor: Room, job: Job) -> Blocker:
+    """It can never run on the nodes that it may use, be they empty, however Slurm divides it."""
+    eligible, possible = _count(floor.eligible), _count(floor.possible)
+    asks = f"{least.num_nodes} node(s) with {_asks(floor.shape)}{_together(job)}"
+    text = f"it needs {asks}; {possible} of {eligible} that it may use have that at all"
+    if floor.is_enough(floor.possible):
+        most = f"{least.max_nodes} of them" if least.max_nodes else "all of them"
+        text = f"it needs {_all_of(least)}; of {possible} node(s) that it may use {most} together have less"
+    return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
+
+
+def _lack_together(kind: str, least: Least, shape: Shape) -> Blocker:
+    """What is short where no even share of it has room."""
+    where = f"about {shape.num_nodes} node(s)" if shape.is_guess else f"{shape.num_nodes} node(s)"
+    text = f"it needs {_all_of(least)} on {where}, divided as Slurm likes; so much is not free on so many"
+    return Blocker(kind, text)
+
+
 def _asks(shape: Shape) -> str:
     typed = f" {shape.gpu_type}" if shape.gpu_type else ""
     parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
-    return ", ".join([*parts, f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
+    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
+
+
+def _all_of(least: Least) -> str:
+    memory = [f"{least.memory_mb:,} MB"] if least.memory_mb else []
+    gpus = [f"{least.gpus} GPU(s)"] if least.gpus else []
+    return ", ".join([*gpus, *map(gres_words, least.gres), f"{least.cpus} CPU(s)", *memory])
 
 
 def _lack(resource: str, room: Room, wanted: int) -> Blocker:
     """One resource is short on nodes that have enough of the others."""
     shape = room.shape
-    asked = {"GPUs": shape.gpus, "CPUs": shape.cpus, "memory": shape.memory_mb}[resource]
-    most, name, num_others = room.most_free(resource)
-    unit = " MB of memory" if resource == "memory" else f" {resource}"
     beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
-    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
     more = f", on {wanted} at once" if wanted > 1 else ""
-    return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {most:,} ({name})")
+    asked = ", ".join(gres_words(gres) for gres in shape.gres if (gres.name == "gpu") == (resource == "GPUs"))
+    if asked and resource in ("GPUs", "GRES"):
+        others = _count(room.enough_but(resource))
+        where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
+        return Blocker(resource, f"it needs {asked} on a node{more}; {where}")
+    needed, most, name, num_others = room.most_free(resource)
+    unit = " MB of memory" if resource == "memory" else f" {resource}"
+    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
+    whole = f" ({shape.cpus:,} and what is beside them)" if needed > shape.cpus and resource == "CPUs" else ""
+    text = f"it needs {needed:,}{unit}{whole} on a node{more}; of {where} the most free is {most:,} ({name})"
+    return Blocker(resource, text)
 
 
 def _start(reservation: Reservation) -> float:

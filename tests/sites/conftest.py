@@ -143,14 +143,15 @@ def kinds(request: pytest.FixtureRequest) -> Sequence[str]:
 def cluster(
     request: pytest.FixtureRequest, running_cluster: Callable[..., Any], release: str, kinds: Sequence[str]
 ) -> Iterator[Any]:
-    """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each; or its SHAPE. With its
-    PACKING, jobs share GPUs and the guard is in place.
+    """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each; or its SHAPE and
+    SETTINGS. With its PACKING, jobs share GPUs and the guard is in place.
     """
     programs = choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=ACCOUNTING in kinds)
     name = f"pytest-{os.getpid()}-site"
-    shape = getattr(request.module, "SHAPE", ClusterShape())
+    shape, settings = getattr(request.module, "SHAPE", ClusterShape()), getattr(request.module, "SETTINGS", ())
     packing = getattr(request.module, "PACKING", False)
-    wanted = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, packing=packing, sites=tuple(kinds))
+    place = DEFAULT_STATE_ROOT / name
+    wanted = BootRequest(name, place, shape, packing=packing, sites=tuple(kinds), settings=settings)
     with running_cluster(wanted, programs) as found:
         yield found
 

@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     window_s = args.window * _HOUR_S if args.window else None
     compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
     bar.clear()
-    notes = [*traces[0].notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
+    notes = [*traces[0].notes, *cluster.notes, *_unknown_groups(base.caps, traces[0].workload), *_odd_jobs(compared)]
     if args.html:
         write_whole(Path(args.html), simulation_page(printable(Path(args.trace).name), compared, [*lines, *notes]))
     meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}

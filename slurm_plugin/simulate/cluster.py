@@ -6,14 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.text import shortened
-from hetstream.slurm_plugin.client.model import Node, total
+from hetstream.slurm_plugin.client.model import Node
 from hetstream.slurm_plugin.errors import SimulationInputError
 
 Floats = npt.NDArray[np.float64]
@@ -31,12 +31,14 @@ class Cluster:
         gpus, cpus: of each node.
         memory_gib: infinite where memory is no limit.
         network_gbps: what a node's link takes in; infinite where it is no limit.
+        notes: what the reader should know of how they were counted.
     """
 
     gpus: Floats
     cpus: Floats
     memory_gib: Floats
     network_gbps: Floats
+    notes: tuple[str, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -92,7 +94,8 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> Cluster:
         problems.append("there is no node in it")
     if problems:
         raise SimulationInputError("cluster", problems)
-    return Cluster(*(np.array(columns[name]) for name in ("gpus", "cpus", "memory_gib", "network_gbps")))
+    gpus, cpus, memory_gib, network_gbps = (np.array(columns[name]) for name in _KEYS if name != "count")
+    return Cluster(gpus, cpus, memory_gib, network_gbps)
 
 
 def parse(text: str) -> Cluster:
@@ -132,14 +135,30 @@ def parse(text: str) -> Cluster:
 def of_nodes(nodes: Iterable[Node]) -> Cluster:
     """The usable nodes of a site, from what Slurm says of them; it says nothing of their network.
 
+    Instances of MIG are parts of GPUs, of which the simulator knows none: the GPUs that they make up count, rounded up.
+
     Raises:
         SimulationInputError: none is usable.
     """
-    return of_groups(
-        {"gpus": total(node.gres, "gpu"), "cpus": node.cpus, "memory_gib": node.memory_mb / _MB_PER_GIB}
-        for node in nodes
-        if node.is_usable
+    usable = [node for node in nodes if node.is_usable]
+    found = of_groups(
+        {
+            "gpus": math.ceil(round(node.gpus_with_mig(), 6)) + sum(part.gpus_free for part in node.reserved_parts),
+            # What is kept there for a reservation is there for its jobs.
+            "cpus": node.cpus + sum(part.cpus_free for part in node.reserved_parts),
+            "memory_gib": node.memory_mb / _MB_PER_GIB,
+        }
+        for node in usable
     )
+    divided = [node for node in usable if node.mig]
+    if not divided:
+        return found
+    instances = sum(node.mig for node in divided)
+    note = (
+        f"{instances:,} MIG instances of {len(divided):,} node(s) count as the whole GPUs that they make up; a job on "
+        "one is taken to have a GPU of its own, so such jobs wait longer here than on the site"
+    )
+    return replace(found, notes=(note,))
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -127,3 +127,12 @@ def test_gpus_that_slurm_works_out_itself_are_counted(site: Any) -> None:
     tasks = site.submit("--hold", "--ntasks-per-gpu=2", "-n8", *SMALL)
     sockets = site.submit("--hold", "--gpus-per-socket=1", "--sockets-per-node=2", *SMALL)
     assert {row["job"]: row["gpus"] for row in site.told("jobs")["jobs"]} == {tasks: 4, sockets: 2}
+
+
+def test_a_simulation_of_the_site_knows_whole_gpus(site: Any, tmp_path: Path) -> None:
+    """The instances of gpu3 make up 8 slices of 7: two GPUs, beside the twelve of the others."""
+    jobs = tmp_path / "jobs.csv"
+    jobs.write_text("submit_s,run_s,num_gpus\n0,60,1\n")
+    found = site.told("simulate", str(jobs), "--from-slurm", "--policies=fixed", "--disciplines=fifo")
+    assert found["summary"]["gpus"] == 14
+    assert any(note.startswith("4 MIG instances of 1 node(s) count as the whole GPUs") for note in found["notes"])

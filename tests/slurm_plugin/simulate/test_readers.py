@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.client.model import Node, ReservedPart
 from hetstream.slurm_plugin.errors import SimulationInputError
 from hetstream.slurm_plugin.simulate import cluster
 from hetstream.slurm_plugin.simulate.engine import simulate
@@ -338,6 +338,32 @@ def test_clusters_of_text_json_and_a_sites_nodes() -> None:
         Node("g2", frozenset({"DOWN"}), ("gpu",), 64, 0, 262144, 0, gres),
     ]
     assert cluster.of_nodes(nodes).describe() == "1 nodes, 4 GPUs, 64 CPUs"
+    assert cluster.of_nodes(nodes).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("gres", "drained", "gpus"),
+    [("gpu:h100_1g.10gb:14", "", 2), ("gpu:h100_3g.40gb:4,gpu:h100_1g.10gb:4", "", 3), ("gpu:a30_2g.12gb:2", "", 1),
+     ("gpu:h100:2,gpu:h100_1g.10gb:7", "", 3), ("gpu:h100_1g.10gb:14", "gpu:h100_1g.10gb:7", 1)],
+)  # fmt: skip
+def test_instances_of_mig_are_the_gpus_that_they_make_up(gres: str, drained: str, gpus: int) -> None:
+    divided = Node(
+        "g", frozenset({"IDLE"}), ("gpu",), 64, 0, 1024, 0, parse_gres(gres), gres_drained=parse_gres(drained)
+    )
+    found = cluster.of_nodes([divided])
+    assert found.gpus.tolist() == [gpus]
+    (note,) = found.notes
+    assert note.startswith(f"{divided.mig} MIG instances of 1 node(s) count as the whole GPUs")
+
+
+def test_what_a_reservation_keeps_is_a_part_of_the_cluster() -> None:
+    """Of 64 CPUs and 4 GPUs it keeps 16 and 2, of which its jobs hold 4 and 1."""
+    part = ReservedPart("r", 16, 4, 2, 1)
+    kept = Node(
+        "g", frozenset({"IDLE"}), ("gpu",), 52, 4, 1024, 0, parse_gres("gpu:4"), parse_gres("gpu:1"),
+        gres_drained=parse_gres("gpu:1"), reserved_parts=(part,),
+    )  # fmt: skip
+    assert cluster.of_nodes([kept]).describe() == "1 nodes, 4 GPUs, 64 CPUs"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ _STARTING = {
 _NO_PYTHON = re.compile(r"^--(?:no[-_]python|launcher$|launcher=)")
 _HARMLESS_PAIRS = ("ray start", "ray stop", "ray status", "apptainer pull", "singularity pull")
 _OF_HERE = re.compile(r"$|\.|\w|\$\{?PWD|\$\(pwd|`pwd|\$\{?SLURM_SUBMIT_DIR")
+# Of Python that a script reads from its own text, or writes into a file.
+_PYTHON_STARTS = re.compile(r"\bos\.(?:system|popen|exec|spawn|posix_spawn)|\bsubprocess\b|\bcreate_subprocess|\bpty\b")
 _ALL_ARGUMENTS = re.compile(r'"\$@"|\$@|\$\*|\$\{@\}')
 # They print text for `eval` that sets up an environment.
 _SETTING_UP = re.compile(r"(conda|mamba|micromamba|hetstream|pyenv|direnv|lmod|modulecmd|spack|ssh-agent|dircolors)")
@@ -153,6 +155,8 @@ class UnderstoodCommands:
             where = f"{item.place}line {item.command.words[0].line}"
             if not is_part and not item.command.is_data:
                 self._check(item.command.words, where, 0)
+            if item.command.is_data and any(_PYTHON_STARTS.search(text) for text in texts):
+                raise Unknown(f"{where} has a line of Python that may start a program")
             if not item.command.is_literal:
                 self._check_inner(item.command.words, where, 0)
 

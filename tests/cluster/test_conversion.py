@@ -239,25 +239,25 @@ def test_nothing_is_submitted_when_sbatch_is_asked(devcluster: Any) -> None:
 
 
 # What a step says of itself: CPUs and memory, as slurmctld has them.
-SAYS = "scontrol -o show step $SLURM_JOB_ID.$SLURM_STEP_ID"
-SHOW = f"bash -c '{SAYS}'"
+SHOWS = {"show.sh": "scontrol -o show step $SLURM_JOB_ID.$SLURM_STEP_ID\n"}
+SHOW = "bash show.sh"
 HALF = "srun --immediate=30 --exact --gres=none -n1 -c2"
 # Each asks for all CPUs or for memory by CPUs, in a way that a script's text hardly shows. Of the first, the files.
 KINDS: dict[str, tuple[dict[str, str], str]] = {
-    "make": ({"Makefile": f"train:\n\tsrun -c 4 {SHOW.replace('$', '$$')}\n"}, "make train"),
+    "make": ({"Makefile": f"train:\n\tsrun -c 4 {SHOW}\n"}, "make train"),
     "python": (
-        {"lib.py": f"import subprocess\nc = ['sr' + 'un', '-c4', 'bash', '-c', '{SAYS}']\nsubprocess.run(c)\n"},
+        {"lib.py": "import subprocess\nsubprocess.run(['sr' + 'un', '-c4', 'bash', 'show.sh'])\n"},
         f"{sys.executable} -c 'import lib'",
     ),
     "path": ({"dotrain": f"#!/bin/bash\nsrun -c 4 {SHOW}\n"}, "export PATH=$PWD:$PATH\ndotrain"),
     "program": ({"launch": f"#!/usr/bin/env bash\nx=srun\n$x -c 4 {SHOW}\n"}, "nohup ./launch"),
     "settings": ({"activate": "NC=4\n"}, f"source ./activate\nsrun -c ${{NC:-2}} {SHOW}"),
     "unread settings": ({}, f"echo NC=4 > activate\nsource ./activate\nsrun -c ${{NC:-2}} {SHOW}"),
-    "here-string": ({}, f"bash <<< 'srun -c 4 {SAYS}'"),
-    "eval": ({}, f'L=srun; C="-c 4 {SAYS}"; eval "$L $C"'),
+    "here-string": ({}, f"bash <<< 'srun -c 4 {SHOW}'"),
+    "eval": ({}, f'L=srun; C="-c 4 {SHOW}"; eval "$L $C"'),
     "name": ({}, f"X=run; s$X -c 4 {SHOW}"),
-    "text": ({}, f'export L=srun; bash -c "$L -c 4 {SAYS}"'),
-    "pipe": ({}, f"printf 'srun -c 4 {SAYS}' | tee x | bash"),
+    "text": ({}, f'export L=srun; bash -c "$L -c 4 {SHOW}"'),
+    "pipe": ({}, f"printf 'srun -c 4 {SHOW}' | tee x | bash"),
     "subshell": ({}, f"( {HALF} {SHOW} ) &\n{HALF} {SHOW}; wait"),
     "pipeline": ({}, f"{HALF} {SHOW} | {HALF} cat"),
     "memory": ({}, f"srun --mem-per-cpu=1G {SHOW}"),
@@ -276,7 +276,7 @@ def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
         for form in ("plain", "converted"):
             directory = devcluster.out_dir / "kinds" / kind.replace(" ", "-") / form
             directory.mkdir(parents=True)
-            for name, text in files.items():
+            for name, text in (SHOWS | files).items():
                 (directory / name).write_text(text)
                 (directory / name).chmod(0o755)
             monkeypatch.chdir(directory)

@@ -1,6 +1,6 @@
 """Files that a script's commands can reach by name, and what in them starts a step. Pure but for the reader given.
 
-Called by `step_demand.py`. A program in a step has the step's CPUs; it can ask for more only by a launcher.
+Called by `script_launches.py`. A program in a step has the step's CPUs; it can ask for more only by a launcher.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a Python program starts steps itself, as far as its text says. Pure.
 
-Called by `step_demand.py`. A program that starts no processes, or only ones whose name stands in its text and is no
+Called by `script_launches.py`. A program that starts no processes, or only ones whose name stands in its text and is no
 launcher's, is plain. Of any other nobody knows what it starts.
 """
 

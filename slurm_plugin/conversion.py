@@ -33,9 +33,10 @@ from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
+from hetstream.hetjob.script_launches import is_of_srun
 from hetstream.hetjob.shell_values import Unknown
 from hetstream.hetjob.spec import OPTIONS, JobSpec
-from hetstream.hetjob.step_demand import Surroundings, is_of_srun
+from hetstream.hetjob.step_demand import Surroundings
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.values import seconds
 from hetstream.slurm_plugin.render.report import duration

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from hetstream.slurm_plugin.client.array_tasks import CUT
 from hetstream.slurm_plugin.client.gres import known_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node
 
@@ -38,6 +39,13 @@ class Reading:
         except ValueError as exc:
             self.unreadable += (str(exc)[:_MOST_SHOWN],)
             return otherwise
+
+    def array_tasks(self, text: str) -> str:
+        """The indices of an array; those that are cut are said to be."""
+        if CUT in text:
+            cut = f"the indices {text[:_MOST_SHOWN]!r} of an array are cut: more tasks are pending than are counted"
+            self.unreadable += (cut,)
+        return text
 
     def gres(self, text: str) -> tuple[Gres, ...]:
         """The GRES that a text names. What cannot be read of it counts as one, and may be any number."""

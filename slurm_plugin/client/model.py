@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+from hetstream.slurm_plugin.client.array_tasks import num_tasks
+
 # Words of a node's state beside which slurmctld starts jobs on it. Any other one keeps them away, also one of a release
 # to come. The words are Slurm's (node_states and node_state_flags in src/common/slurm_protocol_defs.c, 22.05 to 26.05).
 STARTS_JOBS = frozenset(
@@ -247,11 +249,13 @@ class Job:
 
     @property
     def num_records(self) -> int:
-        """How many jobs the record stands for: the number of pending tasks of an array, otherwise 1."""
+        """How many jobs the record stands for: the number of pending tasks of an array, otherwise 1.
+
+        Of indices that are cut as many as are there; see `doubt.py`.
+        """
         if not self.array_tasks or not self.is_pending:
             return 1
-        tasks = self.array_tasks.split("%")[0]
-        return sum(_range_length(part) for part in tasks.split(",")) or 1
+        return num_tasks(self.array_tasks)
 
     def count(self, name: str) -> int:
         """How many of one GRES it holds, or asks for, on all nodes together; of GPUs in doubt 1 at least."""
@@ -604,12 +608,3 @@ def gpu_share(gpu_type: str) -> float:
     is_double = found[0].endswith(_DOUBLE_MEMORY) and "rtx" not in gpu_type.lower()
     slices = _MIG_SLICES if is_double else _FEWER_SLICES.get(slice_gb, _MIG_SLICES)
     return min(1.0, num / slices)
-
-
-def _range_length(text: str) -> int:
-    """Tasks in `7`, `3-5` or `0-9:3`; squeue cuts long lists with `...`, which counts as none."""
-    bounds, _, step = text.partition(":")
-    first, _, last = bounds.partition("-")
-    if not all(number.isdecimal() for number in (first, last or "1", step or "1")):
-        return 0
-    return (int(last or first) - int(first)) // max(1, int(step or 1)) + 1

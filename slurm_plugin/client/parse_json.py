@@ -248,7 +248,7 @@ def _job(row: _Job) -> Job:
         memory_per_gpu_mb=total(read.gres(row.memory_per_tres or ""), "gpu"),
         all_memory=_number(row.memory_per_node) == 0,
         array_job_id=array_job_id if array_job_id and tasks else None,
-        array_tasks=tasks if array_job_id else "",
+        array_tasks=read.array_tasks(tasks) if array_job_id else "",
         het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
         account=row.account or "",
         qos=row.qos or "",

@@ -126,7 +126,7 @@ def _job(row: Mapping[str, str]) -> Job:
         return read(lambda text: whole(text, otherwise), row.get(field, ""), otherwise)
 
     asked = tres(row["tres-alloc"])
-    tasks = text_or_empty(row.get("ArrayTaskID", ""))
+    tasks = read.array_tasks(text_or_empty(row.get("ArrayTaskID", "")))
     het_job_id = number("HetJobID")
     likely_nodes = read(_least, row.get("NumNodes", ""), 0)
     time_limit_s = _limit(read(seconds, row["TimeLimit"], None))

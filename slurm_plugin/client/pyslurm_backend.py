@@ -113,7 +113,7 @@ def job_of(row: Row, reason: str) -> Job:
         all_memory=not per_cpu_mb and row.get("min_memory_node") == 0,
         memory_per_cpu_mb=per_cpu_mb if per_cpu_mb and num_cpus > num_nodes else None,
         array_job_id=row["array_job_id"] if tasks else None,
-        array_tasks=tasks,
+        array_tasks=read.array_tasks(tasks),
         het=HetComponent(row["het_job_id"], row["het_job_offset"]) if row["het_job_id"] else None,
         account=row["account"] or "",
         qos=row["qos"] or "",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
+from hetstream.slurm_plugin.client.array_tasks import CUT, has_task
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
@@ -530,20 +531,15 @@ def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
     if offset is not None:
         return [job for job in jobs if job.het and (job.het.het_job_id, job.het.offset) == (number, int(offset))]
     if task is not None:
-        return [job for job in jobs if job.array_job_id == number and _has_task(job.array_tasks, int(task))]
+        of_array = [job for job in jobs if job.array_job_id == number]
+        found = [job for job in of_array if has_task(job.array_tasks, int(task))]
+        # Where indices are cut, it may be one of those that are not shown.
+        return found or [job for job in of_array if CUT in job.array_tasks]
     return [
         job
         for job in jobs
         if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
     ]
-
-
-def _has_task(tasks: str, number: int) -> bool:
-    for part in tasks.split("%")[0].split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match and number in range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)):
-            return True
-    return False
 
 
 def _said_by_slurm(job: Job) -> Blocker | None:

@@ -10,6 +10,16 @@ from hetstream.mpi_dataworkers.ops.structure import resolve_class
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
 
+class _InLines(str):
+    """A text that is shown as it is where an exception shows its arguments' `repr`, as KeyError does; torch's
+    `KeyErrorMessage` is one, too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return self
+
+
 def summary_of(failure: Failure) -> str:
     """A failure on one line: what, and where."""
     first = failure.text.partition("\n")[0]
@@ -30,12 +40,15 @@ def rebuild_error(failed: BatchFailed) -> Exception:
     module, name = failure.error_type
     where = f"sample {failure.sample_index}" if failure.sample_index >= 0 else f"step {failed.step}"
     host = f" on {failure.host} ({failure.interpreter})" if failure.host else ""
-    text = f"{failure.text}\n\nin a data worker{host}, {where}:\n{failure.remote_traceback}"
+    text = _InLines(f"{failure.text}\n\nin a data worker{host}, {where}:\n{failure.remote_traceback}")
     try:
         if module not in ("builtins", "__main__"):
             importlib.import_module(module)
         kind = getattr(builtins, name) if module == "builtins" else resolve_class(module, name)
-        error = kind(text)
+        # What torch does for classes whose first argument is no text.
+        error = kind(message=text) if getattr(kind, "message", None) else kind(text)
+        if text not in str(error) and hasattr(error, "add_note"):  # its text is its own
+            error.add_note(text)
     except Exception:  # noqa: BLE001, a class that is not here or takes other arguments: any exception may come
         return RemoteError(f"{module}.{name}: {text}")
     fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which would look like the end

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import linecache
+import os
 import pickle
 import sys
 import weakref
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, update_wrapper
 from multiprocessing.shared_memory import ShareableList, SharedMemory
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NewType
 
 import cloudpickle
@@ -91,6 +93,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Take plain tensors apart, and note what has code; the rest is cloudpickle's."""
         if isinstance(value, type | FunctionType):
             self.met[id(value)] = value
+        if isinstance(value, CodeType):
+            return reduce_code(value)
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             # As torch.backends.cudnn; cloudpickle only knows those that are exactly modules.
             return importlib.import_module, (value.__name__,)
@@ -137,6 +141,24 @@ def _is_plain(tensor: Any) -> bool:
         and not any(getattr(tensor, "names", ()))  # named tensors, of older releases
         and not vars(tensor)
     )
+
+
+def reduce_code(code: CodeType) -> Any:
+    """How code of the script is pickled: with its file, which cloudpickle leaves out, for tracebacks and warnings. Text
+    that is in no file (a cell of a notebook) comes along."""
+    file = sys.intern(code.co_filename)
+    text = "" if _is_there(file) else sys.intern("".join(linecache.getlines(file)))
+    return _rebuild_code, (file, text, *_cloud._code_reduce(code))
+
+
+_is_there = lru_cache(os.path.exists)
+
+
+def _rebuild_code(file: str, text: str, make: Callable[..., CodeType], arguments: Sequence[Any]) -> CodeType:
+    if text and file not in linecache.cache:
+        # Without a time of change `linecache` does not look for the file.
+        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    return make(*arguments).replace(co_filename=file)
 
 
 class _Filled:

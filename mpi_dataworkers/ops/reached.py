@@ -24,6 +24,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from hetstream.mpi_dataworkers.ops.pickling import reduce_code
+
 # (module, dotted name inside it).
 Place = tuple[str, str]
 
@@ -65,6 +67,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _LEFT_OUT):
             raise pickle.PicklingError(f"{type(value).__qualname__} is not sent")
+        if isinstance(value, CodeType):
+            return reduce_code(value)
         return super().reducer_override(value)
 
 

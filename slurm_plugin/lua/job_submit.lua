@@ -288,6 +288,13 @@ local function no_gpus(why)
     .. "shares. Remove --gpus and --gres=gpu, or submit to another partition")
 end
 
+-- Slurm lets nobody change, hold or release a job of scrontab: where the site starts the jobs, it would wait for ever.
+local function no_cron(job, rule)
+  if job.cron_job == true or job.cron_job == 1 then
+    return refuse(rule, "the site starts these jobs, and Slurm lets nobody start one of scrontab. Submit it with sbatch")
+  end
+end
+
 local function no_whole_nodes(why)
   return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot have whole nodes, since it would get all of "
     .. "their GPUs. Remove --exclusive")
@@ -451,6 +458,8 @@ local function hold_for_quota(policy, job, names, uid)
   if tasks and not named then
     job.tres_per_job = string.format(slurm.ESLURM_INVALID_EXTRA and "gres/gpu:%.0f" or "gres:gpu:%.0f", gpus)
   end
+  local refused = no_cron(job, "quota")
+  if refused then return refused end
   hold(job)
   slurm.log_info("hetstream: held for quota in partition %s", partition)
   return slurm.SUCCESS
@@ -586,6 +595,8 @@ local function submit(policy, job, part_list, uid)
       .. "sbatch")
   end
   job.requeue = 1
+  local is_cron = rule.hold and no_cron(job, "opportunistic")
+  if is_cron then return is_cron end
   if rule.hold then hold(job) end
   slurm.log_info("hetstream: class=opportunistic because of %s%s", why, rule.hold and ": held" or "")
   return slurm.SUCCESS

@@ -38,7 +38,7 @@ from hetstream.slurm_plugin.packing.jobs import (
 )
 from hetstream.slurm_plugin.packing.observe import PackingView, view
 from hetstream.slurm_plugin.packing.quota import Quotas
-from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, waits, would
+from hetstream.slurm_plugin.packing.quota_packer import QuotaPacker, QuotaSlurm, cannot_wait, waits, would
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.tenants import Tenants
 from hetstream.slurm_plugin.packing.words import (
@@ -254,22 +254,22 @@ class Packer:
     def _settle(self, amiss: Settlement) -> None:
         """Have a job wait again that did not come to run, runs without a place, or was requeued by Slurm.
 
-        Without a place it may be any kind of job: one that cannot be requeued, such as an allocation, is cancelled.
+        Without a place it may be any kind of job: an allocation, or a job of scrontab, is cancelled.
         """
         job = amiss.job
-        if not job.job.is_pending:
-            try:
+        try:
+            if not job.job.is_pending:
                 self._requeue(job, {"Requeue": "1"})
-            except SlurmCommandError as error:
-                if failure_of(error) is not Failure.REFUSED:
-                    raise
-                self._slurm.cancel(job.whole_name)
-                self._say(PackingEvent("cancelled", job.name, f"{amiss.reason}. Slurm cannot requeue it"))
-                return
-        elif not job.is_held:
-            self._announce(job, {} if job.notes.can_be_requeued else {"Requeue": "1"})
-            self._slurm.hold(job.whole_name)
-            reach("packer.held")
+            elif not job.is_held:
+                self._announce(job, {} if job.notes.can_be_requeued else {"Requeue": "1"})
+                self._slurm.hold(job.whole_name)
+                reach("packer.held")
+        except SlurmCommandError as error:
+            if not amiss.word or not cannot_wait(error):
+                raise
+            self._slurm.cancel(job.whole_name)
+            self._say(PackingEvent("cancelled", job.name, f"{amiss.reason}. Slurm cannot requeue it, or hold it"))
+            return
         self._note(job, amiss.record, is_kept=amiss.is_kept, word=amiss.word)
         self._say(PackingEvent("taken back", job.name, amiss.reason))
 

@@ -18,7 +18,7 @@ from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
-from hetstream.slurm_plugin.client.retry import Failure, failure_of
+from hetstream.slurm_plugin.client.retry import Failure, failure_of, is_of_scrontab
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres, takes_gpus
 from hetstream.slurm_plugin.packing.observe import PackingView
@@ -217,28 +217,28 @@ class QuotaPacker:
     def _hold_unguarded(self, name: str, job: Job, what: str) -> None:
         """Have a job wait, held, that went round the guard. Who dies in between finds it unguarded again.
 
-        An allocation without a batch script cannot be requeued, and is cancelled.
+        An allocation, or a job of scrontab, is cancelled.
         """
         notes = self._slurm.notes(job.partitions).get(job.job_id)
         if notes is None:
             return  # it has gone
-        if not job.is_pending:
-            comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
-            self._slurm.update(name, {"Comment": comment, "Requeue": "1"})
-            reach("packer.announced")
-            try:
+        try:
+            if not job.is_pending:
+                comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
+                self._slurm.update(name, {"Comment": comment, "Requeue": "1"})
+                reach("packer.announced")
                 self._slurm.requeue_held(name)
-            except SlurmCommandError as error:
-                if failure_of(error) is not Failure.REFUSED:
-                    raise
-                self._slurm.cancel(name)
-                self._say(PackingEvent("cancelled", name, f"{what}. Slurm cannot requeue it"))
-                return
-        elif job.priority != 0:
-            taking = with_record(notes.admin_comment, replace(read_record(notes.admin_comment), taking=True))
-            self._slurm.update(name, {"AdminComment": taking})
-            reach("packer.announced")
-            self._slurm.hold(name)
+            elif job.priority != 0:
+                taking = with_record(notes.admin_comment, replace(read_record(notes.admin_comment), taking=True))
+                self._slurm.update(name, {"AdminComment": taking})
+                reach("packer.announced")
+                self._slurm.hold(name)
+        except SlurmCommandError as error:
+            if not cannot_wait(error):
+                raise
+            self._slurm.cancel(name)
+            self._say(PackingEvent("cancelled", name, f"{what}. Slurm cannot requeue it, or hold it"))
+            return
         reach("packer.held")
         self._slurm.update(name, {"AdminComment": with_guard(notes.admin_comment)})
         self._say(PackingEvent("held", name, what))
@@ -410,6 +410,15 @@ def _partition_of(nodes: Collection[str], look: _Look) -> str | None:
         if partition.is_up and partition.name in look.partitions and {*nodes} <= {*partition.nodes}
     ]
     return max(found, key=lambda partition: (partition.priority_tier, partition.name)).name if found else None
+
+
+def cannot_wait(error: SlurmCommandError) -> bool:
+    """Whether a job can neither be held nor requeued: it has no batch script, or is one of scrontab.
+
+    Another refusal, such as one for want of rights, says nothing of the job.
+    """
+    is_requeue = "requeuehold" in error.argv and failure_of(error) is Failure.REFUSED
+    return is_requeue or is_of_scrontab(error)
 
 
 def waits(quota: QuotaView) -> Iterator[PackingEvent]:

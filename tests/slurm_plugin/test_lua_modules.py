@@ -335,6 +335,20 @@ def test_gpus_need_a_qos_where_nobody_can_say_which_one_slurm_takes(lua: object,
     assert ("Write --qos=NAME" in "".join(said)) == (code == "-1")
 
 
+@pytest.mark.parametrize("flag", ["true", "1"])
+def test_a_job_of_scrontab_is_refused_where_the_site_starts_the_jobs(lua: object, flag: str) -> None:
+    """Slurm lets nobody release it ("Cannot modify scrontab jobs"), so that it would wait for ever."""
+    text = guard('{opportunistic = {partitions = {"opp"}, hold = true}, quota = {partitions = {"gpu"}}}')
+    text += f"""
+    for _, fields in ipairs{{{{"opp"}}, {{"gpu", "gres/gpu:1"}}, {{"gpu"}}, {{"cpu"}}}} do
+      local j = job{{partition = fields[1], tres_per_job = fields[2], script = "x", cron_job = {flag}}}
+      print(slurm_job_submit(j, {{}}, 1000), j.priority)
+    end
+    """
+    lines = [line for line in lua(text) if not line.startswith(("user:", "log:"))]  # type: ignore[operator]
+    assert lines == ["-1\tnil", "-1\tnil", "0\tnil", "0\tnil"]
+
+
 def test_a_reservation_brings_no_partition_of_its_own(lua: object) -> None:
     """Slurm takes the reservation's partition in place of the default one, behind the hook."""
     text = guard('{opportunistic = {partitions = {"opp"}, hold = true, managers = {64}}}')

@@ -247,15 +247,29 @@ def test_whoever_runs_without_a_place_of_the_packers_is_taken_back(
         assert site.look() == ["started"], "what it placed itself stays, whatever it has forgotten"
 
 
-def test_what_slurm_cannot_requeue_and_runs_without_a_place_is_cancelled(site: Site) -> None:
-    """An allocation, say, or a step that is a job: there is nothing to come back with."""
+@pytest.mark.parametrize(
+    ("state", "command"),
+    [("PENDING", "update"), ("PENDING", "hold"), ("RUNNING", "update"), ("RUNNING", "requeuehold")],
+)
+def test_what_slurm_cannot_requeue_or_hold_and_has_no_place_is_cancelled(site: Site, state: str, command: str) -> None:
+    """An allocation, a step that is a job, or a job of scrontab, of which Slurm changes nothing."""
     slurm = site.slurm
-    slurm.submit(7, state="RUNNING", priority=5, nodes=("g1",))
+    slurm.submit(7, state=state, priority=5, reason="Priority", nodes=("g1",) if state == "RUNNING" else ())
     slurm.admin_comments[7] = ""
-    slurm.refuse = {"requeuehold": "Requested operation is presently disabled"}
+    slurm.refuse = {command: "Cannot modify scrontab jobs through scontrol"}
     assert site.look() == ["cancelled"]
-    assert "Slurm cannot requeue it" in site.events[0].reason
+    assert "Slurm cannot requeue it, or hold it" in site.events[0].reason
     assert slurm.jobs == {}
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_packer_without_an_administrators_rights_cancels_nothing(site: Site, state: str) -> None:
+    slurm = site.slurm
+    slurm.submit(7, state=state, priority=5, reason="Priority", nodes=("g1",) if state == "RUNNING" else ())
+    slurm.admin_comments[7] = ""
+    slurm.refuse = {"update": "Access/permission denied"}
+    assert site.look() == ["refused"]
+    assert 7 in slurm.jobs
 
 
 def test_a_heterogeneous_job_is_taken_back_as_a_whole_and_once(site: Site) -> None:

@@ -484,9 +484,13 @@ def test_the_packer_dies_while_it_holds_what_went_round_the_guard(
     assert site.slurm.admin_comments[1].split().count("hetstream:guarded") == 1
 
 
-def test_what_cannot_be_requeued_and_went_round_the_guard_is_cancelled(site: Site) -> None:
-    around(site, 1, "of tasks", runs=True)
-    site.slurm.refuse["requeuehold"] = "Requested operation is presently disabled"
+@pytest.mark.parametrize(
+    ("runs", "command"), [(True, "requeuehold"), (True, "update"), (False, "update"), (False, "hold")]
+)
+def test_what_cannot_be_requeued_and_went_round_the_guard_is_cancelled(site: Site, runs: bool, command: str) -> None:
+    """Such as an allocation, or a job of scrontab, of which Slurm changes nothing."""
+    around(site, 1, "of tasks" if runs else "named", runs=runs)
+    site.slurm.refuse[command] = "Cannot modify scrontab jobs through scontrol"
     assert "cancelled 1" in site.look()
     assert 1 not in site.slurm.jobs
 

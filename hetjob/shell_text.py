@@ -294,7 +294,7 @@ class _Reader:
         return True
 
     def _redirect(self) -> None:
-        if self._word.isdigit():
+        if self._word.isdigit() or re.fullmatch(r"\{\w+\}", self._word):  # the descriptor, by number or in a variable
             self._word = ""
         self._end_word()
         found = re.compile(r"<<<|<<-?|[<>]\(|>>|>&|<&|>\||<>|[<>]").match(self._text, self._at)

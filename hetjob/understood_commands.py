@@ -102,7 +102,7 @@ _ALL_ARGUMENTS = re.compile(r'"\$@"|\$@|\$\*|\$\{@\}')
 _SETTING_UP = re.compile(r"(conda|mamba|micromamba|hetstream|pyenv|direnv|lmod|modulecmd|spack|ssh-agent|dircolors)")
 # Where those are; a name alone is looked for in PATH, and "/" stands for a path that a variable holds.
 _PLACES = ("", "/", "/bin/", "/usr/bin/", "/usr/local/bin/", "/sbin/", "/usr/sbin/")
-_DEEPEST = 6
+_DEEPEST = 8
 
 
 @dataclass(frozen=True)
@@ -177,24 +177,24 @@ class UnderstoodCommands:
             self._check(command.words, where, depth + 1)
             self._check_inner(command.words, where, depth + 1)
 
-    def _check(self, command: Sequence[Word], where: str, depth: int) -> None:
+    def _check(self, command: Sequence[Word], where: str, depth: int, before: int = 0) -> None:
         """Look at one command, by its name and, where it runs another one, by that one's."""
         parts = [*command]
         while parts and (parts[0].text in (*_KEYWORDS, "function") or re.match(r"\w+(\[[^\]]*\])?\+?=", parts[0].text)):
             self._check_assignment(parts[0], where)
             # Behind a function's name stands its first command.
             parts = parts[2:] if parts[0].text == "function" else parts[1:]
-        if not parts or depth > _DEEPEST:
-            if parts:
-                raise Unknown(f"{where} has commands in commands")
+        if not parts:
             return
+        if depth > _DEEPEST or before > _DEEPEST:  # texts in texts, or commands that run commands
+            raise Unknown(f"{where} has commands in commands")
         is_hidden = "$" in parts[0].text and (
             depth > 0 or not re.fullmatch(r'"?\$(\{?\w+(\[[@*]\])?\}?|\(.*\))"?', parts[0].text)
         )
         for pieces in self._readings(parts[0], where):
             if is_hidden and unquoted(pieces[0].text).rpartition("/")[2] in LAUNCHERS:
                 raise Unknown(f"{where} has a launcher in {unquoted(parts[0].text)[:40]!r}")
-            self._check_named([*pieces, *parts[1:]], where, depth)
+            self._check_named([*pieces, *parts[1:]], where, depth, before + 1)
 
     def _check_assignment(self, word: Word, where: str) -> None:
         """Refuse what changes which program a name stands for, or what shells do first."""
@@ -222,26 +222,26 @@ class UnderstoodCommands:
             raise Unknown(f"{where} runs what a variable says: {error}") from error
         return [[Word(piece, word.line) for piece in text.split()] for text in texts if text.split()]
 
-    def _check_named(self, parts: Sequence[Word], where: str, depth: int) -> None:
+    def _check_named(self, parts: Sequence[Word], where: str, depth: int, before: int) -> None:
         path = unquoted(parts[0].text)
         name = path.rpartition("/")[2]
         behind = parts[1:]
         second = f"{name} {unquoted(behind[0].text)}" if behind else ""
         if name == "srun":
             for program in programs_of(behind, self._values):
-                self._check(program, where, depth)
+                self._check(program, where, depth, before)
         elif name in MPI_LAUNCHERS:
-            self._check(program_of_mpi(behind, self._values), where, depth)
+            self._check(program_of_mpi(behind, self._values), where, depth, before)
         elif name in ("command", "builtin") and behind and re.match(r"-[vV]", behind[0].text):
             return
         elif second in _BEFORE_A_COMMAND:
             program = _behind_options(behind[1:], *_BEFORE_A_COMMAND[second])
             if not program:
                 raise Unknown(f"{where} runs {second}, of which nobody knows here what it starts")
-            self._check(program, where, depth)
+            self._check(program, where, depth, before)
         elif name in _BEFORE_A_COMMAND:
             self._check_options(name, behind, where)
-            self._check(_behind_options(behind, *_BEFORE_A_COMMAND[name]), where, depth)
+            self._check(_behind_options(behind, *_BEFORE_A_COMMAND[name]), where, depth, before)
         elif name in SHELLS:
             self._check_shell(behind, where, depth)
         elif name in ("eval", "trap", "alias"):

@@ -91,7 +91,8 @@ def substitutions(word: str) -> Iterator[str]:
             at += 3  # arithmetic, in which others may be
         elif word[at] == "`" or word.startswith("$(", at):
             end = _end_of(word, at)
-            yield word[at + (1 if word[at] == "`" else 2) : end - 1]
+            inner = word[at + (1 if word[at] == "`" else 2) : end - 1]
+            yield re.sub(r"\\([`\\$])", r"\1", inner) if word[at] == "`" else inner
             at = end
         else:
             is_quoted ^= word[at] == '"'
@@ -149,7 +150,11 @@ def _end_of_nested(text: str, at: int) -> int:
         elif text[at] == closing[-1]:
             closing.pop()
             at += 1
-        elif text.startswith(("$(", "${"), at) or (not is_quoted and text[at] in '"('):
+        elif (
+            text.startswith(("$(", "${"), at)
+            or (text[at] == '"' and not is_quoted)
+            or (text[at] == "(" and closing[-1] == ")")  # in `${A%%[(,]*}` it is one of many characters
+        ):
             closing.append(_closing(text, at))
             at += 2 if text[at] == "$" else 1
         elif text[at] == "`" or (text[at] == "'" and not is_quoted and closing[-1] != "}"):

@@ -150,7 +150,8 @@ class UnderstoodCommands:
         for item in placed:
             texts = [word.text for word in item.command.words]
             is_part = is_in_test
-            is_in_test = ("[[" in texts or is_in_test) and "]]" not in texts
+            begins_test = next((text for text in texts if text not in _KEYWORDS), "") == "[["
+            is_in_test = (begins_test or is_in_test) and "]]" not in texts
             self._has_document = item.command.has_document
             where = f"{item.place}line {item.command.words[0].line}"
             if not is_part and not item.command.is_data:

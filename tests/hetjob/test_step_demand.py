@@ -202,6 +202,8 @@ def test_the_trainer_keeps_what_a_step_needs(options: str, body: str, cpus: int)
         (ONE, "function f { launch 3; }", "runs launch"),
         (ONE, "cat > conf <<E\n$(launch 3)\nE", "runs launch"),
         (ONE, "cat <<< $(launch 3)", "runs launch"),
+        (ONE, "echo `echo \\`launch 3\\``", "runs launch"),
+        (ONE, "echo [[ \nlaunch 3", "runs launch"),
         (ONE, "python - <<'E'\nimport os\nos.system('sr' + 'un -c8 x')\nE", "may start a program"),
         (ONE, "cat > x.py <<E\nfrom subprocess import run\nE\npython x.py", "may start a program"),
         (ONE, "python x.py > $(launch 3)", "runs launch"),

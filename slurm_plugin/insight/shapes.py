@@ -234,6 +234,11 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
     all_mb = 0
     if job.all_memory or not hardware.counts_memory:
         memory_mb = per_cpu_mb = 0
+    elif job.memory_per_gpu_mb and len({gres.type for gres in job.gres_asked if gres.name == "gpu"}) > 1:
+        # Of several types Slurm looks at the memory of each, and not at the sum (seen on 22.05, 24.11 and 26.05).
+        memory_mb = job.memory_per_gpu_mb * max(
+            (of_node[key] for key in of_node if key[0] == "gpu" and key[1]), default=0
+        )
     elif job.memory_per_gpu_mb:
         memory_mb, all_mb = job.memory_per_gpu_mb * gpus, job.memory_per_gpu_mb * job.count("gpu")
     elif per_cpu_mb:

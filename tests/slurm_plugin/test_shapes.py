@@ -197,6 +197,11 @@ def test_a_job_in_two_partitions_runs_in_one() -> None:
 def test_memory_of_a_gpu_goes_with_it() -> None:
     job = pending(gres_per_job=(Gres("gpu", "", 2),), memory_per_gpu_mb=3000, memory_mb=6000)
     assert shape_of(job).memory_mb == 6000
+    two = (Gres("gpu", "a100", 2), Gres("gpu", "v100", 2))
+    # Slurm looks at the memory of each type alone: 40000 of the node's 64000.
+    several = pending(gres_per_node=two, memory_per_gpu_mb=20000, memory_mb=80000)
+    assert kind(several, node(gres=two)) == "scheduler"
+    assert kind(replace(several, memory_per_gpu_mb=40000), node(gres=two)) == "size"
     wide = pending(**RANGE, memory_mb=1000)
     assert shape_of(wide, Hardware(FOUR, CORES)).memory_mb == 1000  # --mem is of each node, however many they are
 

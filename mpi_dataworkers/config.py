@@ -141,6 +141,19 @@ def explain_file_from_environment(environ: Mapping[str, str] = os.environ) -> Pa
     return Path(environ["HETSTREAM_EXPLAIN"]) if environ.get("HETSTREAM_EXPLAIN") else None
 
 
+def memory_of_task_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Bytes that a task of this Slurm job has on this node; None where Slurm does not say, or sets no limit.
+
+    SLURM_MEM_PER_NODE, SLURM_MEM_PER_CPU and SLURM_MEM_PER_GPU are in megabytes (sbatch(1), 22.05).
+    """
+    megabytes = _number(environ, "SLURM_MEM_PER_NODE") or 0
+    for kind, number in (("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"), ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE")):
+        megabytes = megabytes or (_number(environ, kind) or 0) * (_number(environ, number) or 0)
+    # As in `2(x3),1`: of nodes with other numbers of tasks, the most.
+    tasks = [int(part.partition("(")[0]) for part in environ.get("SLURM_TASKS_PER_NODE", "1").split(",")]
+    return (megabytes << 20) // max(1, *tasks) if megabytes else None
+
+
 def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     """Id of the Slurm job that this process belongs to; "" outside of Slurm."""
     return environ.get("SLURM_JOB_ID", "")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import ForgetWorker, Instruction, RememberWorker, Send
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
 from hetstream.mpi_dataworkers.dispatcher.loaders import Handler
 from hetstream.mpi_dataworkers.dispatcher.reachability import Reachability
-from hetstream.mpi_dataworkers.dispatcher.records import Binding, Lease, LeaseStatus, WorkDone, WorkerRecord
+from hetstream.mpi_dataworkers.dispatcher.records import (
+    Binding,
+    Lease,
+    LeaseStatus,
+    Session,
+    WorkDone,
+    WorkerRecord,
+)
 from hetstream.mpi_dataworkers.dispatcher.rooms import Rooms
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
+from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
@@ -19,6 +27,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     EndOfShard,
     FailLease,
     FailStep,
+    Failure,
     FetchPipeline,
     FinishLease,
     HeldLease,
@@ -75,7 +84,9 @@ class WorkerMessages:
         tables = self._tables
         out: list[Instruction] = []
         if message.replaces in tables.workers:
-            out += self.lose(message.replaces, now, f"its process {_how_it_ended(message)}")
+            fate = message.fate
+            at = {(fate.session_id, fate.step)} if fate is not None and fate.failure is not None else set()
+            out += self.lose(message.replaces, now, f"its process {_how_it_ended(message)}", at=at)
         known = tables.workers.get(peer)
         number, cause = self._number_of(known, message)
         tables.workers[peer] = _registered(number, known, message, now)
@@ -96,6 +107,8 @@ class WorkerMessages:
         if not tables.expected:
             tables.grant_from = min(tables.grant_from, now)
         fate = message.fate
+        if message.replaces:
+            self._leasing.retries.explain(message.replaces)
         if fate is not None and fate.failure is not None and fate.session_id in tables.sessions:
             session = tables.sessions[fate.session_id]
             out += self._leasing.retries.note_failure(session, fate.step, fate.token, peer, fate.failure, now)
@@ -237,10 +250,13 @@ class WorkerMessages:
     def _leave(self, peer: str, _: LeaveWorker, now: float) -> list[Instruction]:
         return self.lose(peer, now, "left", orderly=True)
 
-    def lose(self, peer: str, now: float, reason: str, orderly: bool = False) -> list[Instruction]:
+    def lose(
+        self, peer: str, now: float, reason: str, orderly: bool = False, at: set[tuple[str, int]] | None = None
+    ) -> list[Instruction]:
         """A data worker is not there any more: what it held is leased again.
 
-        After an orderly end, what it said it sent is on its way and waited for as from a worker that is there.
+        After an orderly end, what it said it sent is on its way and waited for as from a worker that is there. `at` are
+        session and step that it was at when it ended; None where nobody knows.
         """
         tables = self._tables
         worker = tables.workers.pop(peer)
@@ -260,7 +276,12 @@ class WorkerMessages:
             if orderly and lease.status is LeaseStatus.SENT:
                 continue
             if session is None or not session.has_all(lease.first, lease.stop):
-                out += self._leasing.lifecycle.revoke(lease, f"its data worker was lost: {reason}", orderly=orderly)
+                suspects = [] if orderly or session is None else _suspects(lease, session, at)
+                why = f"its data worker was lost: {reason}"
+                out += self._leasing.lifecycle.revoke(lease, why, orderly=orderly, suspects=suspects)
+                if session is not None and at is None:
+                    failure = _failure_of(worker, suspects, reason)
+                    self._leasing.retries.note_lost(session, suspects, lease.token, peer, failure, now)
             else:
                 tables.forget(lease)
         # What was made for it, nobody needs.
@@ -285,6 +306,22 @@ def _registered(number: int, known: WorkerRecord | None, message: RegisterWorker
         interpreter=message.interpreter,
         device=message.device,
     )
+
+
+def _suspects(lease: Lease, session: Session, at: set[tuple[str, int]] | None) -> list[int]:
+    """The steps of a lease that may have ended its data worker."""
+    if lease.status is LeaseStatus.SENT:
+        return []  # it made them all
+    missing = session.missing(range(lease.first, lease.stop))
+    return missing if at is None else [step for step in missing if (lease.session_id, step) in at]
+
+
+def _failure_of(worker: WorkerRecord, suspects: Sequence[int], reason: str) -> Failure:
+    """Of the step that a data worker was at when it was lost, where that is one."""
+    name = f"data worker {worker.number} on {worker.host}"
+    text = f"{name} was lost while it made step {min(suspects, default=-1)}: {reason}"
+    kind = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
+    return Failure(-1, kind, text, "(it left no stack)", worker.host, worker.pid)
 
 
 def _how_it_ended(message: RegisterWorker) -> str:

@@ -8,6 +8,7 @@ fences nothing: steps that were already made are as good as any.
 from __future__ import annotations
 
 import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -125,10 +126,18 @@ class LeaseLifecycle:
         free = [step for step in session.missing(steps) if not any(step in taken for taken in leased)]
         session.requeued = sorted({*session.requeued, *free})
 
-    def revoke(self, lease: Lease, reason: str, reconnect: bool = False, orderly: bool = False) -> list[Instruction]:
+    def revoke(
+        self,
+        lease: Lease,
+        reason: str,
+        reconnect: bool = False,
+        orderly: bool = False,
+        suspects: Sequence[int] = (),
+    ) -> list[Instruction]:
         """Take a lease back and put its missing steps first in the queue of its session.
 
-        In a session that is read at most once they are lost, unless the data worker left in an orderly way.
+        In a session that is read at most once they are lost, unless the data worker left in an orderly way. `suspects`
+        are as in `LeaseRevoked`.
         """
         tables = self._tables
         tables.forget(lease)
@@ -139,7 +148,7 @@ class LeaseLifecycle:
             out.append(Send(lease.worker, RevokeLease(lease.token, lease.session_id, reconnect, reason)))
         session = tables.sessions.get(lease.session_id)
         if session is not None:
-            out.append(Send(session.loader, LeaseRevoked(lease.session_id, lease.token)))
+            out.append(Send(session.loader, LeaseRevoked(lease.session_id, lease.token, as_ranges(suspects))))
             missing = session.missing(range(lease.first, lease.stop))
             if missing and session.spec.at_most_once and not orderly:
                 return out + self._lose_steps(session, missing)

@@ -219,6 +219,9 @@ class LoaderMessages:
             session.retries = set(session.missing(session.retries))
             failures = session.failures.items()
             session.failures = {step: failed for step, failed in failures if step >= session.consumed}
+            session.unexplained = {step: loss for step, loss in session.unexplained.items() if step in session.retries}
+        if session.losses:
+            session.losses = {step: peers for step, peers in session.losses.items() if step >= session.consumed}
         for token in list(session.sent):
             lease = tables.leases[token]
             if session.has_all(lease.first, lease.stop):

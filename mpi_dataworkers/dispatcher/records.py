@@ -17,6 +17,7 @@ from hetstream.mpi_dataworkers.failures import StepFailures
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Device,
+    Failure,
     FeatureCut,
     Interpreter,
     LoaderStats,
@@ -208,6 +209,23 @@ class LoaderRecord:
         self.warned_unfit = known.warned_unfit
 
 
+@dataclass(frozen=True)
+class UnexplainedLoss:
+    """A step that was leased by itself, and lost with its data worker.
+
+    Attributes:
+        until: then it is a failure of the step, s.
+        token: of the lease.
+        peer: the data worker.
+        failure: what to say of it.
+    """
+
+    until: float
+    token: int
+    peer: str
+    failure: Failure
+
+
 @dataclass
 class Session:
     """One loader's reading of an epoch, or of a shard of it, and how far that is.
@@ -232,6 +250,8 @@ class Session:
         lost: steps that the loader does without and has not passed: lost where steps are read at most once, given up.
         failures: of each step that was tried in vain; without data workers once it was made or given up.
         retries: steps below `frontier` that failed and have to be tried again, each in a lease of its own.
+        losses: of steps that data workers held when they were lost, whose peer ids, but for losses that were explained.
+        unexplained: of `retries` those that were leased by themselves when that happened, until it is explained.
     """
 
     spec: SessionSpec
@@ -252,6 +272,8 @@ class Session:
     lost: set[int] = field(default_factory=set)
     failures: dict[int, StepFailures] = field(default_factory=dict)
     retries: set[int] = field(default_factory=set)
+    losses: dict[int, list[str]] = field(default_factory=dict)
+    unexplained: dict[int, UnexplainedLoss] = field(default_factory=dict)
     snapshots: dict[int, bytes] = field(default_factory=dict)
 
     @property
@@ -275,6 +297,10 @@ class Session:
         """Place of a step in the stream that the session shares."""
         assert self.spec.sharing is not None
         return self.spec.epoch * self.spec.sharing.num_steps + step + self.shift(step)
+
+    def times_lost(self, step: int) -> int:
+        """How often a step was lost with its data worker, and nobody said why."""
+        return len(self.losses.get(step, ()))
 
     def next_step(self) -> int:
         """The step to lease next, if one is leasable."""

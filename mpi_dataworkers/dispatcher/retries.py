@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.lifecycle import LeaseLifecycle
 from hetstream.mpi_dataworkers.dispatcher.placement import Placement
-from hetstream.mpi_dataworkers.dispatcher.records import Session
+from hetstream.mpi_dataworkers.dispatcher.records import Session, UnexplainedLoss
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
+from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure, ShardOrder
+
+# A step that was lost so often with its data worker is tried while no other one of that kind is: the next loss is its.
+_ALONE_FROM = 2
+# A supervisor that is there has another process in the place of one that has died by then.
+_EXPLAINED_S = 2.0
 
 
 class Retries:
@@ -34,12 +41,59 @@ class Retries:
         out: list[Instruction] = []
         for session in self._tables.sessions.values():
             for step in sorted(session.retries) if session.retries else ():
+                if step in session.unexplained:
+                    out += self._note_unexplained(session, step, now)
+                    continue
+                if session.times_lost(step) >= _ALONE_FROM and self._tries_alone(session):
+                    continue
                 peer = self._who_tries_again(session, session.failures[step], now)
                 if peer is not None:
                     session.retries.discard(step)
                     self._lifecycle.keep_together(session, peer)
                     out.append(self._lifecycle.grant(peer, session, range(step, step + 1), now))
         return out
+
+    def _tries_alone(self, session: Session) -> bool:
+        """Whether a step that is to be tried by itself is being tried."""
+        leases = (self._tables.leases[token] for token in session.tokens)
+        return any(session.times_lost(lease.first) >= _ALONE_FROM for lease in leases)
+
+    def note_lost(
+        self, session: Session, suspects: Sequence[int], token: int, peer: str, failure: Failure, now: float
+    ) -> None:
+        """A data worker was lost, and nobody has said at which of the steps that it held, if at any.
+
+        A step that was lost twice is leased by itself, while no other one like it is. When it is lost again, and no
+        supervisor says why, that is a failure of the step.
+        """
+        spec = session.spec
+        if isinstance(spec.order, ShardOrder) or spec.sharing is not None or spec.at_most_once:
+            return
+        for step in set(suspects).intersection(session.requeued):
+            was_alone = session.times_lost(step) >= _ALONE_FROM
+            session.losses.setdefault(step, []).append(peer)
+            if session.times_lost(step) >= _ALONE_FROM:
+                session.requeued.remove(step)
+                session.retries.add(step)
+                session.failures.setdefault(step, StepFailures()).hosts.add(failure.host)
+            if was_alone:
+                session.unexplained[step] = UnexplainedLoss(now + _EXPLAINED_S, token, peer, failure)
+
+    def explain(self, peer: str) -> None:
+        """The supervisor of a data worker that was lost has said how it ended, and at which step."""
+        for session in self._tables.sessions.values():
+            for step, peers in session.losses.items():
+                if peer in peers:
+                    peers.remove(peer)
+                    session.unexplained.pop(step, None)
+
+    def _note_unexplained(self, session: Session, step: int, now: float) -> list[Instruction]:
+        loss = session.unexplained[step]
+        if now < loss.until:
+            return []
+        del session.unexplained[step]
+        session.retries.discard(step)
+        return self.note_failure(session, step, loss.token, loss.peer, loss.failure, now)
 
     def _who_tries_again(self, session: Session, failures: StepFailures, now: float) -> str | None:
         """A data worker with a free place: best on a host where the step has not failed, and that makes other steps."""
@@ -107,8 +161,12 @@ class Retries:
         self, peer: str, session: Session, step: int, failure: Failure, now: float
     ) -> tuple[Verdict, list[Instruction]]:
         """Count a failure of a step, and decide what becomes of the step and of who failed it."""
-        pipeline_id, worker = session.spec.pipeline_id, self._tables.workers[peer]
-        standing, failures = worker.standing(pipeline_id), session.failures[step]
+        pipeline_id, worker = session.spec.pipeline_id, self._tables.workers.get(peer)
+        failures = session.failures[step]
+        if worker is None:  # it was lost with all that it said
+            able = self._placement.able(session, now)
+            return failures.note(peer, failure, session.spec.errors, failure.host, True, able), []
+        standing = worker.standing(pipeline_id)
         was_sound = standing.is_sound
         pause_s = standing.failed_step(failure.is_final, now)
         cause = f"it cannot use the pipeline: {_first_line(failure.text)}"

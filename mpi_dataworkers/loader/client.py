@@ -421,7 +421,7 @@ class ServiceClient:
     def _on_lease_revoked(self, message: LeaseRevoked, _: float) -> None:
         with self._lock:
             if message.session_id in self._sessions:
-                self._sessions[message.session_id].buffer.revoke(message.token)
+                self._sessions[message.session_id].revoke(message)
 
     def _on_steps_lost(self, message: StepsLost, _: float) -> None:
         with self._lock:

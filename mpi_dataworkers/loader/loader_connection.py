@@ -36,10 +36,11 @@ from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.step_indices import Order, TakenStep
+from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, Watched, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, StagedBatch
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
@@ -238,6 +239,29 @@ class LoaderConnection:
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered.made_here(self.pinned(made.batch), made)
+
+    def make_apart(self, apart: StepsApart, order: Order, step: int, seeds: PassSeeds) -> Delivered:
+        """The same in a child of this process, of `steps_apart`: the step may end who makes it."""
+        indices = order.indices(step)
+        if indices is None:
+            raise IndexError(step)
+        request = step, indices, order.seeds(step, indices, seeds), order.form(step), seeds
+        found = apart.made(step, len(indices), self.skipped.policy, *request)
+        assert found is not None
+        return Delivered.made_here(self.pinned(found[0].batch), found[0])
+
+    def makes_apart(self, sent: SentPipeline) -> StepsApart:
+        """A child for steps of a pipeline."""
+        sent_pipelines = self.sent_pipelines
+        assert sent_pipelines is not None
+
+        def make(policy: ErrorPolicy, watched: Watched, *request: Any) -> tuple[MadeStep, bytes]:
+            step, indices, their_seeds, form, seeds = request
+            with sent_pipelines.entered(sent) as entered:
+                pipeline = entered.enter(seeds, step)
+                return make_step(pipeline, indices, their_seeds, policy, form, watched), b""
+
+        return StepsApart(make)
 
     def makes_again(self, sent: SentPipeline, shards: PassShards) -> MakesAgain | None:
         """What makes the batch of a pass's last step that was taken once more, in this process.

@@ -20,13 +20,21 @@ from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead
+from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
 from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error, summary_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
-from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, generators_kept
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.order.interleave import Slot
-from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ListedOrder, PlannedOrder, ShardOrder, Sharing
+from hetstream.mpi_dataworkers.wire.messages import (
+    BatchFailed,
+    ErrorPolicy,
+    ListedOrder,
+    PlannedOrder,
+    ShardOrder,
+    Sharing,
+)
 
 
 class RemoteSource:
@@ -57,6 +65,7 @@ class RemoteSource:
         self._sampler = SamplerAhead(order, shards.position, look_ahead) if isinstance(order, ListedSteps) else None
         self._sessions: list[LoaderSession] = []  # of each slot
         self._readers: dict[int, ShardReader | RankReader] = {}  # of shards whose steps are made here
+        self._apart: dict[int, StepsApart] = {}  # of shards with steps that a data worker was at when it was lost
 
     def begin(self) -> None:
         """Open the sessions; batches start to come at once."""
@@ -100,6 +109,7 @@ class RemoteSource:
         assert connection.sent_pipelines is not None
         self._sent = connection.sent_pipelines.with_stages(self._sent, connection.pipeline)
         self._readers.clear()
+        self._close_apart(*self._apart)
         if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
             for session in self._sessions:
                 self._client.close_session(session)
@@ -111,6 +121,8 @@ class RemoteSource:
         if before and not shards.in_order:
             shards.note_taken_out_of_order(before[0].buffer.taken_out_of_order())
         self._sessions = [self._open_session(slot) for slot in shards.slots]
+        for session, former in zip(self._sessions, before, strict=False):
+            session.suspects |= former.suspects
         if self._sampler is not None and self._sessions:
             self._sampler.send_again(self._client, self._sessions[0])
 
@@ -161,7 +173,7 @@ class RemoteSource:
             return slot_index, self._made_instead(slot_index, step)
         if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.local_after_failure:
             self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
-            return slot_index, self._made_here(self.shards.slots[slot_index].shard, step.step) or step
+            return slot_index, self._made_here(slot_index, step.step) or step
         self._client.say_streaming()
         return slot_index, step
 
@@ -189,20 +201,26 @@ class RemoteSource:
         """Make a step in this process instead of waiting for data workers; theirs is taken if it has come meanwhile."""
         self._client.say_local(fallback.reason)
         session = self._sessions[slot_index]
-        made = self._made_here(self.shards.slots[slot_index].shard, fallback.step)
+        made = self._made_here(slot_index, fallback.step)
         if made is None:
             self._client.end_session_at(session, fallback.step)
             return Ended.ENDED
         return self._client.put_local(session, made)
 
-    def _made_here(self, shard: int, step: int) -> Delivered | LocalFailure | None:
-        """Make a step in this process; None when the shard has no such step."""
+    def _made_here(self, slot_index: int, step: int) -> Delivered | LocalFailure | None:
+        """Make a step in this process, or in a child of it; None when the shard has no such step."""
         shards, connection = self.shards, self._connection
+        shard, is_suspect = shards.slots[slot_index].shard, step in self._sessions[slot_index].suspects
         try:
             steps = shards.steps_of(shard)
-            if not isinstance(steps, ShardOrder):
+            if isinstance(steps, ShardOrder):
+                is_apart = is_suspect or shard in self._apart  # where its reader is
+                return self._read_apart(steps, step) if is_apart else self._read_here(steps, step)
+            if not is_suspect:
                 return connection.make_locally(self._sent, steps, step, shards.seeds)
-            return self._read_here(steps, step)
+            if shard not in self._apart:
+                self._apart[shard] = connection.makes_apart(self._sent)
+            return connection.make_apart(self._apart[shard], steps, step, shards.seeds)
         except SampleError as error:
             failure = error.user_error()
             return LocalFailure(failure if isinstance(failure, Exception) else error)
@@ -216,23 +234,44 @@ class RemoteSource:
     def _read_here(self, steps: ShardOrder, step: int) -> Delivered | None:
         """Read a step of an IterableDataset's shard in this process."""
         connection, shards, policy = self._connection, self.shards, self._connection.skipped.policy
-        if steps.shard not in self._readers:
-            self._readers[steps.shard] = open_shard(
-                Shard(connection.pipeline.with_own_generators(), steps, shards.seeds.seed, shards.epoch),
-                skips=policy.on_error != "raise",
-            )
-        reader = self._readers[steps.shard]
+        reader = self._reader(steps)
         with generators_kept(reader.pipeline.own_generators):
             made = read_step(reader, step, shards.snapshots.get(steps.shard, b""), policy)
         if made is None:
             return None
         return Delivered.made_here(connection.pinned(made.batch), made, reader.snapshot)
 
+    def _reader(self, steps: ShardOrder) -> ShardReader | RankReader:
+        """The reader of a shard in this process."""
+        connection, shards = self._connection, self.shards
+        if steps.shard not in self._readers:
+            self._readers[steps.shard] = open_shard(
+                Shard(connection.pipeline.with_own_generators(), steps, shards.seeds.seed, shards.epoch),
+                skips=connection.skipped.policy.on_error != "raise",
+            )
+        return self._readers[steps.shard]
+
+    def _read_apart(self, steps: ShardOrder, step: int) -> Delivered | None:
+        """The same in a child of this process."""
+        connection, shards = self._connection, self.shards
+
+        def make(policy: ErrorPolicy, _: Watched, step: int, snapshot: bytes) -> tuple[MadeStep, bytes] | None:
+            reader = self._reader(steps)
+            made = read_step(reader, step, snapshot, policy)
+            return None if made is None else (made, reader.snapshot)
+
+        if steps.shard not in self._apart:
+            self._apart[steps.shard] = StepsApart(make)
+        snapshot = shards.snapshots.get(steps.shard, b"")
+        found = self._apart[steps.shard].made(step, -1, connection.skipped.policy, step, snapshot)
+        return None if found is None else Delivered.made_here(connection.pinned(found[0].batch), *found)
+
     def _end_shard(self, slot_index: int, how: Ended) -> None:
         if how is Ended.LOST:
             self._connection.count(lost_shards=1)
         self._client.close_session(self._sessions[slot_index])
         self._readers.pop(self.shards.slots[slot_index].shard, None)
+        self._close_apart(self.shards.slots[slot_index].shard)
         begun = self.shards.ended(slot_index)
         if begun is None:
             del self._sessions[slot_index]
@@ -245,13 +284,20 @@ class RemoteSource:
             return None
         return self.shards.state(self._sessions[0].buffer.taken_out_of_order() if self._sessions else [])
 
+    def _close_apart(self, *shards: int) -> None:
+        """End children that make steps of shards."""
+        for apart in [self._apart.pop(shard) for shard in shards if shard in self._apart]:
+            apart.close()
+
     def close(self) -> None:
         """Close the sessions."""
+        self._close_apart(*self._apart)
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             self._client.close_session(session)
 
     def abandon(self) -> None:
         """Have the connection's thread close the sessions."""
+        self._close_apart(*self._apart)
         for session in self._sessions:
             self._client.abandon(session)

@@ -24,6 +24,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ErrorPolicy,
     ExtendSession,
     FeatureCut,
+    LeaseRevoked,
     ListedOrder,
     LoaderStats,
     OpenSession,
@@ -126,6 +127,7 @@ class LoaderSession:
         buffer: steps that have come and were not taken.
         held_bytes: of the batches that wait in the buffer.
         known_steps: steps of a listed order that the dispatcher was told, or will be.
+        suspects: steps that a data worker was at when it was lost.
     """
 
     def __init__(self, session: SessionSpec, request: SessionRequest, window: Window) -> None:
@@ -136,6 +138,7 @@ class LoaderSession:
         self.shift = request.shift
         self.snapshot = request.snapshot
         self.num_lost = 0
+        self.suspects: set[int] = set()
         self.rest_lost = False
         self.buffer = ReorderBuffer(first_step, request.in_order, request.taken_out_of_order)
         self.held_bytes = 0
@@ -157,6 +160,12 @@ class LoaderSession:
     def wants(self, step: int, token: int) -> bool:
         """Whether a batch is still needed; counts it as dropped when not."""
         return self.buffer.wants(step, token)
+
+    def revoke(self, message: LeaseRevoked) -> None:
+        """Batches of a lease are no longer wanted."""
+        self.buffer.revoke(message.token)
+        for first, stop in message.suspects:
+            self.suspects.update(range(first, stop))
 
     def put(self, step: int, item: Step | LostStep) -> bool:
         """Take in a step, unless it is there already; whether it was not."""

@@ -430,7 +430,12 @@ class MadeStep(msgspec.Struct, frozen=True):
 
 
 def make_step(
-    pipeline: Pipeline, indices: Indices, seeds: Sequence[int], policy: ErrorPolicy, form: IndexForm = INTS
+    pipeline: Pipeline,
+    indices: Indices,
+    seeds: Sequence[int],
+    policy: ErrorPolicy,
+    form: IndexForm = INTS,
+    watched: Watched = _UNWATCHED,
 ) -> MadeStep:
     """Make a step in this process, with the attempts and the policy that it has on data workers.
 
@@ -441,7 +446,7 @@ def make_step(
     while True:
         kept, their_seeds = leave_out(indices, seeds, without(policy, failures.left_out))
         try:
-            batch = pipeline.make_batch(kept, their_seeds, form=form) if len(kept) else None
+            batch = pipeline.make_batch(kept, their_seeds, watched, form=form) if len(kept) else None
             return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
         except SampleError as error:
             if failures.note("", describe_failure(error), policy) is Verdict.RAISE:

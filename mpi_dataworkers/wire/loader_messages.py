@@ -181,10 +181,14 @@ class Membership(Message, frozen=True):
 
 
 class LeaseRevoked(Message, frozen=True):
-    """Batches that carry this fencing token are no longer wanted."""
+    """Batches that carry this fencing token are no longer wanted.
+
+    `suspects` are the steps that its data worker was at when it was lost: they may have ended it.
+    """
 
     session_id: str
     token: int
+    suspects: Ranges = []
 
 
 class StepsLost(Message, frozen=True):

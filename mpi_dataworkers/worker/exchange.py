@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.mpi_dataworkers.children import is_stopped
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import buffers_in, places_of, read_into
-from hetstream.mpi_dataworkers.worker.children import is_stopped
 
 _NUM_SLOTS = 16
 # A small pickled pipeline stays for processes that come later.

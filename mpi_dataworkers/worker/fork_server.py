@@ -23,10 +23,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
-from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
-from hetstream.mpi_dataworkers.worker.children import (
+from hetstream.mpi_dataworkers.children import (
     FRESH_PROCESS,
     adopt_orphans,
     begin_child,
@@ -36,6 +33,9 @@ from hetstream.mpi_dataworkers.worker.children import (
     is_signalled,
     is_stopped,
 )
+from hetstream.mpi_dataworkers.ops.holdings import Holdings
+from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
+from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from hetstream.base.forks import generation
-from hetstream.mpi_dataworkers.worker.children import end_process
+from hetstream.mpi_dataworkers.children import end_process
 
 
 class ForksEndHere:

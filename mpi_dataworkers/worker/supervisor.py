@@ -28,12 +28,7 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.errors import ServiceEnded
-from hetstream.mpi_dataworkers.memory import keep_freed_memory
-from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
-from hetstream.mpi_dataworkers.wire.address import ServiceAddress, has_ended, wait_for_address_file
-from hetstream.mpi_dataworkers.wire.messages import Fate
-from hetstream.mpi_dataworkers.worker.children import (
+from hetstream.mpi_dataworkers.children import (
     END_SIGNALS,
     FRESH_PROCESS,
     HELD_SIGNALS,
@@ -43,6 +38,11 @@ from hetstream.mpi_dataworkers.worker.children import (
     fork_child,
     is_signalled,
 )
+from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, has_ended, wait_for_address_file
+from hetstream.mpi_dataworkers.wire.messages import Fate
 from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
 from hetstream.mpi_dataworkers.worker.earlier import MakeEarlierStage
 from hetstream.mpi_dataworkers.worker.exchange import Exchange

@@ -23,13 +23,16 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader import skipped
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
     FailStep,
     Failure,
     Fate,
+    FinishLease,
     GrantLease,
+    LeaseRevoked,
     LoaderStats,
     OpenSession,
     PlannedOrder,
@@ -75,6 +78,7 @@ class Simulated:
         self.state = DispatcherState(1, 0.0)
         self.leases: dict[str, list[GrantLease]] = {}
         self.failed: list[BatchFailed] = []
+        self.now = 1.0
         order = PlannedOrder(steps, 1, 1, 0, False, False, 0)
         self.send(LOADER, RegisterLoader("job", 0, 0, 1, "host", 1, "d", {}))
         for number in range(workers):
@@ -83,7 +87,7 @@ class Simulated:
         self.send(LOADER, OpenSession(session, steps, 0, [], steps, None))
 
     def send(self, peer: str, message: Any) -> None:
-        for one in self.state.handle(peer, message, 1.0):
+        for one in self.state.handle(peer, message, self.now):
             message = getattr(one, "message", None)
             if isinstance(message, GrantLease):
                 self.leases.setdefault(one.peer, []).append(message)
@@ -449,6 +453,77 @@ def test_a_late_report_of_a_death_does_not_count_against_a_step_that_was_changed
     assert renewed.token in service.state.tables.leases, "nor is the lease taken back"
 
 
+def lost(service: Simulated, worker: str) -> None:
+    """A data worker's connection closes: nobody says what it was at."""
+    for instruction in service.state.peer_gone(worker, service.now):
+        message = getattr(instruction, "message", None)
+        if isinstance(message, GrantLease):
+            service.leases.setdefault(instruction.peer, []).append(message)
+        elif isinstance(message, BatchFailed):
+            service.failed.append(message)
+    service.state.validate()
+
+
+def holder_of(service: Simulated, step: int) -> str:
+    leases = service.state.tables.leases.values()
+    return next((lease.worker for lease in leases if lease.first <= step < lease.stop), "")
+
+
+def test_a_step_that_ends_data_worker_after_data_worker_is_given_up_and_its_neighbours_are_not() -> None:
+    service = Simulated(ErrorPolicy(max_attempts=2), workers=2, steps=8)
+    session, tables = service.state.tables.sessions["s"], service.state.tables
+    number_lost, made = 0, set[int]()
+    while not service.failed:
+        dying = holder_of(service, 3)
+        assert dying, "it is leased again"
+        number_lost += 1
+        # The control group takes all with it: each other step that is being made is lost, too.
+        for worker in [dying, *sorted({lease.worker for lease in tables.leases.values()} - {dying})]:
+            lost(service, worker)
+        assert number_lost <= 4, "two losses, and as many attempts by itself"
+        service.now += 3.0  # and no supervisor says a word
+        for number in range(2):
+            service.send(f"w{number_lost}-{number}", RegisterWorker("host", number, "", []))
+        while not service.failed and not holder_of(service, 3):  # the others are made meanwhile
+            token, lease = next(iter(tables.leases.items()))
+            service.send(lease.worker, FinishLease(token, 0.001, {}))
+            made.update(range(lease.first, lease.stop))
+            service.send(LOADER, ReportProgress("s", 0, as_ranges(sorted(made)), 8, LoaderStats()))
+    assert number_lost == 4
+    (failed,) = service.failed
+    assert failed.step == 3
+    assert failed.failure.error_type[1] == "DataWorkerDied"
+    assert "was lost while it made step 3" in failed.failure.text
+    assert set(session.lost) == {3}
+
+
+def test_a_loss_that_a_supervisor_explains_is_no_loss_of_other_steps() -> None:
+    service = Simulated(ErrorPolicy("skip", max_attempts=2), workers=1, steps=8)
+    session = service.state.tables.sessions["s"]
+    for number in range(1, 4):
+        leases = service.state.tables.leases.items()
+        token = next((token for token, lease in leases if lease.first <= 3 < lease.stop), 0)
+        lost(service, f"w{number - 1}")
+        assert session.losses
+        fate = Fate("ended with code 7", "s", token, 3, bad(3))
+        service.send(f"w{number}", RegisterWorker("host", number, f"w{number - 1}", [], fate))
+        assert not any(session.losses.values())
+        assert not session.unexplained
+    assert [failure.sample_index for failure in session.failures[3].left_out] == [3]
+
+
+def test_the_loader_is_told_which_steps_a_lost_data_worker_held() -> None:
+    service = Simulated(ErrorPolicy(), workers=2, steps=8)
+    held = [step for lease in service.state.tables.leases.values() for step in range(lease.first, lease.stop)]
+    told: list[int] = []
+    for worker in ("w0", "w1"):
+        for instruction in service.state.peer_gone(worker, 1.0):
+            if isinstance(message := getattr(instruction, "message", None), LeaseRevoked):
+                told += [step for first, stop in message.suspects for step in range(first, stop)]
+    assert sorted({*told}) == sorted(held)
+    service.state.validate()
+
+
 def test_how_processes_end_in_words(tmp_path: Path) -> None:
     assert watch.how_it_ended(7, True) == "ended with code 7"
     assert watch.how_it_ended(-9, False) == "was killed by signal 9 (SIGKILL)"
@@ -524,6 +599,20 @@ def test_a_process_that_the_kernel_kills_for_memory_is_told_as_such(
     pid = int((Path(f"/proc/{service.workers[0].pid}/task/{service.workers[0].pid}/children")).read_text())
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: "was killed by signal 9 (SIGKILL)" in service.log("worker"), 30, "its report")
+
+
+def test_a_sample_that_takes_all_memory_does_not_end_the_trainer_beside_it(
+    memory_group: MemoryGroup, tmp_path: Path
+) -> None:
+    program = Path(__file__).parent / "programs" / "oom_trainer.py"
+    run = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--data-workers", "1", "--"]
+    command = [*run, sys.executable, str(program), str(memory_group.directory)]
+    enter = f'echo $$ > {memory_group.directory}/cgroup.procs && exec "$@"'
+    words = ["sh", "-c", enter, "sh", *command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("40 samples, then: "), done.stdout + done.stderr
+    assert "at sample 41 of step 10" in done.stdout
 
 
 # Begins in the cgroup, so that all that it uses is counted there.

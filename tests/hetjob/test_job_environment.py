@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables
+from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables, submitting
 
 ENVIRON = {"SLURM_JOB_ID": "17", "SLURMD_NODENAME": "gpu0", "SLURM_SUBMIT_DIR": "/data/my runs"}
 
@@ -50,3 +52,23 @@ def test_variables_that_a_heterogeneous_job_lacks_are_restored() -> None:
 def test_variables_reach_srun_in_jobs_with_export_lists(before: str | None, after: str | None) -> None:
     environ = {} if before is None else {"SLURM_EXPORT_ENV": before}
     assert export_variables(environ, {"A": "1", "B": "2"}).get("SLURM_EXPORT_ENV") == after
+
+
+@pytest.mark.parametrize("name", ["sbatch", "salloc"])
+def test_what_a_script_submits_is_no_part_of_its_heterogeneous_job(tmp_path: Path, name: str) -> None:
+    real = tmp_path / "a b" / name
+    real.parent.mkdir()
+    real.write_text('#!/bin/sh\nprintf "<%s>" "$@"; echo; env\n')
+    real.chmod(0o755)
+    components = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "17", "SLURM_NTASKS_HET_GROUP_1": "3"}
+    environ = ENVIRON | components | {"PATH": f"{real.parent}:/usr/bin:/bin", "KEPT": "1"}
+    environ |= submitting(environ)
+    assert submitting(environ)["PATH"] == environ["PATH"], "a second start adds nothing"
+    done = subprocess.run([name, "-n1", "a b", ""], env=environ, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "<-n1><a b><>"
+    assert f"PATH={real.parent}:/usr/bin:/bin" in lines
+    assert {"KEPT=1", "SLURM_JOB_ID=17"} <= {*lines}
+    assert not [line for line in lines if "HET_" in line]
+    # An ordinary job, and one that was submitted from a heterogeneous one, need nothing.
+    assert submitting(ENVIRON | {"PATH": os.defpath}) == submitting(environ | {"SLURM_JOB_ID": "20"}) == {}

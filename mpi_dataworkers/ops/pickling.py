@@ -2,7 +2,7 @@
 
 Used by `pickled_pipeline.py` for what travels to data workers. NumPy arrays put their memory out of band by themselves
 (pickle protocol 5); torch's CPU tensors do so here. A tensor of another kind (a subclass, sparse, with gradients, on a
-device) goes torch's own way.
+device) goes torch's own way, in which storages of the CPU are what is kept apart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import cloudpickle
 import msgspec
 import numpy as np
 import torch
+import torch.multiprocessing.reductions
 import xxhash
 
 from hetstream.mpi_dataworkers.ops.shared_memory import SharedMappings
@@ -39,6 +40,7 @@ APART_FROM_BYTES = 64 << 10
 _cloud: Any = cloudpickle.cloudpickle
 _Cached: Any = type(lru_cache(print))
 _new_type: Any = NewType
+_rebuild_typed_storage: Any = torch.multiprocessing.reductions.rebuild_typed_storage
 # Kinds of arrays that only look at their memory in another way.
 _VIEWS = (np.memmap, np.recarray)
 # Classes that `unpickle` has made. The next pickle that names one of them gets another.
@@ -122,14 +124,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By itself it is pickled by name: other hosts do not have it, and on this one a process that has opened it
             # removes it when it ends (before Python 3.13).
             raise pickle.PicklingError("shared memory belongs to the processes of one host")
+        if isinstance(value, torch.storage.TypedStorage) and value._untyped_storage.device.type == "cpu":
+            return _rebuild_typed_storage, (value._untyped_storage, value.dtype)
+        if type(value) is torch.UntypedStorage and value.device.type == "cpu":
+            return _rebuild_storage, (self._bytes_of(value),)
         if type(value) is not torch.Tensor or not _is_plain(value):
             return super().reducer_override(value)
-        storage = value.untyped_storage()
+        place = value.storage_offset(), tuple(value.size()), value.stride()
+        return _rebuild_tensor, (self._bytes_of(value.untyped_storage()), value.dtype, *place)
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> np.ndarray[Any, np.dtype[np.uint8]]:
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:
             self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        place = value.storage_offset(), tuple(value.size()), value.stride()
-        return _rebuild_tensor, (self._storages[key], value.dtype, *place)
+        return self._storages[key]
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -214,8 +222,11 @@ def _rebuild_tensor(
     size: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    storage = torch.from_numpy(data).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    return torch.empty(0, dtype=dtype).set_(_rebuild_storage(data), offset, size, stride)
+
+
+def _rebuild_storage(data: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.UntypedStorage:
+    return torch.from_numpy(data).untyped_storage()
 
 
 @contextlib.contextmanager

@@ -233,7 +233,8 @@ def test_what_is_too_large_for_a_message_goes_by_a_file_that_is_checked(
     message = ProvidePipeline("d", Program("/", []), b"", sent, contents)
     kept = exchange.keep(message, directory)
     assert (bytes(kept.blob), [bytes(one) for one in kept.buffers]) == (blob, [data])
-    file.write_bytes(b"x" + file.read_bytes()[1:])
+    written = file.read_bytes()
+    file.write_bytes(bytes([written[0] ^ 1]) + written[1:])
     with pytest.raises(HandoverFailed, match="is damaged"):
         exchange.keep(message, directory)
     file.chmod(0o644)
@@ -262,6 +263,10 @@ def test_a_dataset_above_the_cap_or_without_room_is_refused_with_the_reason(
 def test_a_message_whose_bytes_are_too_few_is_refused() -> None:
     with pytest.raises(HandoverFailed, match="3 bytes came instead of 64"):
         read_into(memoryview(bytearray(64)), Contents([3], b"abc"), Path("/nowhere"))
+
+
+class Labelled(torch.Tensor):
+    """A subclass of a program."""
 
 
 def through(value: Any) -> Any:
@@ -316,6 +321,23 @@ def test_other_tensors_go_torchs_own_way() -> None:
     assert torch.equal(made[3].to_dense(), torch.eye(3))
     assert made[4].numel() == 0
     assert made[5] == 7
+
+
+def test_tensors_of_any_class_share_their_storage_and_leave_without_a_copy() -> None:
+    table = torch.arange(1_000_000.0).reshape(1000, 1000)
+    rows = [row.as_subclass(Labelled) for row in table]
+    leaves = {"learned": torch.nn.Parameter(table[5]), "leaf": table[5:].requires_grad_()}
+    value = {"rows": rows, **leaves, "storage": table.untyped_storage()}
+    pickled = pickle_apart(value)
+    assert [buffer.nbytes for buffer in pickled.buffers] == [4_000_000]
+    assert len(pickled.blob) < 400_000
+    made = through(value)
+    assert [type(row) for row in made["rows"]] == [type(row) for row in rows]
+    assert (made["learned"].requires_grad, made["leaf"].requires_grad, made["leaf"].is_leaf) == (True, True, True)
+    made["rows"][5][7] = -1
+    assert made["learned"][7].item() == made["leaf"][0, 7].item() == -1
+    assert made["storage"].nbytes() == 4_000_000
+    assert torch.equal(made["rows"][999].as_subclass(torch.Tensor), table[999])
 
 
 def test_a_change_of_one_byte_is_another_pickled_pipeline() -> None:

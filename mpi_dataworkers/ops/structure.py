@@ -29,7 +29,7 @@ import torch.multiprocessing.reductions
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
-from hetstream.mpi_dataworkers.wire.codec import Leaf
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf
 
 # What cloudpickle knows of the classes that it has written or read by value.
 _CloudPickler: Any = cloudpickle.Pickler
@@ -92,6 +92,8 @@ class Structure:
             is_turned = value.flags.f_contiguous and not value.flags.c_contiguous
             raw = np.ascontiguousarray(value.T if is_turned else value).reshape(-1).view(np.uint8)
             return _array_of, (raw, value.dtype, value.shape, is_turned)
+        if isinstance(value, np.ndarray) and value.nbytes and not value.dtype.hasobject and _is_pickled_as_array(kind):
+            return _array_as, (np.asarray(value), kind)
         if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
             return _named_tuple, (kind, tuple(value))
         return _reduce_for_trainer(value)
@@ -130,7 +132,7 @@ def refuse_inner(tensor: torch.Tensor) -> None:
     Raises:
         RuntimeError: it is such a one. Of subclasses torch lets them pass, as leaves.
     """
-    if tensor.requires_grad and not tensor.is_leaf and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.requires_grad and not tensor.is_leaf:
         torch.multiprocessing.reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
@@ -161,6 +163,17 @@ def _array_of(
 ) -> np.ndarray[Any, Any]:
     array: np.ndarray[Any, Any] = raw.view(dtype)
     return array.reshape(shape[::-1]).T if is_turned else array.reshape(shape)
+
+
+def _is_pickled_as_array(kind: type) -> bool:
+    """Whether a subclass is pickled by NumPy's own code, as `numpy.memmap` is: with its bytes and no attributes."""
+    methods = "__reduce__", "__reduce_ex__", "__setstate__"
+    return kind is not np.ndarray and all(getattr(kind, name) is getattr(np.ndarray, name) for name in methods)
+
+
+def _array_as(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    viewed: np.ndarray[Any, Any] = numbers.view(kind)
+    return viewed
 
 
 def _named_tuple(kind: type[tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -195,7 +208,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and was announced as one without objects")
 
 
-def load_structure(stream: bytes, outside: Sequence[Any], holds_objects: bool) -> Any:
+def load_structure(stream: Buffer, outside: Sequence[Any], holds_objects: bool) -> Any:
     """Read what `take_structure` has written.
 
     Args:

@@ -78,9 +78,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
         plan, tree, spec = known
     else:
         structure = take_structure(batch)
-        tensors, wholes, arrays = structure.tensors, structure.wholes, structure.buffers
-        plan, spec = _plan_of(tensors), b""
-        tree = ["p", structure.stream, structure.arrays, structure.holds_objects]
+        tensors, wholes, arrays = structure.tensors, structure.wholes, [*structure.buffers, structure.stream]
+        plan, spec, tree = _plan_of(tensors), b"", ["p", structure.arrays, structure.holds_objects]
     gathered = None
     if wholes or not _are_apart_in_order(tensors, plan):
         gathered = gather(tensors, wholes)
@@ -106,6 +105,7 @@ def _are_apart_in_order(tensors: Sequence[torch.Tensor], plan: _Plan) -> bool:
         and all(tensors[index].stride() == strides and not tensors[index].is_neg() for index, strides in plan.thin)
         and not any(tensors[index].is_conj() for index in plan.complex)
         and not have_common_memory(tensors, plan.sizes)
+        and (not plan.has_empties or len(set(map(id, tensors))) == len(tensors))
     )
 
 
@@ -120,6 +120,7 @@ class _Plan:
         thin: those without a dimension, or with one of one number or none, of which torch says that they are in order
             whatever its stride (the imaginary part of a conjugate, say): number and strides in order.
         complex: numbers of those of complex type.
+        has_empties: there are more than one without numbers, of which memory does not show whether they are one object.
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
@@ -128,6 +129,7 @@ class _Plan:
     sizes: list[int]
     thin: list[tuple[int, tuple[int, ...]]]
     complex: list[int]
+    has_empties: bool
     table: msgspec.Raw
     numbers: msgspec.Raw
 
@@ -152,7 +154,8 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
     thin = [(index, strides_in_order(shape)) for index, shape in enumerate(shapes) if min(shape, default=0) < 2]
-    return _Plan(packs, alone, sizes, thin, [index for index, dtype in enumerate(dtypes) if dtype.is_complex], *raw)
+    complex_ones = [index for index, dtype in enumerate(dtypes) if dtype.is_complex]
+    return _Plan(packs, alone, sizes, thin, complex_ones, sizes.count(0) > 1, *raw)
 
 
 def _plan_of(tensors: Sequence[torch.Tensor]) -> _Plan:
@@ -193,12 +196,12 @@ def _plan_of_tensors(
         looks: `_look` of each.
 
     Returns:
-        None if one of them is no plain tensor, one of the names no text, or the batch might hold an empty one twice.
+        None if one of them is no plain tensor, or one of the names no text.
     """
     if any(dtype in _QUANTIZED or layout is not _STRIDED or not is_cpu for dtype, _, layout, is_cpu in looks):
         return None
     plan = _plan(tuple(look[0] for look in looks), tuple(look[1] for look in looks))
-    if (isinstance(names, tuple) and not all(map(is_unicode, names))) or plan.sizes.count(0) > 1:
+    if isinstance(names, tuple) and not all(map(is_unicode, names)):
         return None
     tree = ["d", names] if isinstance(names, tuple) else [_KINDS[names]]
     return plan, tree, _encoder.encode((plan.table, plan.numbers, tree))
@@ -223,8 +226,9 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
         if kind == "d":
             return dict(zip(parts[0], tensors, strict=True))
         if kind == "p":
-            stream, arrays, holds_objects = parts
-            return load_structure(stream, [*tensors, *number_arrays(arrays, next_buffer)], holds_objects)
+            names_of_arrays, holds_objects = parts
+            arrays = number_arrays(names_of_arrays, next_buffer)
+            return load_structure(next_buffer(), [*tensors, *arrays], holds_objects)
         if kind == "t":
             (tensor,) = tensors
             return tensor
@@ -254,7 +258,7 @@ class _Layout:
         packs: the tensors that share a buffer.
         alone: the tensors with a buffer of their own.
         tree: the structure: "t" for a tensor, "l" or "u" for a list or a tuple of tensors, "d" with names for a dict of
-            them; for anything else "p", with what is in `Structure`.
+            them; for anything else "p", with `arrays` and `holds_objects` of its `Structure`.
         places, rooms: where its tensors are found among those that were sent, if `gather` has replaced some.
         in_order: all of them share one buffer, in order.
     """
@@ -270,7 +274,7 @@ class _Layout:
     @property
     def holds_objects(self) -> bool:
         """Whether its stream names classes or functions that hetstream does not know."""
-        return self.tree[0] == "p" and bool(self.tree[3])
+        return self.tree[0] == "p" and bool(self.tree[2])
 
     def tensors(self, next_buffer: Callable[[], memoryview]) -> Sequence[torch.Tensor | None]:
         """All tensors, as views of the buffers."""

@@ -115,7 +115,7 @@ def test_memory_is_not_free_while_a_batch_lies_in_it(shape: tuple[int, ...], kin
     part[:] = np.frombuffer(in_one_piece(buffers[0]), np.uint8)
     freed: list[bool] = []
     weakref.finalize(part, freed.append, True)
-    batch: Any = unflatten(spec, [part.data])
+    batch: Any = unflatten(spec, [part.data, *map(memoryview, buffers[1:])])
     del part
     assert not freed, "it would be written to while the program reads it"
     assert torch.equal(torch.as_tensor(batch[0] if kind == "list" else batch), tensor)

@@ -15,6 +15,7 @@ import fractions
 import itertools
 import pathlib
 import pickle
+import tempfile
 import types
 import typing
 import uuid
@@ -60,6 +61,13 @@ class OwnTensor(torch.Tensor):
     """A subclass with attributes."""
 
     note: Any
+
+
+class OwnArray(np.ndarray[Any, Any]):
+    """An array that notes what it was made of."""
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        self.note = getattr(made_of, "note", "none")
 
 
 class OwnDict(dict[str, Any]):
@@ -450,7 +458,17 @@ for _array_dtype in _array_dtypes():
 @case
 def kinds_of_arrays() -> Any:
     table = np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)])
-    return [np.matrix([[1, 2]]), np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), table]
+    own = np.arange(12.0).reshape(3, 4).view(OwnArray)
+    own.note = "mine"
+    return [np.matrix([[1, 2]]), np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), table, own, own.T, own[:, 1]]
+
+
+@case
+def maps_of_files() -> Any:
+    with tempfile.TemporaryFile() as file:
+        mapped = np.memmap(file, dtype="i4", mode="w+", shape=(40, 50))
+    mapped[:] = np.arange(2000).reshape(40, 50)
+    return [mapped, mapped[3:5], Sample(mapped[7]), mapped.T, mapped[:, ::7], mapped[2, 3]]
 
 
 @case

@@ -90,7 +90,7 @@ class _Description:
         if isinstance(value, torch.storage.TypedStorage):
             return f"{name}({value.dtype}, {self._any(value._untyped_storage)})"
         if isinstance(value, np.ndarray):
-            return f"{name}({self._array(value)})"
+            return f"{name}({self._array(value)}) with {self._any(getattr(value, 'note', None))}"
         if isinstance(value, np.generic):
             self._digests.append(_of_numbers(np.asarray(value)))
             return f"{name}({value.dtype})"

@@ -14,6 +14,7 @@ from typing import Any
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.client import pyslurm_backend
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, examine, lua_versions
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         gres_conf=_text_of(directory / "gres.conf"),
         cgroup_conf=_text_of(directory / "cgroup.conf"),
         unresolved=tuple(_unresolved(list(dict.fromkeys(hosts))[:MAX_LOOKUPS])),
+        pyslurm=pyslurm_backend.installed(),
         lua=_lua(snapshot.config.get("PluginDir", "")),
         **_lua_files(directory, snapshot.config),
         **_sharing(snapshot),

@@ -54,10 +54,18 @@ def matches(release: tuple[int, int]) -> bool:
     if release not in RELEASES:
         return False
     try:
-        major, minor, *_ = version("pyslurm").split(".")
+        major, minor, *_ = (installed() or "").split(".")
         return (int(major), int(minor)) == release
-    except (PackageNotFoundError, ValueError):
+    except ValueError:
         return False
+
+
+def installed() -> str | None:
+    """The version of pyslurm beside hetstream, if there is one."""
+    try:
+        return version("pyslurm")
+    except PackageNotFoundError:
+        return None
 
 
 def read(environ: Mapping[str, str]) -> Answer:

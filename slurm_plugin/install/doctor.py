@@ -174,6 +174,15 @@ def _privacy(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _pyslurm(facts: Facts) -> Iterator[Finding]:
+    if facts.pyslurm is not None and facts.snapshot.source != "pyslurm":
+        yield Finding(
+            Level.NOTE, "pyslurm", facts.pyslurm,
+            f"it is not used with Slurm {facts.snapshot.version}: pyslurm 22.5 is, where slurmctld is 22.05. Slurm's "
+            "commands read the same", "nothing, or pip uninstall pyslurm",
+        )  # fmt: skip
+
+
 def _accounting(facts: Facts) -> Iterator[Finding]:
     config = facts.snapshot.config
     kind = config.get("AccountingStorageType", "")
@@ -309,6 +318,6 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gpus_in_use, _gres_conf, _devices, _preemption, _prolog, _privacy,
-    _accounting, _lua, _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
+    _pyslurm, _accounting, _lua, _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS) + 1  # the host's GPUs

@@ -38,6 +38,7 @@ class Facts:
         is_sharing_closed: whether the Prolog has closed this node for sharing.
         lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
             read here.
+        pyslurm: its version in this Python; None: it is not installed.
     """
 
     snapshot: Snapshot
@@ -55,6 +56,7 @@ class Facts:
     coordinator_socket: tuple[str, int | None] = ("", None)
     coordinator_uid: int | None = None
     is_sharing_closed: bool = False
+    pyslurm: str | None = None
 
 
 @dataclass(frozen=True)

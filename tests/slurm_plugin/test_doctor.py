@@ -59,6 +59,15 @@ def test_a_good_cluster_has_no_findings() -> None:
     assert examine(facts()) == ()
 
 
+def test_a_pyslurm_that_is_not_used_is_one_line() -> None:
+    """As 25.11.2, which PyPI has: also beside a slurmctld of 25.11."""
+    finding = only(facts(pyslurm="25.11.2", version="25.11.1"))
+    assert (finding.level, finding.check, finding.seen) == (Level.NOTE, "pyslurm", "25.11.2")
+    assert "not used with Slurm 25.11.1: pyslurm 22.5 is, where slurmctld is 22.05" in finding.text
+    used = facts(pyslurm="22.5.3")
+    assert examine(replace(used, snapshot=replace(used.snapshot, source="pyslurm"))) == ()
+
+
 def test_two_counts_of_gpus_that_differ_are_named_with_their_node() -> None:
     nodes = tuple(replace(node, gpus_allocated=node.gpus_in_use()) for node in facts().snapshot.nodes)
     assert examine(facts(nodes=nodes)) == ()

@@ -162,6 +162,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "slurm_plugin/client/model.py": (620, "one model: jobs, nodes and their GPUs, which every reader fills alike"),
     "slurm_plugin/coordinator/server.py": (540, "one loop: who comes, what they say, what they are told"),
     "slurm_plugin/packing/packer.py Packer.__init__ parameters": (9, "what a site tells it, each with a name"),
+    "mpi_dataworkers/sources/hdf5.py": (570, "one kind of file: which rows are read together, and where names lead"),
     "mpi_dataworkers/transports/mpi.py": (
         650,
         "the only home of mpi4py: a world of ranks, its messages, and both ends of a connection",

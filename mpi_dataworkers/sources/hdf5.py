@@ -6,9 +6,11 @@ a pickle or across a fork, and never imports torch.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,13 @@ try:
 except ImportError as exc:
     raise ImportError(f"hetstream.mpi_dataworkers.sources.hdf5 needs h5py: {install_command('hdf5')}") from exc
 
-# An h5py read call costs about as much as copying this many bytes: a smaller gap between two asked rows is read over.
+# An h5py read call costs about as much as copying this many bytes, and so does each chunk more that a row is in: a
+# smaller gap between two asked rows is read over.
 READ_OVER_BYTES = 32 * 1024
+# A value of variable length lies in a heap of its own: to read one over costs as much as copying this many bytes.
+_HEAP_BYTES = 4 * 1024
+# More than this is not read at once, however much of it was asked for.
+_MOST_READ_BYTES = 64 * 1024 * 1024
 _NAMES_IN_ERROR = 20
 _MOST_LINKS = 16  # that HDF5 follows (H5Pset_nlinks)
 
@@ -108,21 +115,27 @@ class Hdf5Dataset:
             IndexError: An index is outside `-len(self) .. len(self) - 1`.
             SourceError: The file cannot be read, or has another length than when this object was made.
         """
-        wanted = [self._checked(index) for index in indices]
+        wanted = [*map(operator.index, indices)]
         rows = sorted(set(wanted))
+        if rows and not (rows[0] >= 0 and rows[-1] < self._length):
+            wanted = [self._checked(index) for index in wanted]
+            rows = sorted(set(wanted))
         readers = self._open_columns()
-        values = {name: readers[name].read(rows) for name in self._names}
-        samples = []
-        seen: set[int] = set()
-        for row in wanted:
-            # A repeated row gets memory of its own: a transform may work in place.
-            fresh = row not in seen
-            seen.add(row)
-            sample = self._sample(
-                {name: values[name][row] if fresh else _copy(values[name][row]) for name in self._names}
-            )
-            samples.append(sample)
-        return samples
+        found = {name: readers[name].read(rows) for name in self._names}
+        in_order = {name: [values[row] for row in wanted] for name, values in found.items()}
+        if len(rows) < len(wanted):  # a repeated row gets memory of its own: a transform may work in place
+            seen: set[int] = set()
+            for place, row in enumerate(wanted):
+                if row in seen:
+                    for values in in_order.values():
+                        values[place] = _copy(values[place])
+                seen.add(row)
+        if isinstance(self.columns, str):
+            return in_order[self.columns]
+        if isinstance(self.columns, dict):
+            parts = zip(*(in_order[name] for name in self.columns.values()), strict=True)
+            return [dict(zip(self.columns, sample, strict=True)) for sample in parts]
+        return [*zip(*(in_order[name] for name in self.columns), strict=True)]
 
     @property
     def thread_safe(self) -> bool:
@@ -143,17 +156,10 @@ class Hdf5Dataset:
         return f"Hdf5Dataset({str(self.path)!r}, {self.columns!r}, length={self._length})"
 
     def _checked(self, index: int) -> int:
-        row = operator.index(index)
+        row = index
         if not -self._length <= row < self._length:
             raise IndexError(f"index {row} is outside 0..{self._length - 1}: {self.path} holds {self._length} samples")
         return row % self._length
-
-    def _sample(self, row: dict[str, Any]) -> Any:
-        if isinstance(self.columns, str):
-            return row[self.columns]
-        if isinstance(self.columns, dict):
-            return {key: row[name] for key, name in self.columns.items()}
-        return tuple(row[name] for name in self.columns)
 
     def _open_columns(self) -> dict[str, _Column]:
         if self._pid != os.getpid():
@@ -181,21 +187,26 @@ class _Column:
     def __init__(self, file: h5py.File, path: Path, name: str) -> None:
         self._path = path
         self._name = name
-        dataset, field = _find(file, path, name)
+        dataset, fields = _find(file, path, name)
         if dataset.shape is None or dataset.ndim == 0:
             raise SourceError.of(path, f"dataset {name} holds a single value; a column needs one row per sample")
-        if field is None and dataset.dtype.names:
-            fields = ", ".join(f"{name}/{known}" for known in dataset.dtype.names)
-            raise SourceError.of(path, f"dataset {name} is compound; name its fields as columns: {fields}")
+        dtype = dataset.dtype
+        for field in fields:
+            dtype = dtype.base[field]
+        if dtype.base.names:
+            deeper = ", ".join(f"{name}/{known}" for known in _field_names(dtype))
+            raise SourceError.of(path, f"dataset {name} is compound; name its fields as columns: {deeper}")
         self._length = int(dataset.shape[0])
-        dtype = dataset.dtype if field is None else dataset.dtype[field]
-        self._row_bytes = max(1, int(dtype.itemsize * np.prod(dataset.shape[1:], dtype=np.int64)))
-        if field is not None:
-            self._view = dataset.fields(field)
-        elif h5py.check_string_dtype(dtype) is not None:
-            self._view = dataset.asstr()
+        self._inner = fields[1:]
+        self._runs = _RunRule.of(dataset)
+        self._is_back = False
+        string = h5py.check_string_dtype(dtype.base)
+        self._encoding: tuple[str, str] | None = None
+        if fields:
+            self._view = dataset.fields(fields[0])
+            self._encoding = None if string is None else _encoding_of(string)
         else:
-            self._view = dataset
+            self._view = dataset if string is None else dataset.asstr(*_encoding_of(string))
 
     def __len__(self) -> int:
         return self._length
@@ -203,33 +214,101 @@ class _Column:
     def read(self, rows: Sequence[int]) -> dict[int, Any]:
         """Values by row; `rows` ascend without repeats."""
         values: dict[int, Any] = {}
-        for run in runs(rows, READ_OVER_BYTES // self._row_bytes):
-            first, last = run[0], run[-1]
-            try:
-                block = self._view[first : last + 1]
-            except (OSError, UnicodeDecodeError) as exc:
-                raise SourceError.of(
-                    self._path,
-                    f"cannot read rows {first}..{last} of dataset {self._name}: {exc}. "
-                    f"Check the file: h5dump -H {self._path}",
-                ) from exc
-            for row in run:
-                value = block[row - first]
-                values[row] = value.decode() if isinstance(value, bytes) else value
+        view, first, last = self._view, -1, -1
+        ends = self._runs.ends(rows)
+        pieces = [*zip([0, *ends], ends)]  # noqa: B905, the last end begins nothing
+        if self._is_back:  # as a lift goes: the chunks that were read last are in HDF5's cache, so they come first
+            pieces.reverse()
+        self._is_back = not self._is_back
+        try:
+            for start, end in pieces:
+                first = last = rows[start]
+                if end - start == 1:  # as a program would read it itself: h5py is fastest so
+                    values[first] = view[first]
+                else:
+                    last = rows[end - 1]
+                    block = view[first : last + 1]
+                    for row in rows[start:end]:
+                        values[row] = block[row - first]
+            for field in self._inner:
+                values = {row: value[field] for row, value in values.items()}
+            if self._encoding is not None:  # strings that are fields come as bytes
+                values = {row: _text(value, *self._encoding) for row, value in values.items()}
+        except (OSError, UnicodeDecodeError) as exc:
+            raise SourceError.of(
+                self._path,
+                f"cannot read rows {first}..{last} of dataset {self._name}: {exc}. "
+                f"Check the file: h5dump -H {self._path}",
+            ) from exc
         return values
 
 
-def runs(rows: Sequence[int], max_gap: int) -> Iterator[Sequence[int]]:
-    """Cut ascending `rows` where more than `max_gap` rows lie between neighbours. Each piece is one read.
+@dataclass(frozen=True)
+class _RunRule:
+    """Which asked rows are read by one call, so that no chunk is read that has none of them, and none is read twice.
 
-    >>> list(runs([2, 3, 4, 9], max_gap=0))
-    [[2, 3, 4], [9]]
+    Attributes:
+        row_bytes: what reading over a row costs.
+        block_rows: rows of a chunk; 0 where there are none.
+        in_block: a gap of so many rows is read over where both sides are in the same chunks.
+        in_neighbours: the same where they are in the same or neighbouring chunks, or there are none.
     """
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or rows[end] - rows[end - 1] - 1 > max_gap:
-            yield rows[start:end]
-            start = end
+
+    row_bytes: int
+    block_rows: int
+    in_block: int
+    in_neighbours: int
+
+    @classmethod
+    def of(cls, dataset: h5py.Dataset) -> _RunRule:
+        dtype, shape, chunks = dataset.dtype, dataset.shape, dataset.chunks
+        row_bytes = int(dtype.itemsize * np.prod(shape[1:], dtype=np.int64))
+        if dtype.hasobject:
+            row_bytes += _HEAP_BYTES * int(np.prod(shape[1:], dtype=np.int64))
+        row_bytes = max(1, row_bytes)
+        if dataset.is_virtual:  # its parts may be of any layout
+            return cls(row_bytes, 0, 0, 0)
+        over = READ_OVER_BYTES // row_bytes
+        if chunks is None:
+            return cls(row_bytes, 0, over, over)
+        chunks_per_row = math.prod(-(-size // chunk) for size, chunk in zip(shape[1:], chunks[1:], strict=True))
+        # A compressed chunk is inflated as a whole by each call that reads of it, unless the last one has left it in
+        # the cache; one that is not compressed is read as a whole if it fits there.
+        is_whole = dataset.id.get_create_plist().get_nfilters() > 0
+        return cls(row_bytes, chunks[0], chunks[0] if is_whole else over * chunks_per_row, over)
+
+    def ends(self, rows: Sequence[int]) -> list[int]:
+        """Where ascending `rows` are cut into pieces, each of which is one read: the index behind each piece."""
+        if len(rows) < 2:
+            return [len(rows)] * len(rows)
+        at = np.asarray(rows)
+        gaps = np.diff(at) - 1
+        most_gaps: Any = self.in_neighbours
+        if self.block_rows:
+            blocks = np.diff(at // self.block_rows)
+            most_gaps = np.where(blocks == 0, self.in_block, np.where(blocks == 1, self.in_neighbours, 0))
+        # Pieces that are too large are cut once more, at multiples of the most that is read.
+        is_cut = (gaps > most_gaps) | (np.diff(at // max(1, _MOST_READ_BYTES // self.row_bytes)) > 0)
+        return [*(np.flatnonzero(is_cut) + 1).tolist(), len(rows)]
+
+
+def _text(value: Any, encoding: str, errors: str) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(encoding, errors)
+    if isinstance(value, np.ndarray):
+        return np.array([_text(item, encoding, errors) for item in value.ravel().tolist()], dtype=object).reshape(
+            value.shape
+        )
+    return value
+
+
+def _encoding_of(string: Any) -> tuple[str, str]:
+    """How strings are decoded: encoding, and what becomes of bytes that are none of it.
+
+    h5py declares ASCII for each numpy array of bytes, whatever is in it: UTF-8, or no text at all. Such bytes come as
+    in `os.fsdecode`, and `text.encode("utf-8", "surrogateescape")` has them back.
+    """
+    return ("utf-8", "surrogateescape") if string.encoding == "ascii" else ("utf-8", "strict")
 
 
 def _open(path: Path) -> h5py.File:
@@ -240,25 +319,59 @@ def _open(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except OSError as exc:
-        raise SourceError.of(path, f"cannot be opened as HDF5: {exc}") from exc
+        reason = str(exc)
+        if "lock" in reason or "open for write" in reason:  # HDF5 has the same kind of error for all
+            reason += (
+                ". Another program writes it now (a file that grows, by SWMR, is not followed), or one died while it "
+                "did: wait until it is closed, or mend it with `h5clear -s FILE`. Where the file system has no locks, "
+                "HDF5_USE_FILE_LOCKING=FALSE opens it without"
+            )
+        raise SourceError.of(path, f"cannot be opened as HDF5: {reason}") from exc
 
 
-def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | None]:
+def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, tuple[str, ...]]:
+    """The dataset that a name leads to, and the fields within it."""
     found = _reached(file, name)
-    parent, _, field = name.rpartition("/")
-    table = _reached(file, parent) if found is None and parent else None
-    if isinstance(found, h5py.Dataset):
-        _check_layout(found, name, set())
-        return found, None
-    if isinstance(table, h5py.Dataset) and field in (table.dtype.names or ()):
-        _check_layout(table, parent, set())
-        return table, field
+    table, fields = found, ""
+    above = name
+    while table is None and "/" in above.strip("/"):
+        above, _, field = above.rpartition("/")
+        fields = f"{field}/{fields}" if fields else field
+        table = _reached(file, above)
+    if isinstance(table, h5py.Dataset):
+        path_in_table = _fields_to(table.dtype, fields)
+        if path_in_table is not None:
+            _check_layout(table, above, checked={})
+            return table, path_in_table
     names = _dataset_names(file)
     shown = ", ".join(names[:_NAMES_IN_ERROR]) + (
         f" and {len(names) - _NAMES_IN_ERROR} more" * (len(names) > _NAMES_IN_ERROR)
     )
     kind = "is a group" if isinstance(found, h5py.Group) else "does not exist"
     raise SourceError.of(path, f"dataset {name!r} {kind}; the file has: {shown or 'no dataset'}")
+
+
+def _fields_to(dtype: np.dtype[Any], text: str) -> tuple[str, ...] | None:
+    """Fields of a compound type, one in the other; None if there are no such ones. A field's name may have a `/`."""
+    if not text:
+        return ()
+    for field in dtype.base.names or ():
+        if text == field:
+            return (field,)
+        if text.startswith(f"{field}/"):
+            deeper = _fields_to(dtype.base[field], text.removeprefix(f"{field}/"))
+            if deeper is not None:
+                return (field, *deeper)
+    return None
+
+
+def _field_names(dtype: np.dtype[Any]) -> list[str]:
+    """Names of all fields that hold values."""
+    names = []
+    for field in dtype.base.names or ():
+        deeper = _field_names(dtype.base[field])
+        names += [f"{field}/{name}" for name in deeper] or [field]
+    return names
 
 
 def _reached(file: h5py.File, name: str, *, by_library: bool = False) -> Any:
@@ -327,13 +440,16 @@ def _next_file(file: h5py.File, name: str, target: str, by_library: bool) -> h5p
     return opened
 
 
-def _check_layout(dataset: h5py.Dataset, name: str, checked: set[tuple[str, str, str]], depth: int = 0) -> None:
-    """Refuse data outside of a file that is not this user's.
+def _check_layout(
+    dataset: h5py.Dataset, name: str, checked: dict[tuple[str, str, str], tuple[int, ...]], depth: int = 0
+) -> None:
+    """Refuse data outside of a file that is not this user's, or that are not there: HDF5 gives fill values for these.
 
     Args:
         dataset: as it was found.
         name: that was asked for.
-        checked: parts of virtual datasets that need no other look: many mean one dataset, and so do theirs in turn.
+        checked: shapes of parts of virtual datasets that need no other look: many mean one dataset, and so do theirs in
+            turn.
         depth: of virtual datasets above it.
 
     Raises:
@@ -342,21 +458,51 @@ def _check_layout(dataset: h5py.Dataset, name: str, checked: set[tuple[str, str,
     file: h5py.File = dataset.file
     if dataset.external and not _is_own(file):
         raise _leads_out(file, name, f"its data are in {dataset.external[0][0]!r}")
+    for place, offset, size in dataset.external or ():
+        _check_external(file, name, place, offset, size)
     if not dataset.is_virtual:
         return
     if not _is_own(file):
         raise _leads_out(file, name, "it is a virtual dataset, whose parts may be anywhere")
     for source in dataset.virtual_sources():
         part_of = file.filename, source.file_name, source.dset_name
-        if part_of in checked:
-            continue
-        if depth > _MOST_LINKS or "%" in source.file_name + source.dset_name:
-            raise _leads_out(file, name, f"a virtual dataset of parts that a pattern names ({source.file_name!r})")
-        other = file if source.file_name == "." else _next_file(file, name, source.file_name, by_library=True)
-        part = _reached(other, source.dset_name, by_library=True)
-        if isinstance(part, h5py.Dataset):
+        if part_of not in checked:
+            if depth > _MOST_LINKS or "%" in source.file_name + source.dset_name:
+                raise _leads_out(file, name, f"a virtual dataset of parts that a pattern names ({source.file_name!r})")
+            other = file if source.file_name == "." else _next_file(file, name, source.file_name, by_library=True)
+            part = _reached(other, source.dset_name, by_library=True)
+            if not isinstance(part, h5py.Dataset):
+                raise _is_missing(file, name, f"{other.filename} has no dataset {source.dset_name!r}")
             _check_layout(part, name, checked, depth + 1)
-        checked.add(part_of)
+            checked[part_of] = part.shape
+        if _reaches_beyond(source, checked[part_of]):
+            what = f"dataset {source.dset_name!r} of {source.file_name!r} has only {checked[part_of]}"
+            raise _is_missing(file, name, what)
+
+
+def _reaches_beyond(source: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a virtual dataset takes more of a part than that has."""
+    try:
+        if source.src_space.get_select_type() == h5py.h5s.SEL_ALL:  # as a file has it: without the part's shape
+            return bool(source.vspace.get_select_npoints() > math.prod(shape))
+        _, last = source.src_space.get_select_bounds()
+    except (RuntimeError, ValueError):  # of h5py, for a selection without limits or without elements
+        return False
+    return len(last) != len(shape) or any(index >= size for index, size in zip(last, shape, strict=True))
+
+
+def _check_external(file: h5py.File, name: str, place: str, offset: int, size: int) -> None:
+    """Refuse raw data of another file that end too early. Where HDF5 does not find the file, it says so itself."""
+    path = Path(os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", str(Path(file.filename).parent)), place)
+    if path.is_file() and size < 1 << 63 and path.stat().st_size < offset + size:
+        raise _is_missing(file, name, f"{path} has {path.stat().st_size} bytes, and {offset + size} were written")
+
+
+def _is_missing(file: h5py.File, name: str, what: str) -> SourceError:
+    return SourceError.of(
+        file.filename,
+        f"dataset {name!r} has data in another file that are not there: {what}. HDF5 would give fill values",
+    )
 
 
 def _is_own(file: h5py.File) -> bool:
@@ -380,7 +526,7 @@ def _dataset_names(file: h5py.File) -> list[str]:
 
     def visit(name: str, found: Any) -> None:
         if isinstance(found, h5py.Dataset):
-            names.extend([f"{name}/{field}" for field in found.dtype.names] if found.dtype.names else [name])
+            names.extend([f"{name}/{field}" for field in _field_names(found.dtype)] or [name])
 
     file.visititems(visit)
     return sorted(names)

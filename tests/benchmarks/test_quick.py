@@ -147,6 +147,12 @@ def test_startup(tmp_path: Path) -> None:
         assert rows[system]["value"] is not None, rows
 
 
+def test_hdf5(tmp_path: Path) -> None:
+    rows = run("hdf5", tmp_path, "hetstream,plain")
+    assert all(row["value"] is not None for row in rows.values()), rows
+    assert {"hetstream", "plain h5py", "hetstream / plain h5py"} == set(rows)
+
+
 @pytest.mark.slow
 def test_coordinated(tmp_path: Path) -> None:
     rows = run("coordinated", tmp_path, "hetstream")

@@ -4,6 +4,8 @@ import itertools
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.sources import hdf5
-from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset, runs
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset, _RunRule
 
 ROWS = 50
 
@@ -82,13 +84,56 @@ def test_a_batch_is_its_single_samples_in_the_asked_order(path: Path, indices: l
         assert np.array_equal(image, dataset[index][0])
 
 
+def pieces(rule: _RunRule, rows: list[int]) -> list[list[int]]:
+    ends = rule.ends(rows)
+    return [rows[start:end] for start, end in itertools.pairwise([0, *ends])]
+
+
 @given(st.sets(st.integers(0, 100)).map(sorted), st.integers(0, 5))
-def test_runs_cut_at_gaps_only(rows: list[int], max_gap: int) -> None:
-    pieces = list(runs(rows, max_gap))
-    assert [row for piece in pieces for row in piece] == rows
-    for piece in pieces:
+def test_reads_are_cut_at_gaps_only(rows: list[int], max_gap: int) -> None:
+    found = pieces(_RunRule(1, 0, max_gap, max_gap), rows)
+    assert [row for piece in found for row in piece] == rows
+    for piece in found:
         assert all(b - a - 1 <= max_gap for a, b in itertools.pairwise(piece))
-    assert all(b[0] - a[-1] - 1 > max_gap for a, b in itertools.pairwise(pieces))
+    assert all(b[0] - a[-1] - 1 > max_gap for a, b in itertools.pairwise(found))
+
+
+@given(st.sets(st.integers(0, 300)).map(sorted), st.integers(1, 40), st.integers(0, 50))
+def test_no_compressed_chunk_is_read_twice_or_for_nothing(rows: list[int], chunk_rows: int, max_gap: int) -> None:
+    found = pieces(_RunRule(1, chunk_rows, chunk_rows, max_gap), rows)
+    assert [row for piece in found for row in piece] == rows
+    read = [chunk for piece in found for chunk in range(piece[0] // chunk_rows, piece[-1] // chunk_rows + 1)]
+    assert read == sorted({row // chunk_rows for row in rows})
+
+
+def test_however_much_is_asked_for_a_read_has_an_end() -> None:
+    found = pieces(_RunRule(1 << 20, 0, 10, 10), list(range(1000)))
+    assert max(map(len, found)) == 64
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "a chunk for each row": {"chunks": (1, 4, 6)},
+    "compressed rows": {"chunks": (1, 4, 6), "compression": "gzip"},
+    "small chunks": {"chunks": (8, 4, 6)},
+    "chunks within rows": {"chunks": (16, 2, 3), "compression": "lzf", "shuffle": True},
+    "a chunk for all": {"chunks": (200, 4, 6), "compression": "gzip"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_are_those_of_h5py_in_any_layout(tmp_path: Path, layout: str) -> None:
+    data = np.random.default_rng(0).integers(0, 1 << 60, (200, 4, 6))
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_dataset("x", data=data, **LAYOUTS[layout])
+        file.create_dataset("numbers", data=data[:, 0, 0], chunks=(16,) if "chunks" in LAYOUTS[layout] else None)
+    dataset = Hdf5Dataset(tmp_path / "data.h5", {"x": "x", "number": "numbers"})
+    random = np.random.default_rng(1)
+    for _ in range(4):  # each second read goes down
+        order = random.permutation(200)[:30].tolist()
+        for row, sample in zip(order, dataset.__getitems__(order), strict=True):
+            assert np.array_equal(sample["x"], data[row])
+            assert (sample["number"], type(sample["number"])) == (data[row, 0, 0], np.int64)
 
 
 def test_neighbours_are_one_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +149,7 @@ def test_neighbours_are_one_read(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(h5py.Dataset, "__getitem__", counted)
     dataset.__getitems__([12, 3, 2, 11, 4, 2])
-    assert reads == [slice(2, 5), slice(11, 13)]
+    assert sorted(reads, key=lambda read: read.start) == [slice(2, 5), slice(11, 13)]
 
 
 def test_a_repeated_index_may_be_changed_in_place(path: Path) -> None:
@@ -220,3 +265,113 @@ def test_read_samples_leaves_the_transform_to_its_caller(path: Path) -> None:
     dataset = Hdf5Dataset(path, "train/labels", transform=float)
     assert [(type(sample), sample) for sample in dataset.read_samples([2, 1])] == [(np.int64, 2), (np.int64, 1)]
     assert dataset.__getitems__([2, 1]) == [2.0, 1.0]
+
+
+def test_text_that_is_declared_to_be_ascii_is_read_as_it_is(tmp_path: Path) -> None:
+    """h5py declares so for each numpy array of bytes, of UTF-8 and of JPEG pictures, too."""
+    raw = [b"\xff\xd8\x01\xfe", "né".encode(), b"plain", b"\xed\xa0\x80"]
+    compound = np.array([(value,) for value in raw], dtype=[("s", "S4")])
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["fixed"] = np.array(raw, dtype="S5")
+        file.create_dataset("variable", data=raw, dtype=h5py.string_dtype("ascii"))
+        file["table"] = compound
+        file.create_dataset("pairs", data=[[value, value] for value in raw], dtype=h5py.string_dtype("ascii"))
+        file.create_dataset("utf-8", data=raw, dtype=h5py.string_dtype("utf-8"))
+    for column in ("fixed", "variable"):
+        read = Hdf5Dataset(tmp_path / "data.h5", column).__getitems__(range(4))
+        assert read[1:3] == ["né", "plain"]
+        assert [text.encode("utf-8", "surrogateescape") for text in read] == raw
+    read = Hdf5Dataset(tmp_path / "data.h5", "table/s").__getitems__(range(4))
+    assert [text.encode("utf-8", "surrogateescape") for text in read] == [value[:4] for value in raw]
+    assert Hdf5Dataset(tmp_path / "data.h5", "pairs")[1].tolist() == ["né", "né"]
+    with pytest.raises(SourceError, match="'utf-8' codec can't decode byte 0xff"):
+        Hdf5Dataset(tmp_path / "data.h5", "utf-8")[0]
+
+
+def test_fields_within_fields_are_columns(tmp_path: Path) -> None:
+    inner = np.dtype([("p", "f4"), ("q/r", "i2"), ("names", "S4", (2,))])
+    table = np.zeros(6, dtype=[("in", inner), ("many", inner, (3,)), ("own", "i8")])
+    table["in"]["p"] = np.arange(6) / 2
+    table["in"]["q/r"] = np.arange(6)
+    table["in"]["names"] = b"abc"
+    table["many"]["p"] = np.arange(18).reshape(6, 3)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["group/tab"] = table
+    columns = ["group/tab/in/p", "group/tab/in/q/r", "group/tab/many/p", "group/tab/in/names", "group/tab/own"]
+    p, q, many, names, own = Hdf5Dataset(tmp_path / "data.h5", columns).__getitems__([0, 5, 3])[2]
+    assert (p, type(p), q, many.tolist(), names.tolist(), own) == (1.5, np.float32, 3, [9, 10, 11], ["abc", "abc"], 0)
+    with pytest.raises(SourceError, match=r"tab/in is compound; name its fields as columns: group/tab/in/p, group/tab"):
+        Hdf5Dataset(tmp_path / "data.h5", "group/tab/in")
+    with pytest.raises(SourceError, match=r"'group/tab/in/z' does not exist; the file has: group/tab/in/names, "):
+        Hdf5Dataset(tmp_path / "data.h5", "group/tab/in/z")
+
+
+def virtual(directory: Path) -> Path:
+    """A virtual dataset of four parts, each in a file of its own."""
+    layout = h5py.VirtualLayout((8, 2), dtype="f4")
+    for part in range(4):
+        with h5py.File(directory / f"part{part}.h5", "w") as file:
+            file["x"] = np.full((2, 2), part, dtype="f4")
+        layout[2 * part : 2 * part + 2] = h5py.VirtualSource(f"part{part}.h5", "x", (2, 2))
+    with h5py.File(directory / "whole.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    return directory / "whole.h5"
+
+
+def test_a_virtual_dataset_with_all_its_parts_is_read(tmp_path: Path) -> None:
+    assert [float(row[0]) for row in Hdf5Dataset(virtual(tmp_path), "x")] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_missing_parts_of_a_virtual_dataset_are_an_error(tmp_path: Path) -> None:
+    """HDF5 itself gives fill values for them, without a word."""
+    whole = virtual(tmp_path)
+    dataset = Hdf5Dataset(whole, "x")  # in the trainer; a data worker opens it where a part is missing
+    part = tmp_path / "part2.h5"
+    part.rename(tmp_path / "elsewhere.h5")
+    for read in (lambda: Hdf5Dataset(whole, "x"), lambda: dataset[5]):
+        with pytest.raises(SourceError, match=r"part2\.h5: no such file"):
+            read()
+    with h5py.File(part, "w") as file:
+        file["y"] = np.zeros((2, 2), dtype="f4")
+    with pytest.raises(SourceError, match=r"that are not there: .*part2\.h5 has no dataset 'x'"):
+        Hdf5Dataset(whole, "x")
+    with h5py.File(part, "w") as file:
+        file["x"] = np.zeros((1, 2), dtype="f4")
+    with pytest.raises(SourceError, match=r"that are not there: dataset 'x' of 'part2\.h5' has only \(1, 2\)"):
+        Hdf5Dataset(whole, "x")
+
+
+def test_raw_data_that_end_too_early_are_an_error(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        dataset = file.create_dataset("x", (10,), "i8", external=[(str(raw), 16, 80)])
+        dataset[:] = np.arange(10)
+    assert Hdf5Dataset(tmp_path / "data.h5", "x")[9] == 9
+    os.truncate(raw, 60)
+    with pytest.raises(SourceError, match=r"that are not there: .*raw has 60 bytes, and 96 were written"):
+        Hdf5Dataset(tmp_path / "data.h5", "x")
+
+
+def test_a_file_that_is_being_written_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "data.h5"
+    script = f"""
+import h5py, numpy, sys
+file = h5py.File({str(path)!r}, "w", libver="latest")
+file.create_dataset("x", data=numpy.arange(9), maxshape=(None,), chunks=(3,))
+if sys.argv[1] == "swmr":
+    file.swmr_mode = True
+file.flush()
+print("written", flush=True)
+sys.stdin.read()
+"""
+    for how in ("plain", "swmr"):
+        with subprocess.Popen(
+            [sys.executable, "-c", script, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout
+            assert writer.stdout.readline() == "written\n"
+            with pytest.raises(SourceError, match=r"Another program writes it now .* HDF5_USE_FILE_LOCKING=FALSE"):
+                Hdf5Dataset(path, "x")
+            writer.communicate()
+        assert Hdf5Dataset(path, "x")[8] == 8
+        path.unlink()

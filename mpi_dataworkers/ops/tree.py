@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
         Exception: whatever user code raises, or what says that something cannot be pickled.
     """
     tensors: list[torch.Tensor] = []
-    arrays: list[Leaf] = []
-    wholes: set[int] = set()
+    arrays: Sequence[Leaf] = ()
+    wholes: Set[int] = frozenset()
     known = None
     names = _names_of_tensors(batch, tensors)
     if names is not None:
@@ -93,20 +93,21 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
         return spec, [*map(bytes_of_tensor, tensors), *arrays]
     buffers: list[Leaf] = [pack.of([tensors[index] for index in pack.numbers]) for pack in plan.packs]
     buffers += [bytes_of_tensor(tensors[index]) for index in plan.alone]
-    return spec, buffers + arrays
+    return spec, [*buffers, *arrays]
 
 
 def _are_apart_in_order(tensors: Sequence[torch.Tensor], plan: _Plan) -> bool:
     """Whether type and shape are all there is to the tensors: each in row-major order, none in another one's memory or
     with a gradient."""
-    return (
-        all(map(_is_in_order, tensors))
-        and not any(map(_wants_gradient, tensors))
-        and all(tensors[index].stride() == strides and not tensors[index].is_neg() for index, strides in plan.thin)
+    if not all(map(_is_in_order, tensors)) or any(map(_wants_gradient, tensors)):
+        return False
+    if plan.is_odd and not (
+        all(tensors[index].stride() == strides and not tensors[index].is_neg() for index, strides in plan.thin)
         and not any(tensors[index].is_conj() for index in plan.complex)
-        and not have_common_memory(tensors, plan.sizes)
-        and (not plan.has_empties or len(set(map(id, tensors))) == len(tensors))
-    )
+        and (plan.sizes.count(0) < 2 or len(set(map(id, tensors))) == len(tensors))
+    ):
+        return False
+    return len(tensors) == 1 or not have_common_memory(tensors, plan.sizes)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class _Plan:
         thin: those without a dimension, or with one of one number or none, of which torch says that they are in order
             whatever its stride (the imaginary part of a conjugate, say): number and strides in order.
         complex: numbers of those of complex type.
-        has_empties: there are more than one without numbers, of which memory does not show whether they are one object.
+        is_odd: there are such, or some without numbers, of which memory does not show whether they are one object.
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
@@ -129,7 +130,7 @@ class _Plan:
     sizes: list[int]
     thin: list[tuple[int, tuple[int, ...]]]
     complex: list[int]
-    has_empties: bool
+    is_odd: bool
     table: msgspec.Raw
     numbers: msgspec.Raw
 
@@ -155,7 +156,7 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
     thin = [(index, strides_in_order(shape)) for index, shape in enumerate(shapes) if min(shape, default=0) < 2]
     complex_ones = [index for index, dtype in enumerate(dtypes) if dtype.is_complex]
-    return _Plan(packs, alone, sizes, thin, complex_ones, sizes.count(0) > 1, *raw)
+    return _Plan(packs, alone, sizes, thin, complex_ones, bool(thin or complex_ones), *raw)
 
 
 def _plan_of(tensors: Sequence[torch.Tensor]) -> _Plan:

@@ -42,6 +42,7 @@ from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, Watched, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.staged import BatchStage, StagedBatch
+from hetstream.mpi_dataworkers.ops.structure import refuse_graphs
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
@@ -238,6 +239,7 @@ class LoaderConnection:
                 made = make_step(pipeline, indices, their_seeds, self.skipped.policy, order.form(step))
             except SampleError as error:
                 raise error.user_error() from None
+        refuse_graphs(made.batch)
         return Delivered.made_here(self.pinned(made.batch), made)
 
     def make_apart(self, apart: StepsApart, order: Order, step: int, seeds: PassSeeds) -> Delivered:

@@ -136,6 +136,22 @@ def refuse_inner(tensor: torch.Tensor) -> None:
         torch.multiprocessing.reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
+def refuse_graphs(batch: object) -> None:
+    """Raise what a batch with a graph raises on its way from a data worker, for one that the trainer has made.
+
+    It was made with a copy of the dataset: there the graph ends, and the dataset's own parameters get no gradient.
+
+    Raises:
+        RuntimeError: torch's own error.
+    """
+    try:
+        tensors = take_structure(batch).tensors
+    except Exception:  # noqa: BLE001, pickling runs user code; what cannot travel data workers say
+        return
+    for tensor in tensors:
+        refuse_inner(tensor)
+
+
 @functools.lru_cache(maxsize=64)
 def _name_of(dtype: np.dtype[Any]) -> str | None:
     """NumPy's name of a type of numbers, where it leads back to the type: those of ml_dtypes have such names, too."""

@@ -133,6 +133,35 @@ def test_a_leaf_s_gradient_is_asked_for_and_a_view_of_it_is_torch_s_error() -> N
     assert leaf.tolist() == [2] * 5
 
 
+class Learnable(torch.utils.data.Dataset[Any]):
+    """A dataset with parameters of its own, which are to be trained."""
+
+    def __init__(self) -> None:
+        self.offsets = torch.nn.Parameter(torch.zeros(8, 1))
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": [self.offsets[index] + index]}
+
+
+def test_a_graph_that_ends_at_a_copy_of_the_dataset_is_an_error_wherever_the_step_is_made(service: Any) -> None:
+    for num_workers in (0, 1):
+        service.start_workers(num_workers)
+        with (
+            DataLoader(Learnable(), batch_size=4, service=service.name) as loader,
+            pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"),
+        ):
+            list(loader)
+    dataset = Learnable()
+    with DataLoader(dataset, batch_size=4) as loader:
+        for batch in loader:
+            batch["x"][0].sum().backward()
+    assert dataset.offsets.grad is not None
+    assert dataset.offsets.grad.tolist() == [[1.0]] * 8, "in the program itself"
+
+
 @st.composite
 def some_views(draw: st.DrawFn) -> list[torch.Tensor]:
     memory = torch.arange(24, dtype=draw(st.sampled_from([torch.int16, torch.float64])))

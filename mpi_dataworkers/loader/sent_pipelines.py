@@ -148,7 +148,8 @@ class SentPipelines:
             pipeline = EnteredPipeline(copy_of(private)[0], 0)
             self._copied = sent.pickled.pipeline_id, pipeline, WriteWatch(private.digest_of_shared)
         _, pipeline, watch = self._copied
-        yield pipeline
+        with pipeline.in_trainer():
+            yield pipeline
         watch.check()
 
     def _private(self, sent: SentPipeline) -> PickledPipeline:

@@ -97,8 +97,12 @@ def pipeline_of(
     batch_stage: BatchStage | None = None,
     gpu_stage: BatchStage | None = None,
     forward_stage: BatchStage | None = None,
+    begins: bool = True,
 ) -> Pipeline:
-    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages."""
+    """What makes a loader's batches, as the loader is now; its class knows nothing of buckets and stages.
+
+    `begins` says whether `worker_init_fn` runs: torch without worker processes does not run it.
+    """
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     try:
         num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
@@ -109,7 +113,7 @@ def pipeline_of(
         loader.dataset,
         loader.collate_fn,
         num_samples,
-        loader.worker_init_fn,
+        loader.worker_init_fn if begins else None,
         batched,
         buckets=buckets if isinstance(buckets, LengthBuckets) else None,
         stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
@@ -136,8 +140,9 @@ def make_connection(
     buckets: LengthBuckets | StreamBuckets | None = None,
     batch_stage: BatchStage | None = None,
     gpu_stage: BatchStage | None = None,
+    begins: bool = True,
 ) -> LoaderConnection:
     """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
-    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage)
+    pipeline = pipeline_of(loader, buckets, batch_stage, gpu_stage, begins=begins)
     described = replace(options, description=pipeline.description() | options.description)
     return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))

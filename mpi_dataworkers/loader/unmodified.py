@@ -38,6 +38,7 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     why_not_streamable,
 )
 from hetstream.mpi_dataworkers.ops.reachable import device_of
+from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _make(loader: Any, service: str | None) -> LoaderConnection:
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
     # Alone the program works, so what fails in data workers does not end it.
     options = ServiceOptions(service=service, identity=identity, description={}, local_after_failure=True)
-    return make_connection(loader, options)
+    return make_connection(loader, options, begins=loader.num_workers > 0)
 
 
 def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> SentPipeline | None:
@@ -159,7 +160,9 @@ def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> S
         if before is not None and sent_pipelines is not None:
             return sent_pipelines.with_shared_memory(sent_pipelines.with_stages(before, connection.pipeline))
         # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
-        connection.pipeline = pipeline_of(loader, batch_stage=batch_stage, forward_stage=forward_stage)
+        connection.pipeline = pipeline_of(
+            loader, batch_stage=batch_stage, forward_stage=forward_stage, begins=loader.num_workers > 0
+        )
         return connection.sent_pipeline() if connection.client is not None else None
     except PipelineError as error:
         _say_local(loader.dataset, str(error))
@@ -218,7 +221,11 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             self._plain = self._made_by_torch(self._sampler_iter)
             return
         number = next(self._kept.passes)
-        shards = PassShards.undivided(self._order, self._base_seed, number, worker_seeds=self._worker_seeds)
+        worker_seeds = self._worker_seeds
+        if number and self._num_workers == 0:  # without worker processes the program's own generators go on
+            own = [derive_seed(origin, number) for origin in worker_seeds.generators]
+            worker_seeds = msgspec.structs.replace(worker_seeds, generators=own)
+        shards = PassShards.undivided(self._order, self._base_seed, number, worker_seeds=worker_seeds)
         self._worker_seeds = msgspec.structs.replace(
             self._worker_seeds, passes_before=self._worker_seeds.passes_before + 1
         )

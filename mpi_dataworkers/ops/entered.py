@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import random
 from collections import OrderedDict
@@ -16,7 +17,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.ops.origins import Origins, PassSeeds
-from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
+from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators, function_of
 from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, Pipeline
 from hetstream.mpi_dataworkers.ops.reachable import holders
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
@@ -26,6 +27,9 @@ _numpy_seed: Any = torch_worker._generate_state
 # Parts that are kept, of the passes that were entered last: two iterators of a loader may take turns.
 _MOST_PASSES = 2
 _NOTHING, _WHOLE = object(), object()
+# What torch's worker processes begin with: their base seed, and origins of generators. Each pass has others, but for
+# kept workers.
+_Processes = tuple[int, ...]
 
 
 @contextlib.contextmanager
@@ -81,15 +85,15 @@ class EnteredPipeline:
         own = self._loaded.own_generators
         self._states = [] if own is None else own.states()
         self._attributes = _Attributes()
-        self._parts: OrderedDict[int, dict[int, _Part]] = OrderedDict()  # by base seed and id
+        self._parts: OrderedDict[_Processes, dict[int, _Part]] = OrderedDict()  # by id
         # What user code was shown last: to look it up for each step would cost more than a small sample.
         self._shown: _Part | None = None
-        self._shown_for: tuple[int, int] | None = None
+        self._shown_for: tuple[_Processes, int] | None = None
 
     def is_new(self, seeds: PassSeeds, step: int) -> bool:
         """Whether `enter` would run user code."""
-        base_seed, worker_id = self._part_of(seeds, step)
-        return worker_id not in self._parts.get(base_seed, ())
+        processes, worker_id = self._part_of(seeds, step)
+        return worker_id not in self._parts.get(processes, ())
 
     def enter(self, seeds: PassSeeds, step: int) -> Pipeline:
         """Let user code see its part; what `worker_init_fn` raises passes through.
@@ -101,16 +105,16 @@ class EnteredPipeline:
         Returns:
             The pipeline to run now.
         """
-        base_seed, worker_id = wanted = self._part_of(seeds, step)
+        processes, worker_id = wanted = self._part_of(seeds, step)
         if wanted != self._shown_for:
             self._attributes.leave(self._shown)
             self._shown = self._shown_for = None
-            parts = self._parts.setdefault(base_seed, {})
-            self._parts.move_to_end(base_seed)
+            parts = self._parts.setdefault(processes, {})
+            self._parts.move_to_end(processes)
             while len(self._parts) > _MOST_PASSES:
                 self._parts.popitem(last=False)
             if worker_id not in parts:
-                parts[worker_id] = self._begin(seeds.workers, base_seed, worker_id)
+                parts[worker_id] = self._begin(seeds, worker_id)
             else:
                 self._attributes.enter(parts[worker_id])
             self._shown, self._shown_for = parts[worker_id], wanted
@@ -118,13 +122,32 @@ class EnteredPipeline:
         torch_worker._worker_info = self._shown.info  # another pipeline may have been entered since
         return self._shown.pipeline
 
-    def _part_of(self, seeds: PassSeeds, step: int) -> tuple[int, int]:
-        """Base seed and id."""
-        if seeds.workers is None:
-            return seeds.seed, self._number % self._loaded.num_workers
-        return seeds.workers.base_seed, step % self._loaded.num_workers
+    @contextlib.contextmanager
+    def in_trainer(self) -> Iterator[None]:
+        """Play a part in the process of the program: globals and their generators are its own again afterwards."""
+        own = self._loaded.own_generators or OwnGenerators()
+        with own.kept():
+            try:
+                yield
+            finally:
+                self.rest()
 
-    def _begin(self, workers: WorkerSeeds | None, base_seed: int, worker_id: int) -> _Part:
+    def rest(self) -> None:
+        """Play no part: what `worker_init_fn` has set as a global is no other pipeline's."""
+        self._attributes.leave(self._shown)
+        self._attributes.rest()
+        self._shown = self._shown_for = None
+
+    def _part_of(self, seeds: PassSeeds, step: int) -> tuple[_Processes, int]:
+        """Which of torch's worker processes, and the id of the one that makes the step."""
+        workers = seeds.workers
+        if workers is None:
+            return (seeds.seed,), self._number % self._loaded.num_workers
+        return (workers.base_seed, *workers.generators), step % self._loaded.num_workers
+
+    def _begin(self, seeds: PassSeeds, worker_id: int) -> _Part:
+        workers = seeds.workers
+        base_seed = seeds.seed if workers is None else workers.base_seed
         loaded = self._loaded
         private = replace(loaded, collate_fn=self._collate_fn)
         begins = not self._is_iterable and loaded.worker_init_fn is not None
@@ -138,7 +161,7 @@ class EnteredPipeline:
         before.restore(self._states)
         known = zip(before, before.digests(), _of_all(workers, len(before)), strict=True)
         unchanged = {id(generator): (digest, origin) for generator, digest, origin in known}
-        with self._attributes.noted(loaded.dataset) as attributes:
+        with self._attributes.noted(loaded.dataset, loaded.worker_init_fn) as attributes:
             info = enter_worker(loaded, base_seed, worker_id, begins)
         after = loaded.with_own_generators().own_generators or OwnGenerators()
         own = []
@@ -185,7 +208,7 @@ def enter_worker(pipeline: Pipeline, base_seed: int, worker_id: int, begins: boo
 
 
 class _Attributes:
-    """What `worker_init_fn` sets for each part anew, in the dataset and in what that holds.
+    """What `worker_init_fn` sets for each part anew, in the dataset, in what that holds, and as a global.
 
     `info.dataset.seed = info.seed` belongs to one of torch's worker processes; here several share the dataset.
     """
@@ -195,10 +218,13 @@ class _Attributes:
         self._before: dict[tuple[int, Any], Any] = {}  # what stood there before any part began
 
     @contextlib.contextmanager
-    def noted(self, dataset: Any) -> Iterator[dict[tuple[int, Any], Any]]:
+    def noted(self, dataset: Any, worker_init_fn: Any) -> Iterator[dict[tuple[int, Any], Any]]:
         """Run `worker_init_fn` where no part is played; gives what it has set when it is over."""
         self._put(self._before)
-        before = [(holder, _held_in(holder)) for holder in holders(dataset)]
+        its_call = inspect.getattr_static(type(worker_init_fn), "__call__", None)
+        function = function_of(worker_init_fn) or function_of(its_call)
+        its_globals = [] if function is None else [function.__globals__]  # `global` in it is no other worker's
+        before = [(holder, _held_in(holder)) for holder in [*holders(dataset), *its_globals]]
         found: dict[tuple[int, Any], Any] = {}
         yield found
         for holder, values in before:
@@ -220,6 +246,10 @@ class _Attributes:
     def enter(self, part: _Part) -> None:
         """Play a part that has begun."""
         self._put(part.attributes)
+
+    def rest(self) -> None:
+        """Play none."""
+        self._put(self._before)
 
     def _put(self, attributes: dict[tuple[int, Any], Any]) -> None:
         for (number, name), value in attributes.items():

@@ -6,21 +6,25 @@ on who makes it. In a program that only knows torch the seed follows from the ge
 the program's seeds keep their meaning, and two generators of one state draw the same numbers, as they do there.
 
 Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)` (MONAI's transforms),
-wherever `reachable` looks.
+wherever `reachable` looks, in the classes of what is there, and in globals of the program that its code names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
+import sys
 from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.ops.origins import digest_of_state
+from hetstream.mpi_dataworkers.ops.program import is_own
 from hetstream.mpi_dataworkers.ops.reachable import reachable
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 
@@ -33,7 +37,20 @@ class OwnGenerators:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self._found = list(reachable(roots, lambda generator: _is_generator(generator) or _is_randomizable(generator)))
+        found: dict[int, Any] = {}
+        looked: set[int] = set()
+
+        def note(held: Any) -> bool:
+            if _is_generator(held) or _is_randomizable(held):
+                found.setdefault(id(held), held)
+                return True
+            for generator in _beside(held, looked):
+                found.setdefault(id(generator), generator)
+            return False
+
+        for _ in reachable(roots, note):
+            pass
+        self._found = list(found.values())
 
     def __len__(self) -> int:
         return len(self._found)
@@ -73,6 +90,71 @@ class OwnGenerators:
             yield
         finally:
             self.restore(states)
+
+
+def _beside(held: Any, looked: set[int]) -> Iterator[Any]:
+    """Generators in the classes of an object, and in globals and closures that its code names.
+
+    Args:
+        held: the object, or a function.
+        looked: ids of classes and of code that was looked at before.
+    """
+    functions: list[Any] = [held]
+    for kind in type(held).__mro__:
+        if id(kind) not in looked and kind is not object:
+            looked.add(id(kind))
+            for value in vars(kind).values():
+                if _is_generator(value):
+                    yield value
+                functions.append(value)
+    with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
+        functions += vars(held).values()
+    for value in functions:
+        yield from _named_by(function_of(value), looked)
+
+
+def _named_by(function: FunctionType | None, looked: set[int]) -> Iterator[Any]:
+    if function is None or id(function.__code__) in looked or not _is_programs(function):
+        return
+    looked.add(id(function.__code__))
+    named = [function.__globals__.get(name) for name in _names(function.__code__)]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            named.append(cell.cell_contents)
+    for value in named:
+        if _is_generator(value):
+            yield value
+        else:
+            yield from _named_by(function_of(value), looked)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The function that a method, a property or a partial is made of."""
+    for _ in range(8):  # a partial of a partial
+        if isinstance(value, FunctionType):
+            return value
+        if isinstance(value, staticmethod | classmethod | MethodType):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.partial):
+            value = value.func
+        else:
+            break
+    return None
+
+
+def _is_programs(function: FunctionType) -> bool:
+    # In a data worker code of the script has the name of another script's module.
+    name = function.__module__
+    return name in ("__main__", "__mp_main__") or is_own(sys.modules.get(name))
 
 
 def _is_generator(value: Any) -> bool:

@@ -63,6 +63,7 @@ class Pipelines:
         self._pickled_pipelines, self._loaded, self._leases, self._page = pickled_pipelines, loaded, leases, page
         self._forks_anew, self._device, self._worker_number = forks_anew, device, worker_number
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
+        self._entered: EnteredPipeline | None = None  # the last one
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._in_use: dict[str, PickledPipeline] = {}  # siblings find them while they are held
@@ -84,6 +85,9 @@ class Pipelines:
         pipeline_id = lease.session.pipeline_id
         if self._pickled_pipelines.has_dropped or self._failed_at:
             self._forget_old(pipeline_id)
+        if self._entered is not None and self._pipelines.get(pipeline_id) is not self._entered:
+            self._entered.rest()  # the next one begins with the program's globals
+            self._entered = None
         if pipeline_id not in self._pipelines:
             try:
                 self._pipelines[pipeline_id] = EnteredPipeline(self._load(pipeline_id, lease), self._worker_number())
@@ -102,6 +106,7 @@ class Pipelines:
                 self._page.at_sample(-1)
             try:
                 self._loaded.enter(self._in_use[pipeline_id])
+                self._entered = entered
                 return entered.enter(seeds, step)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[pipeline_id] = error

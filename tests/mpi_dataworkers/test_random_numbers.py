@@ -6,6 +6,7 @@ The values themselves are others: torch's follow from who makes a sample after w
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,17 @@ def resumed(**options: Any) -> list[Run]:
     return [whole, lambda: epoch(3, loader())]
 
 
+def with_named(*seeds: tuple[int, int]) -> list[Run]:
+    """Two programs that seed the generators of their module."""
+
+    def run(first: int, second: int) -> Any:
+        programs.seed_the_named(first, second)
+        torch.manual_seed(3)
+        return programs.one_pass(programs.NamedNoise())
+
+    return [functools.partial(run, *seed) for seed in seeds]
+
+
 PROPERTIES: dict[str, Callable[[], list[Run]]] = {
     "ranks without worker_init_fn": lambda: ranks(programs.Noise, lambda _: None),
     "ranks that worker_init_fn adds": lambda: ranks(programs.Noise, programs.AddsRank),
@@ -134,6 +146,11 @@ PROPERTIES: dict[str, Callable[[], list[Run]]] = {
         lambda: programs.Randomizable().set_random_state(1), lambda: programs.Randomizable().set_random_state(2)
     ),
     "never seeded, a generator of the class": lambda: datasets(programs.Randomizable, programs.Randomizable),
+    "generators of the module, other seeds": lambda: with_named((1, 4), (2, 4)),
+    "generators that helpers name, other seeds": lambda: with_named((1, 4), (1, 5)),
+    "generators of the module, the same seeds": lambda: with_named((1, 4), (1, 4)),
+    "ranks in globals": lambda: ranks(programs.NamedNoise, programs.SetsGlobals),
+    "one rank's globals twice": lambda: ranks(programs.NamedNoise, lambda _: programs.SetsGlobals(1)),
     "in a Subset": lambda: datasets(
         lambda: Subset(programs.OwnNoise(1), range(8)), lambda: Subset(programs.OwnNoise(2), range(8))
     ),
@@ -173,6 +190,8 @@ def test_runs_have_the_same_numbers_where_they_have_them_with_torch(
         (programs.OwnNoise, None),
         (programs.Randomizable, None),
         (programs.SeedsItself, programs.TellsTheDataset(1)),
+        (programs.NamedNoise, programs.SetsGlobals(1)),
+        (programs.NamedNoise, None),
     ],
     ids=lambda given: getattr(given, "__name__", type(given).__name__),
 )

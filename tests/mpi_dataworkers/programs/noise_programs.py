@@ -50,6 +50,33 @@ class Randomizable(Noise):
         return torch.tensor([self.R.rand()], dtype=torch.float64)
 
 
+_RNG = np.random.default_rng(3)
+_HELPERS = random.Random(4)
+_SEED = -1
+
+
+def _from_a_helper() -> float:
+    return _HELPERS.random()
+
+
+class NamedNoise(Noise):
+    """A number of a generator of the module, of one that a function of it names, of one of the class, and a global."""
+
+    of_class = np.random.RandomState(5)
+
+    def __getitem__(self, index: int) -> Any:
+        seeded = random.Random(f"{_SEED} {index}").random()
+        values = [_RNG.random(), _from_a_helper(), self.of_class.rand(), seeded]
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def seed_the_named(first: int, second: int = 4) -> None:
+    """What the program does before it begins: it seeds the generators of its module."""
+    global _RNG
+    _RNG = np.random.default_rng(first)
+    _HELPERS.seed(second)
+
+
 class SeedsItself(Noise):
     """What other libraries and users do: numbers from a seed that `worker_init_fn` gave, or from torch's."""
 
@@ -139,6 +166,17 @@ class DerivesFromTheDatasets(AddsRank):
         info = get_worker_info()
         assert info is not None
         info.dataset.numpy = np.random.default_rng(int(info.dataset.old.randint(2**31)) + worker_id)
+
+
+class SetsGlobals(AddsRank):
+    """Gives the module a generator and a number of the worker's own."""
+
+    def __call__(self, worker_id: int) -> None:
+        global _RNG, _SEED
+        info = get_worker_info()
+        assert info is not None
+        _SEED = info.seed + 1000 * self.rank
+        _RNG = np.random.default_rng(_SEED % 2**32)
 
 
 class TellsTheDataset(AddsRank):

@@ -65,14 +65,21 @@ plain = st.recursive(
     max_leaves=12,
 )
 shapes = st.lists(st.integers(-2, 9) | whole, max_size=4)
-nodes = st.recursive(
-    st.just("t")
-    | st.tuples(st.sampled_from("nvludkpx"), plain, plain).map(list)
-    | st.tuples(st.just("n"), st.sampled_from(["<f8", "|u1", "|O", "x"]), shapes).map(list),
-    lambda children: st.tuples(st.sampled_from("lu"), st.lists(children, max_size=4)).map(list),
-    max_leaves=8,
+names_of_types = st.sampled_from(["uint8", "float32", "complex64", "empty", "x"])
+arrays = st.lists(st.tuples(st.sampled_from(["<f8", "|u1", "|O", "x"]), shapes, st.booleans()), max_size=3)
+nodes = (
+    st.sampled_from([["t"], ["l"], ["u"]])
+    | st.tuples(st.just("d"), st.lists(st.text(max_size=4), max_size=4)).map(list)
+    | st.tuples(st.just("p"), arrays, st.booleans()).map(list)
+    | plain
 )
-tables = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "empty", "x"]), shapes), max_size=4)
+numbers = st.integers(-2, 4)
+offsets = st.integers(-1, 70) | whole
+notes = st.dictionaries(st.sampled_from(["conj", "neg", "x"]), st.booleans(), max_size=2)
+views = st.tuples(numbers, names_of_types, offsets, shapes, shapes, st.booleans(), notes)
+places_of_tensors = st.lists(numbers | st.tuples(numbers) | views, max_size=4)
+rooms = st.lists(st.tuples(offsets, st.lists(st.tuples(numbers, offsets, shapes, shapes), max_size=2)), max_size=2)
+tables = st.lists(st.tuples(names_of_types, shapes), max_size=4)
 packs = st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=2)
 
 
@@ -106,7 +113,10 @@ def test_messages_with_wrong_bytes(seed: bytes, changes: list[tuple[int, int]]) 
     feed_measured(bytes(data))
 
 
-@given(plain | st.tuples(tables, packs, nodes), st.lists(st.tuples(plain, plain, plain), max_size=3))
+@given(
+    plain | st.tuples(tables, packs, nodes) | st.tuples(tables, packs, nodes, places_of_tensors, rooms),
+    st.lists(st.tuples(plain, plain, plain), max_size=3),
+)
 @settings(deadline=None)
 def test_structures_that_no_data_worker_writes(structure: object, places: list[object]) -> None:
     spec = msgspec.msgpack.encode(structure)
@@ -117,7 +127,7 @@ def test_structures_that_no_data_worker_writes(structure: object, places: list[o
 
 @pytest.mark.parametrize("shape", [[1 << 40], [1], [2**62, 2**62]])
 def test_a_tensor_without_bytes_is_empty(shape: list[int]) -> None:
-    spec = msgspec.msgpack.encode(([("uint8", shape)], [], "t"))
+    spec = msgspec.msgpack.encode(([("uint8", shape)], [], ["t"]))
     with pytest.raises(ProtocolError):
         tree.unflatten(spec, [memoryview(b"")])
 

@@ -118,6 +118,10 @@ class _View:
         start, strides, item_bytes = tensor.data_ptr(), tensor.stride(), tensor.element_size()
         shape = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides, strict=True)]
         num_bytes = math.prod(shape) * item_bytes
+        if num_bytes and not start:
+            raise RuntimeError(
+                f"a tensor of {tuple(tensor.shape)} has no memory (a ZeroTensor of autograd?): clone() it"
+            )
         steps = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         stop = start + (steps + 1) * item_bytes if num_bytes else start
         return cls(tensor, index, start, stop, shape, strides, num_bytes)

@@ -85,6 +85,7 @@ class Structure:
         if isinstance(value, torch.storage.TypedStorage) and value._untyped_storage.device.type == "cpu":
             return _rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if kind is torch.UntypedStorage and value.device.type == "cpu":
+            _raise_if_without_memory(value)
             self.wholes.add(len(self.tensors))  # which is the number that its bytes get next
             return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(value),)
         if kind is np.ndarray and not value.dtype.hasobject and value.nbytes:
@@ -117,6 +118,7 @@ class Structure:
         if reduced[0] is _rebuild_subclass:
             rebuild, kind, arguments, state = reduced[1]
             if rebuild in _OF_STORAGE and (plain := rebuild(*arguments)).is_cpu:
+                _raise_if_without_memory(arguments[0]._untyped_storage)
                 return _rebuild_subclass, (_itself, kind, (plain,), state)
         return reduced
 
@@ -164,6 +166,11 @@ def _types_named(name: str) -> list[np.dtype[Any]]:
         return [np.dtype(name)]
     except TypeError:
         return []
+
+
+def _raise_if_without_memory(storage: torch.UntypedStorage) -> None:
+    # torch says so itself; a subclass that wraps other tensors has such a one, which is not to be read.
+    storage.data_ptr()
 
 
 def _itself(value: Any) -> Any:

@@ -339,6 +339,42 @@ def test_text_that_is_no_text_travels() -> None:
     assert list(travel({name: torch.ones(3)})) == [name]
 
 
+class Wrapping(torch.Tensor):
+    """A subclass that wraps another tensor, as those of torchao do: it has a storage without memory."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor, offset: int = 0) -> Wrapping:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, wrapped.size(), wrapped.stride(), offset, dtype=wrapped.dtype
+        )
+        made.wrapped = wrapped
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_subclass_that_wraps_a_tensor_and_tensors_without_memory() -> None:
+    table = torch.arange(100_000.0).reshape(100, 1000)
+    batch = [Wrapping(table[3]), table[3:5]]
+    assert sum(map(size_of, flatten(batch)[1])) < 9000
+    wrapping, rows = travel(batch)
+    assert type(wrapping) is Wrapping
+    rows[0, 0] = -1
+    assert wrapping.wrapped[0] == -1
+    # torch's own pickled form names the storage, which is not there: its worker process ends of that.
+    for without in (
+        Wrapping(table[3], offset=5),
+        [torch._efficientzerotensor(3).t()],
+        torch._efficientzerotensor(2, 3).t(),
+    ):
+        with pytest.raises(RuntimeError, match=r"invalid python storage|ZeroTensor"):
+            travel(without)
+
+
 def local_class(number: int) -> type:
     class Local:
         which = number

@@ -254,8 +254,9 @@ class World:
                     "hetstream: alone in its MPI world: no data worker reaches this process by MPI. %s", ONE_LAUNCH
                 )
             self._hook, sys.excepthook = sys.excepthook, self._on_error
-            # A program may call MPI_Finalize itself: that first deletes what is attached to COMM_SELF.
-            MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave()), self)
+            # A program may call it itself. Not by what MPI_Finalize deletes of COMM_SELF: in such a call MPICH 5.0.2
+            # sometimes finds a lock of its own taken, and aborts.
+            self._finalize, MPI.Finalize = MPI.Finalize, self._leave_and_finalize
         else:
             self._everybody = MPI.COMM_WORLD.Ibarrier()
 
@@ -307,6 +308,10 @@ class World:
             time.sleep(pause.next_s())
         self._have_all_come()
         self.messages.end()
+
+    def _leave_and_finalize(self) -> None:
+        self.leave()
+        self._finalize()
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End all ranks: the others would wait for this one, and this one for them in MPI_Finalize.

@@ -383,6 +383,8 @@ def _master_options(
         arguments.append(f"--gpu-companion-options={shlex.join(gpu_worker)}")
     if spec.offload is not None:
         arguments.append(f"--offload={spec.offload}")
+    if spec.stream_in_process_loaders:
+        arguments.append("--stream-in-process-loaders")
     if spec.companions:
         arguments.append(f"--companions={spec.companions}")
         if spec.data_worker_smallest_cpus is not None:

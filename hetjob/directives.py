@@ -134,14 +134,13 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
                 f"{written} is unknown{f' (did you mean --{close[0]}?)' if close else ''}; valid are "
                 + ", ".join(f"--{known}" for known in OPTIONS)
             )
-        elif directive.value is None:
-            problems.append(f"{written} needs a value: --{directive.name}={OPTIONS[directive.name].metavar}")
         else:
             try:
                 fields |= parse_value(directive.name, directive.value)
             except ValueError as error:
-                value = directive.value if directive.value.isprintable() else repr(directive.value)
-                problems.append(f"{written}={value}: {error}")
+                value = directive.value or ""
+                given = "" if directive.value is None else f"={value if value.isprintable() else repr(value)}:"
+                problems.append(f"{written}{given} {error}")
     names = {directive.name for directive in directives}
     needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name not in _WITHOUT_WORKERS]
     # An unknown option may be this one misspelt.

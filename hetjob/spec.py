@@ -35,7 +35,7 @@ class DirectiveOption:
     """One option of a `#HETSTREAM` line.
 
     Attributes:
-        metavar: how its value is written.
+        metavar: how its value is written; empty where it has none.
         meaning: one line for the user guide and the error texts.
         default: what holds without it, in words.
     """
@@ -88,6 +88,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "the part of the model's forward that depends on no state runs in data workers: `auto` where that makes a step "
         "faster, `all` with its random numbers too, `off` not at all",
         "off",
+    ),
+    "stream-in-process-loaders": DirectiveOption(
+        "",
+        "data workers also make the batches of DataLoaders with `num_workers=0`, which torch makes with the program's "
+        "own dataset",
+        "these loaders stay local",
     ),
     "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
     "data-worker-mem": DirectiveOption(
@@ -162,6 +168,8 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "0",
     ),
 }
+# Those that take a value; the others are flags.
+WITH_VALUE = frozenset(name for name, option in OPTIONS.items() if option.metavar)
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,7 @@ class JobSpec:
         total_steps: steps of the training loop in all, or None where not known.
         total_epochs: the same in epochs.
         offload: what of a model's forward may run in data workers; None leaves it to the environment.
+        stream_in_process_loaders: whether DataLoaders with `num_workers=0` are streamed, too.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
         on_memory_warning: `warn` or `migrate`, or None for `warn`.
@@ -233,6 +242,7 @@ class JobSpec:
     gpu_data_worker_mem: str | None = None
     gpu_data_worker_partition: str | None = None
     offload: str | None = None
+    stream_in_process_loaders: bool = False
     job_class: str | None = None
     opportunistic_after: str | None = None
 
@@ -303,6 +313,8 @@ class JobSpec:
 
 def _broken_rule(option: str, value: int | str) -> str | None:
     """The rule that one option's value breaks, in words; --data-workers has two values and its own rule."""
+    if isinstance(value, bool):
+        return None
     if option == "checkpoint-replicas":
         return None if value in (0, 1) else "0 or 1, as one other host keeps each generation"
     if isinstance(value, int):
@@ -345,12 +357,25 @@ def _broken_command(text: str) -> str | None:
     return None if fits else "a path or a command, not empty and on one line"
 
 
-def parse_value(name: str, text: str) -> dict[str, Any]:
+def written(name: str) -> str:
+    """An option as it is written, `--data-workers=MIN[-MAX]`."""
+    return f"--{name}={OPTIONS[name].metavar}" if name in WITH_VALUE else f"--{name}"
+
+
+def parse_value(name: str, text: str | None) -> dict[str, Any]:
     """Turn one option's text into the JobSpec fields that it sets.
+
+    Args:
+        name: of the option.
+        text: its value; None where it was given none.
 
     Raises:
         ValueError: the text breaks the option's form; the message is the rule.
     """
+    if (text is None) == (name in WITH_VALUE):
+        raise ValueError(f"needs a value: {written(name)}" if text is None else "takes no value")
+    if text is None:
+        return {name.replace("-", "_"): True}
     if name in ("data-workers", "gpu-data-workers"):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
         if not match:

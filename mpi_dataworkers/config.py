@@ -9,6 +9,7 @@ HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus met
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_OFFLOAD        auto or all: move the stateless part of models' forwards to the data workers (default: off)
+HETSTREAM_IN_PROCESS_LOADERS  1: the start-up hook streams loaders with num_workers=0, too (default: not)
 HETSTREAM_EXPLAIN        of `hetstream explain`: where to write what was found of a forward; the program then ends
 HETSTREAM_HOOK           1 while the start-up hook is active
 *_OF_JOB                 of a variable that a script has exported: the job that it is for, see `base/own_job.py`
@@ -134,6 +135,11 @@ def offload_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     if value not in OFFLOADS:
         raise ConfigError(f"environment variable HETSTREAM_OFFLOAD={value!r}: must be one of {', '.join(OFFLOADS)}")
     return value
+
+
+def streams_in_process_loaders(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the start-up hook streams loaders with `num_workers=0`, too."""
+    return environ.get("HETSTREAM_IN_PROCESS_LOADERS") == "1"
 
 
 def explain_file_from_environment(environ: Mapping[str, str] = os.environ) -> Path | None:

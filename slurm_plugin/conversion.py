@@ -35,7 +35,7 @@ from hetstream.hetjob.sbatch_environment import from_environment, handed_on, tak
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.script_launches import is_of_srun
 from hetstream.hetjob.shell_values import Unknown
-from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.spec import OPTIONS, WITH_VALUE, JobSpec
 from hetstream.hetjob.step_demand import Surroundings
 from hetstream.slurm_plugin.client.slurm import sbatch_takes_value
 from hetstream.slurm_plugin.client.values import seconds
@@ -176,7 +176,7 @@ def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:
 
 
 def parse_command_line(
-    arguments: Sequence[str], environ: Mapping[str, str], extra: Collection[str] = OPTIONS
+    arguments: Sequence[str], environ: Mapping[str, str], extra: Collection[str] = WITH_VALUE
 ) -> tuple[list[SbatchOption], list[str]]:
     """Options of a command line of sbatch, and what follows them; see `parse_words`.
 

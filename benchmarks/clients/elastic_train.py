@@ -57,7 +57,7 @@ def main() -> None:
     torch.manual_seed(1)
     steps_s = [float(word) for word in args.step_s.split(",")]
     dataset = Costly(args.num_steps * BATCH, args.make_s / BATCH, args.lock, args.far_s / BATCH)
-    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
+    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=1)
     began = time.monotonic()
     with open(args.out, "w", buffering=1) as out:
         for epoch in range(args.epochs):

@@ -17,7 +17,10 @@ _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 
 
 def environment(
-    service: str | None, environ: Mapping[str, str] = os.environ, offload: str | None = None
+    service: str | None,
+    environ: Mapping[str, str] = os.environ,
+    offload: str | None = None,
+    in_process_loaders: bool = False,
 ) -> dict[str, str]:
     """Variables under which `python train.py` streams, in this job and in no other that is submitted from it.
 
@@ -25,6 +28,7 @@ def environment(
         service: `file:PATH` of the dispatcher's address file, or None for the same batches made in process.
         environ: the environment they are added to; its PYTHONPATH is kept behind the hook.
         offload: what of a model's forward may move to the data workers; None leaves it to the environment.
+        in_process_loaders: whether loaders with `num_workers=0` are streamed, too; False leaves it to the environment.
     """
     inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [_HOOK_DIRECTORY, *(entry for entry in inherited if entry != _HOOK_DIRECTORY)]
@@ -32,5 +36,6 @@ def environment(
     # Else the order of a set of text, and what samples make of it, would differ between the processes that make them.
     variables |= {} if environ.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": hash_seed(environ)}
     variables |= {} if offload is None else {"HETSTREAM_OFFLOAD": offload}
+    variables |= {"HETSTREAM_IN_PROCESS_LOADERS": "1"} if in_process_loaders else {}
     # Empty without a service: the environment may have that of a surrounding job.
     return with_job(variables | {"HETSTREAM_SERVICE": service or ""}, environ)

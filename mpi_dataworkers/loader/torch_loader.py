@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 
+from hetstream.mpi_dataworkers.config import streams_in_process_loaders
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.step_indices import LookAhead
@@ -32,6 +33,11 @@ def why_not_streamable(loader: Any) -> str | None:
         return (
             f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
             "only. To stream it, use hetstream.DataLoader"
+        )
+    if loader.num_workers == 0 and not streams_in_process_loaders():
+        return (
+            "torch promises that the program's own dataset makes these batches; set num_workers=1 or more, or "
+            "--stream-in-process-loaders, to let data workers make them"
         )
     if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"

@@ -6,6 +6,7 @@ the samples come in the order that they have without hetstream, and the program'
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import uuid
@@ -106,7 +107,7 @@ def notice(iterator: object, loader: Any) -> None:
     _keep(loader, None)
     names = type(loader).__name__, type(iterator).__name__
     reason = "{} makes an iterator of its own, {}, instead of asking DataLoader._get_iterator for one"
-    _say_local(loader.dataset, reason.format(*names))
+    _say_local(type(loader.dataset).__name__, reason.format(*names))
 
 
 def _kept_by(loader: Any) -> _Kept | None:
@@ -129,7 +130,7 @@ def _adopt(loader: Any) -> LoaderConnection | None:
             return _make(loader, service)
         except HetstreamError as error:
             reason = str(error)
-    _say_local(loader.dataset, reason)
+    _say_local(type(loader.dataset).__name__, reason)
     return None
 
 
@@ -165,13 +166,14 @@ def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> S
         )
         return connection.sent_pipeline() if connection.client is not None else None
     except PipelineError as error:
-        _say_local(loader.dataset, str(error))
+        _say_local(type(loader.dataset).__name__, str(error))
         kept.stay_local()
         return None
 
 
-def _say_local(dataset: Any, reason: str) -> None:
-    _log.warning("hetstream: a DataLoader over %s stays local: %s", type(dataset).__name__, reason)
+@functools.lru_cache(maxsize=256)  # programs make a new loader for each epoch
+def _say_local(kind: str, reason: str) -> None:
+    _log.warning("hetstream: a DataLoader over %s stays local: %s", kind, reason)
 
 
 class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
@@ -255,7 +257,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         if self._streamed is not None:
             self._streamed.close()
             self._streamed = None
-        _say_local(self._dataset, self._order.reason)
+        _say_local(type(self._dataset).__name__, self._order.reason)
         self._kept.stay_local()
         self._plain = self._made_by_torch(unlisted)
 

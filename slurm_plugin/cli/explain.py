@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
 def _findings(command: list[str], offload: str) -> Findings:
     with TemporaryDirectory(prefix="hetstream-explain-") as directory:
         path = Path(directory) / "findings.json"
-        variables = environment(None, os.environ, offload=offload) | {"HETSTREAM_EXPLAIN": str(path)}
+        variables = environment(None, os.environ, offload=offload, in_process_loaders=True) | {
+            "HETSTREAM_EXPLAIN": str(path)
+        }
         done = subprocess.run(command, env=os.environ | variables, stdout=sys.stderr.fileno(), check=False)
         if path.exists():
             return Findings.from_json(path.read_text())

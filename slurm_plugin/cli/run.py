@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="move the part of the model's forward that depends on no state to the data workers: auto where that makes "
         "a step faster, all with its random numbers too (default: off)",
     )
+    parser.add_argument(
+        "--stream-in-process-loaders",
+        action="store_true",
+        help="have data workers also make the batches of DataLoaders with num_workers=0, which torch makes with the "
+        "program's own dataset",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary of the run")
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
@@ -71,14 +78,17 @@ def run(args: argparse.Namespace) -> int:
         worker_threads=args.worker_threads,
         show_logs=args.verbose,
     )
+    hook_environment = functools.partial(
+        environment, offload=args.offload, in_process_loaders=args.stream_in_process_loaders
+    )
     if args.dry_run:
-        _print_commands(config, args.offload)
+        _print_commands(config, hook_environment)
         return 0
     if args.json and not args.json.parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
     if not args.verbose:
         logging.getLogger("hetjob").setLevel(logging.WARNING)  # the terminal belongs to the program
-    result = run_local(config, os.environ, functools.partial(environment, offload=args.offload))
+    result = run_local(config, os.environ, hook_environment)
     if config.data_workers:
         print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)
     if args.json:
@@ -87,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
     return result.returncode
 
 
-def _print_commands(config: LocalConfig, offload: str | None) -> None:
+def _print_commands(config: LocalConfig, hook_environment: Callable[[str | None], dict[str, str]]) -> None:
     directory = Path("/tmp/hetstream-XXXXXXXX")
     if config.data_workers:
         print(shlex.join(config.dispatcher_words(directory)))
     for _ in range(config.data_workers):
         print(shlex.join(config.data_worker_words(directory)))
     service = f"file:{directory / 'address'}" if config.data_workers else None
-    variables = environment(service, offload=offload)
+    variables = hook_environment(service)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *config.command]))

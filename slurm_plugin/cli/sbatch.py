@@ -19,7 +19,7 @@ from hetstream.hetjob.convert import AlreadyHeterogeneous
 from hetstream.hetjob.directives import is_own
 from hetstream.hetjob.sbatch_environment import taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
-from hetstream.hetjob.spec import OPTIONS
+from hetstream.hetjob.spec import OPTIONS, written
 from hetstream.hetjob.temporary import temporary_directory
 from hetstream.slurm_plugin.client.run import become
 from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         _, unread = parse_command_line(unread[1:], os.environ)
     given = SbatchOptions(tuple(options))
     if given.has("help") and not unread:
-        lines = (f"  {f'--{name}={option.metavar}':<34}{option.meaning}" for name, option in OPTIONS.items())
+        lines = (f"  {written(name):<34}{option.meaning}" for name, option in OPTIONS.items())
         print(HELP.format(options="\n".join(lines)), end="")
         return 0
     body, name = _read_script(unread, given)

@@ -16,13 +16,13 @@ from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
 from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.spec import WITH_VALUE, JobSpec
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 
 
 def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "srun python train.py") -> HetPlan:
-    outside, _ = parse_words(command_line, "command line", extra=OPTIONS)
+    outside, _ = parse_words(command_line, "command line", extra=WITH_VALUE)
     return convert(spec, f"#!/bin/bash\n#SBATCH {sbatch}\n{body}\n", "train.sbatch", command_line=outside)
 
 

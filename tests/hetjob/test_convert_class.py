@@ -14,7 +14,7 @@ from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster
 from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC, OPTIONS
+from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC, WITH_VALUE
 
 
 def plan_of(directive: str, *lines: str, words: tuple[str, ...] = (), known: tuple[str, ...] = ("opp",)) -> HetPlan:
@@ -23,7 +23,7 @@ def plan_of(directive: str, *lines: str, words: tuple[str, ...] = (), known: tup
     )
     spec = read_spec(read_directives(text, "train.sbatch"), "train.sbatch")
     assert spec is not None
-    outside, _ = parse_words(words, "command line", extra=OPTIONS)
+    outside, _ = parse_words(words, "command line", extra=WITH_VALUE)
     cluster = Cluster(frozenset(), "gpu", "sched/backfill", opportunistic=known)
     plan = convert(spec, text, "train.sbatch", command_line=outside, cluster=cluster)
     assert "train.py" in render(text, plan, ("/bin/hetstream",))

@@ -20,11 +20,11 @@ from hetstream.hetjob.directives import (
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.option_lines import prologue_length
 from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.spec import OPTIONS, WITH_VALUE, JobSpec, written
 
 
 def spec_of(script: str, *command_line: str) -> JobSpec | None:
-    options, _ = parse_words(command_line, "command line", extra=OPTIONS)
+    options, _ = parse_words(command_line, "command line", extra=WITH_VALUE)
     return read_spec([*read_directives(script, "train.sbatch"), *from_command_line(options)], "train.sbatch")
 
 
@@ -181,5 +181,22 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 def test_the_reference_lists_every_option() -> None:
     reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
     for name, option in OPTIONS.items():
-        row = f"| `--{name}={option.metavar.replace('|', '')}` | {option.meaning} | {option.default} |"
+        row = f"| `{written(name).replace('|', '')}` | {option.meaning} | {option.default} |"
         assert row in reference, name
+
+
+def test_an_option_without_a_value() -> None:
+    expected = JobSpec(2, 2, stream_in_process_loaders=True)
+    script = "#!/bin/bash\n#HETSTREAM --data-workers=2\n"
+    assert spec_of(f"{script}#HETSTREAM --stream-in-process-loaders\n") == expected
+    assert spec_of(f"{script}#HETSTREAM --stream-in-process-loaders --data-worker-cpus=4\n") == expected
+    assert spec_of(script, "--stream-in-process-loaders", "--data-workers", "2") == expected
+    options, others = parse_words(
+        ["--stream-in-process-loaders", "train.sbatch", "-x"], "command line", extra=WITH_VALUE
+    )
+    assert ([option.name for option in options], others) == (["stream-in-process-loaders"], ["train.sbatch", "-x"])
+    for written_so in ("--stream-in-process-loaders=1", "--stream-in-process-loaders yes"):
+        with pytest.raises(DirectiveError, match=r"line 3: --stream-in-process-loaders=\w+: takes no value"):
+            spec_of(f"{script}#HETSTREAM {written_so}\n")
+    with pytest.raises(DirectiveError, match=r"--data-workers=MIN.* is missing"):
+        spec_of("#!/bin/bash\n#HETSTREAM --stream-in-process-loaders\n")

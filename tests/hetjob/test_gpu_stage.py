@@ -18,7 +18,7 @@ from hetstream.hetjob.master.server import MasterConfig, SlurmLauncher
 from hetstream.hetjob.master.stages import ElasticStages, GpuStage, elastic_of_gpu_stage
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.sbatch_options import parse_words
-from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.spec import WITH_VALUE, JobSpec
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
     LoaderStats,
@@ -35,7 +35,7 @@ WaitUntil = Callable[..., None]
 
 def plan_of(sbatch: str, words: str) -> HetPlan:
     script = f"#!/bin/bash\n#SBATCH {sbatch}\n#HETSTREAM {words}\nsrun python train.py\n"
-    options, _ = parse_words([], "command line", extra=OPTIONS)
+    options, _ = parse_words([], "command line", extra=WITH_VALUE)
     spec = read_spec([*read_directives(script, "train.sbatch"), *from_command_line(options)], "train.sbatch")
     assert spec is not None
     return convert(spec, script, "train.sbatch")

@@ -428,7 +428,7 @@ def test_the_last_counts_of_loaders_that_a_program_drops_at_its_end_arrive(
     three: Any, run_program: Any, tmp_path: Path, wait_until: Any
 ) -> None:
     before = three.log("dispatcher")
-    done = run_program(DROPPING, tmp_path, **environment(three.name, {}))
+    done = run_program(DROPPING, tmp_path, **environment(three.name, {}, in_process_loaders=True))
     assert done.returncode == 0, done.stderr
 
     def said() -> str:

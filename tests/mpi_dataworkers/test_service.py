@@ -708,8 +708,8 @@ def test_an_unmodified_program_streams_in_the_order_it_has_without_hetstream(
 ) -> None:
     service.start_workers(2)
     plain = run_program(UNMODIFIED, service.directory)
-    local = run_program(UNMODIFIED, service.directory, **environment(None, {}))
-    streamed = run_program(UNMODIFIED, service.directory, **environment(service.name, {}))
+    local = run_program(UNMODIFIED, service.directory, **environment(None, {}, in_process_loaders=True))
+    streamed = run_program(UNMODIFIED, service.directory, **environment(service.name, {}, in_process_loaders=True))
     assert plain.returncode == local.returncode == streamed.returncode == 0, streamed.stderr
     without, here, remote = ([json.loads(line) for line in one.stdout.splitlines()] for one in (plain, local, streamed))
     assert remote == here, "the same bytes as in process"
@@ -738,7 +738,9 @@ print([batch.tolist() for _ in range(2) for batch in loader])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_sampler_of_keys_stays_local_and_says_why_once(service: Any, run_program: RunProgram, streamed: bool) -> None:
     service.start_workers()
-    result = run_program(KEYED, service.directory, **environment(service.name if streamed else None, {}))
+    result = run_program(
+        KEYED, service.directory, **environment(service.name if streamed else None, {}, in_process_loaders=True)
+    )
     assert result.stdout == "[[3, 1], [2], [3, 1], [2]]\n", result.stderr
     assert result.stderr.count("a DataLoader over Keyed stays local: the sampler gave ['c', 'a'] for step 0") == 1
 

@@ -579,6 +579,8 @@ iterator = iter(loader)
 next(iterator)
 torch.kept = iterator  # when it goes, the modules that it needs have gone
 """
-    variables = environment(three.name, {}) if kind == "torch.utils.data" else {}  # the second one in process
+    variables = (
+        environment(three.name, {}, in_process_loaders=True) if kind == "torch.utils.data" else {}
+    )  # the second one in process
     result = run_program(program, tmp_path, **variables)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -36,7 +36,7 @@ class Program:
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
         self.environment = plain | {"OMP_NUM_THREADS": "1", "HETSTREAM_JOB_NAME": directory.name}
         if service is not None:
-            self.environment |= environment(service, plain, offload) | {"EAGER": "1"}
+            self.environment |= environment(service, plain, offload, in_process_loaders=True) | {"EAGER": "1"}
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._runs = count()
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.hook import patch
-from hetstream.mpi_dataworkers.loader import loader_connection
+from hetstream.mpi_dataworkers.loader import loader_connection, unmodified
 from hetstream.mpi_dataworkers.loader.data_loader import DataLoader as OurDataLoader
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipelines
@@ -21,7 +21,7 @@ _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 
 @contextlib.contextmanager
 def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the start-up hook makes it."""
+    """This process as the start-up hook makes it, with `--stream-in-process-loaders`."""
     with monkeypatch.context() as changed:
         changed.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
         changed.setattr(_Iterator, "__init__", _Iterator.__init__)
@@ -29,8 +29,10 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         for kind in (DataLoader, OurDataLoader):
             changed.setattr(kind, patch._MARK, True, raising=False)
             delattr(kind, patch._MARK)
+        changed.setenv("HETSTREAM_IN_PROCESS_LOADERS", "1")
         if service is not None:
             changed.setenv("HETSTREAM_SERVICE", service)
+        unmodified._say_local.cache_clear()
         patch.install()
         try:
             yield

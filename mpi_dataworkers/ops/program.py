@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import decimal
 import hashlib
 import importlib.util
 import logging
 import os
 import pickle
+import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -193,7 +195,7 @@ class _Settings:
         argv: `sys.argv`.
         environment: variables with their values.
         removed: variables that the program started with and has removed.
-        torch: settings of torch that hold for all threads, by the name of their setter, with its arguments.
+        in_force: values of `_IN_FORCE`.
         digests: of the values in `values`, by module and name.
         values: the values, pickled together, so that what was one object stays one.
     """
@@ -201,7 +203,7 @@ class _Settings:
     argv: list[str]
     environment: dict[str, str]
     removed: list[str]
-    torch: dict[str, tuple[Any, ...]]
+    in_force: dict[str, Any]
     digests: dict[Place, bytes]
     values: bytes
 
@@ -223,28 +225,63 @@ def settings_of(reached: Reached) -> bytes:
     except Exception as error:  # noqa: BLE001, user code runs, and does now what it did not a moment ago
         _log.warning("hetstream: values that the program has set do not travel: %s: %s", type(error).__name__, error)
         digests, values = {}, b""
-    return pickle.dumps(_Settings(list(sys.argv), environment, removed, _torch_settings(), digests, values))
+    return pickle.dumps(_Settings(list(sys.argv), environment, removed, _settings_in_force(), digests, values))
 
 
-def _torch_settings() -> dict[str, tuple[Any, ...]]:
-    return {
-        "set_default_dtype": (torch.get_default_dtype(),),
-        "set_float32_matmul_precision": (torch.get_float32_matmul_precision(),),
-        "use_deterministic_algorithms": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-    }
+def _flushes_denormals() -> bool:
+    return bool((torch.full((1,), 1e-40) * 1.0).item() == 0.0)  # there is a setter alone
 
 
-def _set_torch(wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    found = _torch_settings()
-    for setter, arguments in wanted.items():
-        if found[setter] != arguments:
-            if setter == "use_deterministic_algorithms":
-                torch.use_deterministic_algorithms(arguments[0], warn_only=arguments[1])
-            else:
-                getattr(torch, setter)(*arguments)
+def _umask() -> int:
+    """As it is, without setting it: another thread may make a file meanwhile. It is there since Linux 4.7."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^Umask:\s*(\d+)", status, re.MULTILINE)
+    return int(found[1], 8) if found else -1
+
+
+def _set_umask(umask: int) -> None:
+    if umask >= 0:
+        os.umask(umask)
+
+
+def _decimal_context() -> tuple[Any, ...]:
+    """Without its flags, which say what has happened so far."""
+    context = decimal.getcontext()
+    traps = [kind.__name__ for kind, is_set in context.traps.items() if is_set]
+    return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp, traps
+
+
+def _set_decimal_context(values: tuple[Any, ...]) -> None:
+    prec, rounding, least, most, capitals, clamp, names = values
+    traps = [getattr(decimal, name) for name in names]
+    decimal.setcontext(decimal.Context(prec, rounding, least, most, capitals, clamp, [], traps))
+
+
+def _set_mkldnn(is_enabled: bool) -> None:
+    torch._C._set_mkldnn_enabled(is_enabled)
+
+
+# Settings of the whole process, or of the thread that makes samples, that decide about samples: getter and setter.
+_IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
+    "mkldnn": (torch._C._get_mkldnn_enabled, _set_mkldnn),
+    "decimal context": (_decimal_context, _set_decimal_context),
+    "umask": (_umask, _set_umask),
+}
+
+
+def _settings_in_force() -> dict[str, Any]:
+    return {name: get() for name, (get, _) in _IN_FORCE.items()}
+
+
+def _put_in_force(wanted: Mapping[str, Any]) -> None:
+    found = _settings_in_force()
+    for name, value in wanted.items():
+        if found[name] != value:
+            _IN_FORCE[name][1](value)
 
 
 # --- in a data worker -----------------------------------------------------------------------------------------------
@@ -282,11 +319,11 @@ class SettingsInForce:
     """
 
     blob: bytes = b""
-    _torch: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of what was applied last
+    _in_force: dict[str, Any] = field(default_factory=dict)  # of what was applied last
     _pipeline_id: str = ""  # that is entered
     # What user code of a pipeline had changed when another was entered. Pipelines of one program share a process, and
     # torch gives each loader processes of its own.
-    _left: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)
     _environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # of this process before all
     _names: set[str] = field(default_factory=set)  # variables that were set or removed
     _digests: dict[Place, bytes] = field(default_factory=dict)
@@ -305,13 +342,13 @@ class SettingsInForce:
         self.blob = b""  # what is cut off by an error is applied again
         sys.argv[:] = settings.argv
         self._set_environment(settings)
-        self._torch = settings.torch
-        _set_torch(settings.torch)
+        self._in_force = settings.in_force
+        _put_in_force(settings.in_force)
         self._set_values(settings)
         self.blob = blob
 
     def enter(self, pipeline_id: str, blob: bytes) -> None:
-        """Apply a pipeline's settings; torch's are those of its own user code, once that has run here.
+        """Apply a pipeline's settings; those of `_IN_FORCE` are as its own user code left them, once that has run here.
 
         Raises:
             BaseException: as `apply`.
@@ -319,10 +356,10 @@ class SettingsInForce:
         if pipeline_id == self._pipeline_id and blob == self.blob:
             return
         if self._pipeline_id:
-            self._left[self._pipeline_id] = _torch_settings()
+            self._left[self._pipeline_id] = _settings_in_force()
             self._pipeline_id = ""
         self.apply(blob)
-        _set_torch(self._left.pop(pipeline_id, self._torch))
+        _put_in_force(self._left.pop(pipeline_id, self._in_force))
         self._pipeline_id = pipeline_id
 
     def forget(self, pipeline_id: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import decimal
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.ops import program
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
@@ -54,6 +57,35 @@ options = {"size": 1}
 """
 
 
+def mode_of_a_file() -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory, "file")
+        place.write_text("")
+        return place.stat().st_mode & 0o777
+
+
+# What a program sets, and how a sample sees it: neither asks `program.py`.
+CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+    ("default dtype", lambda: torch.set_default_dtype(torch.float64), lambda: torch.tensor(1.0).dtype),
+    ("precision", lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision),
+    ("deterministic", lambda: torch.use_deterministic_algorithms(True), torch.are_deterministic_algorithms_enabled),
+    (
+        "only warned of",
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        torch.is_deterministic_algorithms_warn_only_enabled,
+    ),
+    ("denormals", lambda: torch.set_flush_denormal(True), lambda: (torch.tensor([1e-40]) / 2).tolist()),
+    ("mkldnn", lambda: setattr(torch.backends.mkldnn, "enabled", False), lambda: torch.backends.mkldnn.enabled),
+    ("decimals", lambda: setattr(decimal.getcontext(), "prec", 50), lambda: str(decimal.Decimal(1) / 3)),
+    (
+        "decimal traps",
+        lambda: decimal.getcontext().traps.__setitem__(decimal.Inexact, True),
+        lambda: decimal.getcontext().traps[decimal.Inexact],
+    ),
+    ("umask", lambda: os.umask(0o077), mode_of_a_file),
+]
+
+
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module of the user's and one that it imports."""
@@ -68,13 +100,12 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 def settings_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `SettingsInForce` changes is as it was after the test."""
-    argv, environment = list(sys.argv), dict(os.environ)
+    argv, environment, in_force = list(sys.argv), dict(os.environ), program._settings_in_force()
     yield
     sys.argv[:] = argv
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
+    program._put_in_force(in_force)
 
 
 def reached_from(*roots: Any) -> Reached:
@@ -142,6 +173,26 @@ def test_settings_are_applied_when_the_trainer_changed_them_and_in_place(
     options["size"] = 8  # by code of a data worker: it stays where the trainer changed nothing
     in_force.apply(after)
     assert user.options["size"] == 8
+
+
+@pytest.mark.usefixtures("settings_kept")
+@pytest.mark.parametrize("change", CHANGES, ids=[change[0] for change in CHANGES])
+def test_what_is_in_force_in_the_process_travels(
+    user: Any, change: tuple[str, Callable[[], Any], Callable[[], Any]]
+) -> None:
+    _, set_up, look = change
+    reached, in_force = reached_from(user.Data), SettingsInForce()
+    plain, before = look(), settings_of(reached)
+    assert settings_of(reached) == before, "what has not changed is not sent again"
+    set_up()
+    changed, after = look(), settings_of(reached)
+    assert changed != plain
+    in_force.apply(before)
+    assert look() == plain
+    in_force.apply(after)
+    assert look() == changed
+    in_force.apply(before)
+    assert (look(), settings_of(reached)) == (plain, before)
 
 
 def test_what_user_code_of_one_pipeline_sets_is_not_seen_by_another(user: Any, settings_kept: None) -> None:

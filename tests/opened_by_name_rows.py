@@ -78,6 +78,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/loader/steps_apart.py": "_left_bytes",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
+        "mpi_dataworkers/ops/program.py": "_umask",
         "mpi_dataworkers/ops/shared_memory.py": "_shared_lines",
         "mpi_dataworkers/worker/own_memory.py": "OwnMemory._read",
         "mpi_dataworkers/worker/watch.py": "count_oom_kills*2",

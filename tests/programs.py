@@ -29,6 +29,7 @@ PACKAGES = {
     "lua5.1": ("lua5.1",),
     "lua5.3": ("lua5.3",),
     "lua5.4": ("lua5.4",),
+    "make": ("make",),
     "sh": ("dash",),
     "systemd-analyze": ("systemd",),
     "tc": ("iproute2",),

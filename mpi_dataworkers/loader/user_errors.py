@@ -34,6 +34,13 @@ def made_at(error: Exception, step: int) -> Exception:
     return error
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001, user code; an exception need not be able to say what it is
+        return ""
+
+
 def rebuild_error(failed: BatchFailed) -> Exception:
     """The exception of a data worker as its own type, with the sample and the remote traceback in its text."""
     failure = failed.failure
@@ -47,7 +54,7 @@ def rebuild_error(failed: BatchFailed) -> Exception:
         kind = getattr(builtins, name) if module == "builtins" else resolve_class(module, name)
         # What torch does for classes whose first argument is no text.
         error = kind(message=text) if getattr(kind, "message", None) else kind(text)
-        if text not in str(error) and hasattr(error, "add_note"):  # its text is its own
+        if hasattr(error, "add_note") and text not in _text_of(error):  # its text is its own
             error.add_note(text)
     except Exception:  # noqa: BLE001, a class that is not here or takes other arguments: any exception may come
         return RemoteError(f"{module}.{name}: {text}")

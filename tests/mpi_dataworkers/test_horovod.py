@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from hetstream.base.errors import ConfigError, OptionsError
 from hetstream.checkpoint.flash.distributed import communicator
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 from hetstream.mpi_dataworkers.loader.data_loader import DataLoader
+from tests.programs import needs
 
 NUM_SAMPLES = 101  # odd, so that the two ranks' last steps differ in size
 NUM_EPOCHS = 2
@@ -137,7 +137,8 @@ def test_two_ranks_share_every_epoch_exactly(horovod_bin: Path, tmp_path: Path) 
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-@pytest.mark.skipif(not shutil.which("g++") or not shutil.which("make"), reason="no g++ or no make")
+@needs("make")
+@needs("g++")
 def test_a_build_that_cannot_succeed_says_what_is_missing(tmp_path: Path) -> None:
     """torch for CUDA where only half of CUDA is: a stand-in for such an environment, for the script itself."""
     binaries, cuda = tmp_path / "bin", tmp_path / "cuda"

@@ -284,7 +284,8 @@ class Hashes(Dataset):
     def __len__(self): return 4
     def __getitem__(self, index): return hash(f"word {index}")
 
-print([batch for batch in DataLoader(Hashes(), 4, collate_fn=list)] == [[Hashes()[index] for index in range(4)]])
+loader = DataLoader(Hashes(), 4, collate_fn=list, num_workers=1)
+print([batch for batch in loader] == [[Hashes()[index] for index in range(4)]])
 """
 
 

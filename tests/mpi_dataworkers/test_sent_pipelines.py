@@ -25,6 +25,7 @@ from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.session import SessionRequest
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.transports.base import ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -109,8 +110,7 @@ def pipeline(name: str) -> ProvidePipeline:
 def request(name: str) -> SessionRequest:
     return SessionRequest(
         pipeline=pipeline(name),
-        epoch=1,
-        seed=0,
+        seeds=PassSeeds(0, 1),
         order=ORDER,
         first_step=0,
         num_steps=10,

@@ -98,7 +98,8 @@ def test_a_child_takes_no_more_memory_than_is_left(
     loader = loaders(dataset, service=service.name, on_error="skip")
     seen = [index for _, indices in loader for index in indices.tolist()]
     assert seen == [index for index in range(40) if index != 13]
-    assert "Unable to allocate" in loader.skipped_samples[0].error
+    # Where nearly nothing is left, the child may be killed before it can say so.
+    assert any(text in loader.skipped_samples[0].error for text in ("Unable to allocate", "a child of the trainer"))
     assert makers(tmp_path / "log") == {"data worker": 1}
 
 

@@ -7,6 +7,7 @@ killed at an exact point. What is particular about each is told in `docs/real-pr
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -208,10 +209,11 @@ def test_a_program_gets_from_data_workers_what_it_gets_without_hetstream(
     program: Program, tmp_path: Path, zygote: Zygote, start: Start, wait_until: WaitUntil
 ) -> None:
     marker = tmp_path / "killed"
-    local = [start(program, "plain", {}), start(program, "without workers", environment(None))]
+    hooked = functools.partial(environment, in_process_loaders=True)
+    local = [start(program, "plain", {}), start(program, "without workers", hooked(None))]
     runs = [one.finish(wait_until) for one in local]
     with TwoWorkers(tmp_path / "service", zygote) as sound, TwoWorkers(tmp_path / "hurt", zygote, marker) as hurt:
-        streamed = [start(program, f"on {one.directory.name}", environment(one.name)) for one in (sound, hurt)]
+        streamed = [start(program, f"on {one.directory.name}", hooked(one.name)) for one in (sound, hurt)]
         runs += [one.finish(wait_until) for one in streamed]
     assert zygote.children() == set(), "processes of a service are left"
     assert_same(program, *runs)

@@ -366,7 +366,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
         name=row["PartitionName"],
         nodes=expand(row["Nodes"]),
         is_default=row.get("Default") == "YES",
-        is_up=row["State"] == "UP",
+        is_up=row["State"] in ("UP", "DRAIN"),  # what is drained takes no new jobs, and starts those that wait
         priority_tier=whole(row.get("PriorityTier", ""), 1),
         max_time_s=seconds(row.get("MaxTime", "")),
         max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,

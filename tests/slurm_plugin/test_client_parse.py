@@ -153,6 +153,14 @@ def test_a_reason_is_told_as_sinfo_has_it_on_slurm(devcluster: Any) -> None:
         devcluster.run([*update, "State=RESUME", "Comment=", "Extra="])
 
 
+def test_a_drained_partition_starts_the_jobs_that_wait_in_it() -> None:
+    text = recorded("24.11", "scontrol_show_partition.txt").replace("\n   ", " ")
+    assert "State=UP" in text
+    for state, starts in (("UP", True), ("DRAIN", True), ("DOWN", False), ("INACTIVE", False)):
+        partitions = parse_text.parse_partitions(text.replace("State=UP", f"State={state}"))
+        assert {partition.is_up for partition in partitions} == {starts}, state
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_partitions_and_configuration(version: str) -> None:
     text = recorded(version, "scontrol_show_partition.txt").replace("\n   ", " ")

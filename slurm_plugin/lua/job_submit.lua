@@ -432,7 +432,10 @@ local function why_not_counted(job)
   end
   if not named or named == "tres_per_job" then return end
   local is_range = positive(job.max_nodes) and job.max_nodes ~= job.min_nodes
-  local is_open = not given(job.max_nodes) and named == "tres_per_node" and given(job.num_tasks) and job.num_tasks > 1
+  -- More nodes than one are taken for several tasks, and for more CPUs than one task or its GPUs have.
+  local of_one = math.max(positive(job.cpus_per_task) or 1, total * gpus_in(job.cpus_per_tres))
+  local spreads = given(job.num_tasks) and job.num_tasks > 1 or given(job.min_cpus) and job.min_cpus > of_one
+  local is_open = not given(job.max_nodes) and named == "tres_per_node" and spreads
   if is_range or is_open then return "it says no single number of nodes. Write --nodes=N, or --gpus=N in all" end
 end
 

@@ -323,6 +323,16 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
             assert (done.returncode, "(site rule: cpus_per_gpu)" in done.stderr) == (1, True), (words, done.stderr)
 
 
+def test_what_one_node_suffices_for_is_counted(cluster: Cluster, release: str) -> None:
+    """sbatch writes the product of tasks and their CPUs: more than one task has is a job that may spread."""
+    del release  # the cluster is of it
+    requests = (("-c2",), ("-c2", "--overcommit"), ("-n1", "--mincpus=2"), ("--cpus-per-gpu=2",), ("-n1", "-c2"), ())
+    with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
+        for words in requests:
+            for gpus in ("--gpus-per-node=1", "--gres=gpu:1"):
+                cluster.cancel(cluster.submit("-pgpu", gpus, *words))
+
+
 def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, wait_until: WaitUntil) -> None:
     """The guard's policy names no partition with quotas, or it has a hole: what Slurm gave is what counts."""
     quotas = Quotas({"a": 1}, partitions=("gpu",))

@@ -489,6 +489,13 @@ def test_jobs_with_gpus_wait_where_these_have_quotas(lua: object, fields: str, u
         ('tres_per_socket = "gres:gpu:1"', "--gpus-per-socket"),
         ('tres_per_node = "gres:gpu:1", min_nodes = 1, max_nodes = 2', "--nodes=N"),
         ('tres_per_task = "gres:gpu:1", min_nodes = 1, max_nodes = 2', "--nodes=N"),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 17', "--nodes=N"),  # not by sbatch: a program with libslurm
+        ('tres_per_node = "gres:gpu:2", min_cpus = 17, cpus_per_task = 8', "--nodes=N"),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 8, cpus_per_task = 8', None),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 1', None),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 8, cpus_per_tres = "gres:gpu:4"', None),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 9, cpus_per_tres = "gres/gpu:4"', "--nodes=N"),
+        ('tres_per_node = "gres:gpu:2", min_cpus = 17, min_nodes = 2, max_nodes = 2', None),
         ('tres_per_node = "gres:gpu:1", num_tasks = 16', "--nodes=N"),
         ('tres_per_node = "gres:gpu:1", num_tasks = 1', None),
         ('tres_per_node = "gres:gpu:1", num_tasks = 16, min_nodes = 2, max_nodes = 2', None),

@@ -208,7 +208,7 @@ class _Supervisor:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
                 how = how_it_ended(code, self._oom_kills > oom_kills)
-                if self._leaves_something(ended.si_pid, code, how):
+                if self._leaves_something(ended.si_pid, how):
                     end_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
                 self._reap(ended.si_pid, code, how)
@@ -268,12 +268,10 @@ class _Supervisor:
         else:
             child.hung = None  # the signal has ended the system call that it waited in
 
-    def _leaves_something(self, pid: int, code: int, how: str) -> bool:
-        """Whether what an ended process has started may be left."""
-        child = self._children.get(pid)
-        if child is None:  # it may be no process of ours: what has lost its parent comes here
-            return self._fork_servers.forget(pid, how)
-        return code != 0 or child.page.read() is not None
+    def _leaves_something(self, pid: int, how: str) -> bool:
+        """Whether what an ended process has started may be left: a sample's pool outlives an orderly end, too."""
+        # What has lost its parent comes here, and is no process of ours.
+        return pid in self._children or self._fork_servers.forget(pid, how)
 
     def _wanted(self) -> set[str]:
         """Pipelines that processes were forked with, or want to be forked with."""

@@ -25,12 +25,13 @@ from hetstream.slurm_plugin.insight.het_job import explain_together
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
-from hetstream.slurm_plugin.insight.why import Blocker, Explainer, Explanation, Verdict, find_jobs
+from hetstream.slurm_plugin.insight.why import NOT_LOOKED_AT, Blocker, Explainer, Explanation, Verdict, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\
 The explanation is worked out from what is free now. It does not look at licenses, topology and constraints that
-are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it.
+are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it, and
+where Slurm finds no room for another thing, that is said.
 
 examples:
   hetstream why 8123
@@ -197,14 +198,12 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
         if job.state == "CONFIGURING":
             how = "its nodes are being started or set up, for ResumeTimeout at the most: scontrol show config"
         return [f"{head}{since} on {compress(job.nodes) or 'no node'}: {how}"]
-    in_doubt = gres_in_doubt(shape) if explanation.fits_on else ""
-    in_doubt = f" (its {in_doubt} is not counted GPU by GPU)" if in_doubt else ""
     waiting: Any = facts["waiting_s"]
     lines = [
         f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",
         f"asks for  {asks} and {shape.memory_mb:,} MB"
         + (f"; {job.num_records} tasks are pending" if job.num_records > 1 else ""),
-        f"room now  {compress(explanation.fits_on) or 'on no node'}{in_doubt}",
+        f"room now  {_room_now(explanation)}",
     ]
     if job.start_s and job.start_s > now_s:
         where = f" on {compress(job.planned_nodes)}" if job.planned_nodes else ""
@@ -214,6 +213,17 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     if explanation.conversion.directive:
         lines.append(f"          add to the script: {explanation.conversion.directive}")
     return lines
+
+
+def _room_now(explanation: Explanation) -> str:
+    """The nodes with room, and what is not certain about it."""
+    nodes = compress(explanation.fits_on)
+    if not nodes:
+        return "on no node"
+    if any(blocker.kind == NOT_LOOKED_AT for blocker in explanation.blockers):
+        return f"{nodes} (Slurm finds none)"
+    in_doubt = gres_in_doubt(explanation.shape)
+    return f"{nodes} (its {in_doubt} is not counted GPU by GPU)" if in_doubt else nodes
 
 
 def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]], now_s: float) -> list[str]:
@@ -232,7 +242,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
     lines += [
         f"job {part.job.label} in {','.join(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
         f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {part.shape.memory_mb:,} MB; room now "
-        f"{compress(part.fits_on) or 'on no node'}"
+        f"{_room_now(part)}"
         for part in parts
     ]
     lines[-1] += "; all components start together, and only when the backfill scheduler has a turn"

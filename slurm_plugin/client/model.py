@@ -33,6 +33,9 @@ RESERVED = "RESERVED"
 RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
 # slurmctld's own sentence, which it writes in the place of Resources.
 _NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
+# The only reason that slurmctld gives when it looked for nodes and found too few: select_nodes in node_scheduler.c, and
+# schedule in job_scheduler.c with the sentence above. Whoever comes behind such a job gets Priority without a look.
+_FOUND_NONE = "Resources"
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
 # Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the slices of a GPU, which has seven. Some have
@@ -126,6 +129,7 @@ class Job:
         num_switches: `--switches`, for so few of which Slurm lets it wait some time; 0 if it does not ask.
         licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `licenses.py`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
+        last_sched_eval_s: when a scheduler of Slurm's last looked at it; None where nothing says so.
         num_restarts: how often it was requeued.
         exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
             `USER`, `MCS`, `TOPO`; empty if it shares them, or where nothing says so.
@@ -190,6 +194,7 @@ class Job:
     tasks_per_core: int = 0
     memory_per_gpu_mb: int = 0
     all_memory: bool = False
+    last_sched_eval_s: float | None = None
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -233,6 +238,14 @@ class Job:
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
         return self.is_pending and is_resource_reason(self.reason) and not self.short_licenses
+
+    @property
+    def found_no_room(self) -> bool:
+        """Whether Slurm looked for nodes for it when it last looked at it, and found too few.
+
+        A job without a reason, or with Priority, was not looked at.
+        """
+        return self.is_pending and (self.reason == _FOUND_NONE or _says_nodes_are_taken(self.reason))
 
     @property
     def trainer(self) -> str:
@@ -337,6 +350,7 @@ class Node:
         gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
         layout: its sockets, the cores of each, and the threads of each core; zeros where nothing says so.
         cpus_per_core: 1 where Slurm counts cores as CPUs, otherwise their threads.
+        last_busy_s: when it became idle, if it is; None where nothing says so.
         reason: why it is out of use.
         version: of its slurmd.
         address: under which other nodes reach it.
@@ -367,6 +381,7 @@ class Node:
     reserved_parts: tuple[ReservedPart, ...] = ()
     layout: tuple[int, int, int] = (0, 0, 0)
     cpus_per_core: int = 1
+    last_busy_s: float | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -579,7 +594,11 @@ class Cluster(Protocol):
 
 def is_resource_reason(reason: str) -> bool:
     """Whether a pending job with this reason waits for resources or for its turn, and for nothing else."""
-    return reason in RESOURCE_REASONS or reason.replace(" ", "_").startswith(_NODES_TAKEN)
+    return reason in RESOURCE_REASONS or _says_nodes_are_taken(reason)
+
+
+def _says_nodes_are_taken(reason: str) -> bool:
+    return reason.replace(" ", "_").startswith(_NODES_TAKEN)
 
 
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:

@@ -143,6 +143,7 @@ class _Job(msgspec.Struct):
     restart_cnt: _Num = None
     current_working_directory: str | None = ""
     shared: _Words = None
+    last_sched_evaluation: _Num = None
 
 
 class _Node(msgspec.Struct):
@@ -171,6 +172,7 @@ class _Node(msgspec.Struct):
     sockets: int = 0
     cores: int = 0
     threads: int = 0
+    last_busy: _Num = None
 
 
 class _JobsAnswer(msgspec.Struct):
@@ -280,6 +282,7 @@ def _job(row: _Job) -> Job:
         num_restarts=_whole(row.restart_cnt),
         work_dir=row.current_working_directory or "",
         exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
+        last_sched_eval_s=_number(row.last_sched_evaluation) or None,
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
@@ -338,6 +341,7 @@ def _node(row: _Node) -> Node:
         gpus_allocated=gpus_allocated(row.tres or "", row.tres_used or ""),
         layout=(row.sockets, row.cores, row.threads),
         cpus_per_core=cpus_per_core(row.cpus, (row.sockets, row.cores, row.threads)),
+        last_busy_s=_number(row.last_busy) or None,
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -33,7 +33,7 @@ JOB_FIELDS = (
     "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
-    "Name", "WorkDir", "Comment",
+    "LastSchedEval", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -184,6 +184,7 @@ def _job(row: Mapping[str, str]) -> Job:
         work_dir=row.get("WorkDir", ""),
         # As squeue says it: what NO means depends on the release, which is not known here.
         exclusive=text_or_empty(row.get("OverSubscribe", "")),
+        last_sched_eval_s=read(moment, row.get("LastSchedEval", ""), None),
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
@@ -319,6 +320,7 @@ def _node(row: Mapping[str, str]) -> Node:
         gpus_allocated=gpus_allocated(row.get("CfgTRES", ""), row.get("AllocTRES", "")),
         layout=layout,
         cpus_per_core=cpus_per_core(whole(row["CPUTot"]), layout),
+        last_busy_s=read(moment, row.get("LastBusyTime", ""), None),
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -34,7 +34,7 @@ from hetstream.slurm_plugin.client.parse_text import (
     requested_gpus,
 )
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.values import megabytes, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # Later ones have lost the old interface.
@@ -152,6 +152,7 @@ def job_of(row: Row, reason: str) -> Job:
         num_restarts=row.get("restart_cnt") or 0,
         work_dir=row["work_dir"] or "",
         exclusive=_SHARED.get(str(row.get("shared")), ""),
+        last_sched_eval_s=read(moment, row.get("last_sched_eval") or "", None),
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 

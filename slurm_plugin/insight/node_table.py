@@ -34,6 +34,7 @@ class NodeTable:
         cpus, cpus_free, memory_mb, memory_free_mb, gpus, gpus_free, mig: as in `Node`.
         reserved: whether only jobs of a reservation start there.
         cpus_per_core: as in `Node`.
+        last_busy_s: as in `Node`; 0 where nothing says so.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class NodeTable:
         self.mig = self._by_gres(lambda node: node.mig)
         self.reserved = self._mask(node.is_reserved for node in self.nodes)
         self.cpus_per_core = self._counts(node.cpus_per_core for node in self.nodes)
+        self.last_busy_s = self._counts(int(node.last_busy_s or 0) for node in self.nodes)
         self._layout = tuple(self._counts(node.layout[place] for node in self.nodes) for place in range(3))
         self._has_threads = bool((self.cpus_per_core > 1).any())
         self._places = {node.name: place for place, node in enumerate(self.nodes)}

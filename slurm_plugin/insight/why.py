@@ -36,13 +36,18 @@ from hetstream.slurm_plugin.insight.shapes import (
 )
 from hetstream.slurm_plugin.render.report import duration
 
+NOT_LOOKED_AT = "not looked at"
+# Who goes first in one partition, the smallest: see `_turn_of`.
+_Place = tuple[int, int, int]
+
 
 @dataclass(frozen=True)
 class Blocker:
     """One thing that a job waits for.
 
     Attributes:
-        kind: `GPUs`, `CPUs`, `memory`, `gang`, `size`, `backfill`, `priority`, `held`, `dependency`, `limit`, ...
+        kind: `GPUs`, `CPUs`, `memory`, `gang`, `size`, `backfill`, `priority`, `held`, `dependency`, `limit`, ...;
+            `not looked at` where Slurm finds no room and hetstream does.
         text: in words.
         next_step: what to do or look at; empty if there is nothing but to wait.
     """
@@ -100,6 +105,7 @@ class Explainer:
         self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
         self._best_tiers: dict[tuple[str, ...], int] = {}
+        self._beside_all: dict[tuple[str, ...], frozenset[str]] = {}
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
@@ -109,15 +115,16 @@ class Explainer:
         self._not_shown = {partition.name for partition in snapshot.partitions if not shown.issuperset(partition.nodes)}
         # In the order of their beginning: the jobs of others must have ended by then.
         self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
+        self._beside = _sharing_nodes(snapshot.nodes)
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
-        self._first: dict[str, tuple[int, int]] = {}
-        self._first_planned: dict[str, tuple[int, int]] = {}
+        self._first: dict[str, _Place] = {}
+        self._first_planned: dict[str, _Place] = {}
         for group in self._alike:
             if group[0].waits_for_resources:
-                _note_first(self._first, group[0].partitions, self._place(max(group, key=_priority)))
+                _note_first(self._first, group[0].partitions, self._place(min(group, key=_turn_of)))
                 planned = [job for job in group if job.start_s and job.start_s > snapshot.taken_s]
                 if planned:
-                    _note_first(self._first_planned, group[0].partitions, self._place(max(planned, key=_priority)))
+                    _note_first(self._first_planned, group[0].partitions, self._place(min(planned, key=_turn_of)))
         self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
         self._queue: list[Job] | None = None
@@ -408,7 +415,34 @@ class Explainer:
             return Blocker(kind, text, f"scontrol show job {job.job_id}")
         if in_doubt:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
+        if self._finds_none(job):
+            return _not_looked_at(job, now_s)
+        if job.found_no_room and (looked_s := job.last_sched_eval_s) is not None:
+            room += f", which was freed since Slurm last looked for it, {duration(now_s - looked_s)} ago"
         return Blocker("scheduler", f"{room}, and no job is ahead: the next scheduling cycle starts it")
+
+    def _finds_none(self, job: Job) -> bool:
+        """Whether Slurm finds no room for the first job in line, where there is some by all that is looked at here.
+
+        Its own verdict decides, whatever led to it, as long as nothing shows that the room was freed since. When it
+        looked at a component of a heterogeneous job is not known: each cycle notes a look, and backfill alone has one.
+        """
+        planned = job.reason != "Priority" and job.start_s is not None and job.start_s > self._snapshot.taken_s
+        if not (job.found_no_room or planned):
+            return False
+        looked_s = None if job.het is not None else job.last_sched_eval_s
+        if looked_s is None:
+            return True
+        room = self._room_of(self._shape(job), job)
+        ended = (
+            name
+            for other in self._snapshot.jobs
+            if other.state == "COMPLETING" and other.end_s is not None and other.end_s >= looked_s
+            for name in other.nodes
+        )
+        freed = self._table.named(ended) | (self._table.last_busy_s >= looked_s)
+        # A job that spreads unevenly may have lacked whatever was freed.
+        return not freed.any() if not room.is_enough(room.fits) else room.is_enough(room.fits & ~freed)
 
     def _kind_not_looked_at(self, job: Job) -> str:
         """The kind of what a job asks of its nodes together and only Slurm weighs; empty if there is nothing."""
@@ -423,23 +457,37 @@ class Explainer:
         if job.het is not None and self._is_held_up(job):
             return "component"
         place, turn = self._place(job), "GRES" if gres_in_doubt(self._shape(job)) else "scheduler"
-        for name in job.partitions:
+        for name in self._rivals(job):
             if self._first_planned.get(name, place) < place:
                 return "backfill"
             if self._first.get(name, place) < place:
                 turn = "priority"
-        return (turn == "scheduler" and self._kind_not_looked_at(job)) or turn
+        if turn != "scheduler":
+            return turn
+        return self._kind_not_looked_at(job) or (NOT_LOOKED_AT if self._finds_none(job) else turn)
 
     def _ahead(self, job: Job) -> list[Job]:
-        """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
+        """The jobs that wait for resources, on nodes of the same partitions, and go first; the very first in front."""
         if self._queue is None:
             waiting = (job for group in self._alike if group[0].waits_for_resources for job in group)
             self._queue = sorted(waiting, key=self._place)
         places = bisect_left(self._queue, self._place(job), key=self._place)
-        return [other for other in self._queue[:places] if not set(job.partitions).isdisjoint(other.partitions)]
+        return [other for other in self._queue[:places] if not self._rivals(job).isdisjoint(other.partitions)]
 
-    def _place(self, job: Job) -> tuple[int, int]:
-        return (-self._tier(job), -job.priority)
+    def _rivals(self, job: Job) -> frozenset[str]:
+        """The partitions whose jobs may be ahead of it: its own, and those that share nodes with them.
+
+        Where the first job of a partition finds no room, the main scheduler starts nothing behind it on any node of
+        that partition (schedule in job_scheduler.c), and backfill plans nodes, whatever partition asks for them.
+        """
+        found = self._beside_all.get(job.partitions)
+        if found is None:
+            found = frozenset(job.partitions).union(*(self._beside.get(name, ()) for name in job.partitions))
+            self._beside_all[job.partitions] = found
+        return found
+
+    def _place(self, job: Job) -> _Place:
+        return (-self._tier(job), *_turn_of(job))
 
     def _tier(self, job: Job) -> int:
         found = self._best_tiers.get(job.partitions)
@@ -454,6 +502,8 @@ class Explainer:
         if job.het:
             return Verdict(False, "it is a heterogeneous job already")
         if not lacking:
+            if self._turn(job) == NOT_LOOKED_AT:
+                return Verdict(False, "what it waits for is not looked at here")
             return Verdict(False, "there is room for it as it is")
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         if kept == shape.cpus:
@@ -625,11 +675,43 @@ def _start(reservation: Reservation) -> float:
     return reservation.start_s
 
 
-def _priority(job: Job) -> int:
-    return job.priority
+def _turn_of(job: Job) -> tuple[int, int]:
+    """Of jobs of one tier who goes first, the smallest: of equal priorities the one with the smaller number.
+
+    So does slurmctld (sort_job_queue2 in job_scheduler.c). The components of a heterogeneous job have one place.
+    """
+    return -job.priority, job.job_id if job.het is None else job.het.het_job_id
 
 
-def _note_first(first: dict[str, tuple[int, int]], partitions: Iterable[str], place: tuple[int, int]) -> None:
+def _sharing_nodes(nodes: Iterable[Node]) -> dict[str, set[str]]:
+    """Of each partition those that have some of its nodes."""
+    found: dict[str, set[str]] = {}
+    for names in {node.partitions for node in nodes}:
+        for name in names:
+            found.setdefault(name, set()).update(names)
+    return found
+
+
+def _not_looked_at(job: Job, now_s: float) -> Blocker:
+    """Slurm finds no room, and nothing that is looked at here is lacking."""
+    who, when, unless = "Slurm", "", ""
+    if job.het is not None:
+        who, unless = "Slurm's backfill scheduler", ", unless it was freed since backfill last looked"
+    elif job.last_sched_eval_s is not None:
+        when = f" when it last looked, {duration(max(0.0, now_s - job.last_sched_eval_s))} ago"
+        unless = ", unless it was freed since"
+    planned = ""
+    if job.start_s is not None and job.start_s > now_s:
+        planned = f", and plans its start in {duration(job.start_s - now_s)}"
+    return Blocker(
+        NOT_LOOKED_AT,
+        f"no job is ahead, and all that is looked at here has room, but {who} found none{when}{planned}: for something "
+        f"that is not looked at here{unless}",
+        f"scontrol show job {job.job_id}; scontrol show node",
+    )
+
+
+def _note_first(first: dict[str, _Place], partitions: Iterable[str], place: _Place) -> None:
     for name in partitions:
         first[name] = min(first.get(name, place), place)
 

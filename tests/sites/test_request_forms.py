@@ -140,7 +140,7 @@ def test_there_is_room_where_slurm_would_start_it(site: Any, number: int) -> Non
         # 26.05 says of jobs that wait for resources alone whether they want whole nodes.
         if form is None or "--exclusive" in form:
             continue
-        kind = causes(snapshot, replace(job, reason="Resources"))[0]
+        kind = causes(snapshot, replace(job, reason="Priority"))[0]
         planned_s = start_s(site, form)
         # A request that contradicts itself may wait in the queue when it is held, and is refused otherwise.
         if planned_s is None:

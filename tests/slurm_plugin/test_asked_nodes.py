@@ -32,7 +32,7 @@ def node(name: str, cpus_free: int = 16, features: str = "", gpus: int = 0, stat
 
 
 def pending(num_nodes: int = 1, **more: Any) -> Job:
-    return replace(Job(7, "j", "u", ("p",), "PENDING", "Resources", num_nodes, num_nodes, 1, 1, 0), **more)
+    return replace(Job(7, "j", "u", ("p",), "PENDING", "Priority", num_nodes, num_nodes, 1, 1, 0), **more)
 
 
 def explain(job: Job, *nodes: Node, **config: str) -> Explanation:

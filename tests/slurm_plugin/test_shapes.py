@@ -33,7 +33,7 @@ def threads(name: str = "n", used: int = 0, **more: Any) -> Node:
 
 
 def pending(**more: Any) -> Job:
-    job = Job(7, "train", "alice", ("gpu",), "PENDING", "Resources", 1, 1, 1, 1, 100)
+    job = Job(7, "train", "alice", ("gpu",), "PENDING", "Priority", 1, 1, 1, 1, 100)
     return replace(job, **{"likely_nodes": 1} | more)
 
 

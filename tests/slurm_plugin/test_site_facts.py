@@ -134,7 +134,7 @@ def node(name: str, **more: Any) -> Node:
 
 def pending(cpus: int = 1, gpus: int = 1, gpu_type: str = "", **more: Any) -> Job:
     gres = (Gres("gpu", gpu_type, gpus),) if gpus else ()
-    job = Job(7, "train", "alice", ("gpu",), "PENDING", "Resources", 1, cpus, 1, cpus, 0, gres_per_node=gres)
+    job = Job(7, "train", "alice", ("gpu",), "PENDING", "Priority", 1, cpus, 1, cpus, 0, gres_per_node=gres)
     return replace(job, **more)
 
 

@@ -34,7 +34,7 @@ def node(name: str, cpus: int, gpus: int = 0, *, of: tuple[int, int] = (16, 4), 
 def pending(cpus: int = 4, gpus: int = 1, **more: Any) -> Job:
     return replace(
         Job(
-            7, "train", "alice", ("gpu",), "PENDING", "Resources", 1, cpus, 1, cpus, 100, submit_s=NOW_S - 60,
+            7, "train", "alice", ("gpu",), "PENDING", "Priority", 1, cpus, 1, cpus, 100, submit_s=NOW_S - 60,
             gres_per_node=(Gres("gpu", "", gpus),) if gpus else (), priority=100,
         ),
         **more,

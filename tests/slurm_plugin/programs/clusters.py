@@ -46,7 +46,8 @@ def snapshot(num_nodes: int = 24, *, gpus: bool = True, names: str = "train") ->
     jobs += [job(200 + number, 2, 4, 1500.0 * number, user="bob", required_nodes=("gpu5",)) for number in range(5)]
     jobs += [job(250 + number, 2, 1, 700.0 * number, user="carol", memory_mb=50000) for number in range(3)]
     jobs += [job(300, 4, 8, 7200.0), job(301, 2, 1, 100.0, reason="Dependency", dependency="afterok:1")]
-    jobs += [job(400 + number, 1, 1, 60.0 * number, user="dan") for number in range(4)]  # there is room
+    there_is_room = range(4)
+    jobs += [job(400 + number, 1, 1, 60.0 * number, user="dan", reason="Priority") for number in there_is_room]
     partitions = (Partition("gpu", (), is_default=True), Partition("cpu", ()))
     chosen = nodes if gpus else []
     return Snapshot(

@@ -23,6 +23,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+# Before anything loads torch, and for all programs that tests start: threads of OpenMP that wait for each other sleep.
+# By default they spin. Where several programs share two cores, that was half of what tests of models took.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.kernel import mount_memory, unshare_mounts

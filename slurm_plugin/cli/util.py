@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
@@ -34,12 +35,13 @@ from hetstream.slurm_plugin.render.report import Column, Report, Section, durati
 
 EPILOG = f"""\
 Times are written as for sacct: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. HOURS are those that jobs
-held within the window. OF GPUS and OF CPUS compare them with what counts now, as if that had been there all the time:
-the nodes on which jobs can start, and on drained, reserved and other ones what jobs hold there. EFFECTIVE is the share
-of the held hours that was used: CPU time, and GPU use where Slurm gathers it. For running jobs of hetstream it is the
-share in which trainers did not wait for data. MEASURED is the share of the held hours for which somebody measured that.
-With slurmdbd the figures come from sacct. Without slurmdbd, slurmctld knows running jobs and those that ended in the
-last MinJobAge seconds: for a longer window the figures are too small, and a note says so.
+held within the window: GPUs from a job's start to its end, CPUs but for the time in which it was suspended. OF GPUS and
+OF CPUS compare them with what counts now, as if that had been there all the time: the nodes on which jobs can start,
+and on drained, reserved and other ones what jobs hold there. EFFECTIVE is the share of the held hours that was used:
+CPU time, and GPU use where Slurm gathers it. For running jobs of hetstream it is the share in which trainers did not
+wait for data. MEASURED is the share of the held hours for which somebody measured that. With slurmdbd the figures come
+from sacct. Without slurmdbd, slurmctld knows running jobs and those that ended in the last MinJobAge seconds: for a
+longer window the figures are too small, and a note says so.
 
 examples:
   hetstream util
@@ -158,7 +160,7 @@ def report_of(
         "prices": asdict(prices) if prices else None,
         **whole,
     }
-    notes = [*without_types(whole["num_gpu_types_unknown"]), *_notes(window, snapshot, whole["num_gpus_unknown"])]
+    notes = [*without_types(whole["num_gpu_types_unknown"]), *_notes(window, snapshot, whole)]
     if not sharing.keys().isdisjoint(usage.partition for usage in usages):
         notes.append(
             f"jobs in {', '.join(sorted(sharing))} may be given the same CPUs (OverSubscribe): together they count "
@@ -171,6 +173,7 @@ def _row(usage: Utilisation, window: Window, cpus: int, gpus: float, prices: Pri
     hours = window.length_s / 3600
     row = {
         "num_jobs": usage.num_jobs,
+        "num_resized": usage.num_resized,
         "num_gpus_unknown": usage.num_gpus_unknown,
         "num_gpu_types_unknown": usage.num_gpu_types_unknown,
         "gpu_hours": usage.gpu_hours,
@@ -188,13 +191,18 @@ def _row(usage: Utilisation, window: Window, cpus: int, gpus: float, prices: Pri
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _notes(window: Window, snapshot: Snapshot, num_gpus_unknown: int) -> list[str]:
+def _notes(window: Window, snapshot: Snapshot, whole: Mapping[str, Any]) -> list[str]:
     if has_accounting(snapshot):
         return []
     remembered = re.match(r"\d+", snapshot.config.get("MinJobAge", ""))
     age_s = float(remembered[0]) if remembered else 300.0
     notes = ["there is no slurmdbd: CPU and GPU use is known of hetstream's own running jobs alone"]
-    if num_gpus_unknown:
+    if num_resized := whole["num_resized"]:
+        notes.append(
+            f"there is no slurmdbd: {num_resized:,} job(s) began with another size, and count with their last one in "
+            "all their time"
+        )
+    if num_gpus_unknown := whole["num_gpus_unknown"]:
         notes.append(
             f"of {num_gpus_unknown:,} ended job(s) with whole nodes nothing says how many GPUs they held: they count "
             "as they asked, and the allocated GPUs are less than the truth"

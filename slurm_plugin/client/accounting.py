@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.held import gpus_by_type, untyped_share
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.jobstats import told_by_jobstats
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, gpu_share, total
-from hetstream.slurm_plugin.client.parse_text import FIELD_END, new_separators
+from hetstream.slurm_plugin.client.parse_text import FIELD_END, job_format, new_separators, parse_rows
 from hetstream.slurm_plugin.client.read import plain_environ
 from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
 from hetstream.slurm_plugin.client.values import local_time, moment, text_or_empty, tres
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 SACCT_FIELDS = (
-    "JobIDRaw", "User", "Account", "Partition", "State", "Start", "End", "ElapsedRaw", "AllocCPUS", "AllocTRES",
-    "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "NodeList", "AdminComment", "JobName",
+    "JobIDRaw", "DBIndex", "User", "Account", "Partition", "State", "Submit", "Start", "End", "ElapsedRaw", "Suspended",
+    "AllocCPUS", "AllocTRES", "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "NodeList", "AdminComment", "JobName",
 )  # fmt: skip
 # A month of a large site's jobs in one answer is more than slurmdbd gives: each question is for a day at the most, and
 # all of them together have a deadline.
@@ -37,12 +38,20 @@ _CPU_TIME = re.compile(r"(?:(\d{1,12})-)?(?:(\d{1,12}):)?(\d{1,12}):(\d{1,12}(?:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one job held, and used of it as far as that is known.
+    """What one run of a job held, and used of it as far as that is known.
+
+    From its start to its end a job holds its GPUs and its memory, also while it is suspended; its CPUs it holds while
+    it runs. So Slurm schedules (see `counted.py`), and so slurmdbd counts for sreport: it takes the time in which jobs
+    were suspended from their CPUs alone (_add_tres_time_2_list in as_mysql_rollup.c, 22.05 to 26.05). A job whose size
+    was changed has a run of each size.
 
     Attributes:
         gpus: whole ones; a part by MIG counts as that part.
         end_s: None while it runs.
-        elapsed_s: how long it ran, without the time in which it was suspended; None where nobody says so.
+        elapsed_s: how long it has run, without the time in which it was suspended; None where nobody says so.
+        suspended_s: how long it has been suspended.
+        is_suspended: it is so now.
+        is_resized: it began with another size, and nothing says with which.
         cpu_used_s: CPU time of its processes; None where nobody gathered it.
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
         gpus_known: False where it may have held more, and nothing says how many.
@@ -67,6 +76,9 @@ class Usage:
     wait_share: float | None = None
     gpus_known: bool = True
     elapsed_s: float | None = None
+    suspended_s: float = 0.0
+    is_suspended: bool = False
+    is_resized: bool = False
     nodes: tuple[str, ...] = ()
     untyped_gpus: int = 0
     gpu_types_known: bool = True
@@ -74,10 +86,10 @@ class Usage:
 
     @property
     def ran_s(self) -> float | None:
-        """How long it ran; None while it runs."""
-        if self.end_s is None:
-            return None
-        return self.end_s - self.start_s if self.elapsed_s is None else self.elapsed_s
+        """How long it ran, or has run; None of one that runs where nobody says so."""
+        if self.elapsed_s is not None:
+            return self.elapsed_s
+        return None if self.end_s is None else self.end_s - self.start_s
 
 
 def has_accounting(snapshot: Snapshot) -> bool:
@@ -142,8 +154,8 @@ def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
 def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
     """The runs of jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
 
-    A job that was requeued has run several times, under one number; a run that goes over midnight is in the answers for
-    two days, with one start.
+    A job that was requeued, or whose size was changed, has several runs under one number; a run that goes over midnight
+    is in the answers for two days.
 
     Args:
         rows: steps behind the line of their job, as sacct prints them.
@@ -151,28 +163,34 @@ def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
     Raises:
         UnreadableAnswer: a value has another form.
     """
-    runs: dict[tuple[str, str], Row] = {}
-    steps: dict[tuple[str, str], dict[str, Row]] = {}
-    starts: dict[str, str] = {}  # of the run that the lines are about, by job
+    runs: dict[Hashable, Row] = {}
+    steps: dict[Hashable, dict[str, Row]] = {}
+    last: dict[str, Hashable] = {}  # run that the lines are about, by job
     for row in rows:
         job, _, step = row["JobIDRaw"].partition(".")
         if step:
-            steps.setdefault((job, starts.get(job, "")), {})[step] = row
+            steps.setdefault(last.get(job, job), {})[step] = row
         else:
-            starts[job] = row["Start"]
-            runs[job, row["Start"]] = row
+            # 22.05 gives the runs of two sizes one start.
+            run: Hashable = (job, row["DBIndex"], row["Submit"], row["Start"])
+            last[job] = run
+            runs[run] = row
     found = []
     for run, row in runs.items():
         try:
             start_s = moment(row["Start"])
             if start_s is not None:
-                found.append(_usage(run[0], row, [*steps.get(run, {}).values()], start_s))
+                found.append(_usage(row, [*steps.get(run, {}).values()], start_s))
         except ValueError as exc:
             raise UnreadableAnswer(str(exc), repr(row)) from exc
     return tuple(found)
 
 
-def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
+def _usage(row: Row, steps: Sequence[Row], said_start_s: float) -> Usage:
+    # A job of another size counts as submitted when it got that size, and 22.05 has its first start beside that.
+    start_s = max(said_start_s, moment(row["Submit"]) or 0.0)
+    elapsed_s = float(row["ElapsedRaw"]) if row["ElapsedRaw"] else None
+    suspended_s = _cpu_seconds(row["Suspended"])
     reported = told_by_jobstats(row["AdminComment"])
     untyped, parts = _gpus(row["AllocTRES"])
     gpus = untyped + parts
@@ -181,7 +199,7 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
     counted = (_cpu_seconds(row["TotalCPU"]), _gpu_share(row, steps, gpus)) if end_s is not None else (0.0, None)
     used_s = counted[0] or (reported.cpu_used_s if reported else 0.0)
     return Usage(
-        job=job,
+        job=row["JobIDRaw"],
         name=row["JobName"],
         user=row["User"],
         account=text_or_empty(row["Account"]),
@@ -190,7 +208,9 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
         gpus=gpus,
         start_s=start_s,
         end_s=end_s,
-        elapsed_s=float(row["ElapsedRaw"]) if row["ElapsedRaw"] else None,
+        elapsed_s=None if elapsed_s is None else max(0.0, elapsed_s - (start_s - said_start_s)),
+        suspended_s=suspended_s if end_s is None else min(suspended_s, max(0.0, end_s - start_s)),
+        is_suspended=row["State"] == "SUSPENDED",
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
         gpu_share=reported.gpu_share if reported and reported.gpu_share is not None else counted[1],
@@ -200,12 +220,13 @@ def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
 
 
 def _gpu_share(job: Row, steps: Sequence[Row], gpus: float) -> float | None:
-    """How busy a job's GPUs were: what its steps used, of what it held in all its time.
+    """How busy a job's GPUs were: what its steps used, of what it held in all its time, also while it was suspended.
 
     A step that does nothing beside another one takes nothing away from that: each counts with its own GPUs and time.
     A task that uses several GPUs adds them up, to more than 100 %.
     """
     elapsed_s = float(job["ElapsedRaw"] or 0)
+    held_s = elapsed_s + _cpu_seconds(job["Suspended"])
     if gpus <= 0 or elapsed_s <= 0:
         return None
     used, is_known = 0.0, False
@@ -217,7 +238,7 @@ def _gpu_share(job: Row, steps: Sequence[Row], gpus: float) -> float | None:
             busy = float(said) / 100
             share = min(1.0, max(0.0, busy / own if busy > 1 else busy))
             used += share * own * min(elapsed_s, float(step["ElapsedRaw"] or elapsed_s))
-    return min(1.0, used / (gpus * elapsed_s)) if is_known else None
+    return min(1.0, used / (gpus * held_s)) if is_known else None
 
 
 def _gpus(allocated: str) -> tuple[int, float]:
@@ -279,28 +300,73 @@ def _cpu_seconds(text: str) -> float:
     return ((int(days or 0) * 24 + int(hours or 0)) * 60 + int(minutes)) * 60 + float(seconds)
 
 
-def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tuple[Usage, ...]:
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What squeue says of the time of a job.
+
+    Attributes:
+        ran_s: how long it has run, without the time in which it was suspended; None where squeue does not say.
+        is_resized: it has another size than it began with.
+    """
+
+    ran_s: float | None = None
+    is_resized: bool = False
+
+
+def times_of_queue(environ: Mapping[str, str]) -> dict[int, Times]:
+    """The times of all jobs that slurmctld knows, ended ones that it remembers too, by their numbers.
+
+    squeue takes away the time in which a job was suspended (job_time_used in src/squeue/print.c, 22.05 to 26.05).
+
+    Raises:
+        SlurmCommandError: squeue failed.
+        UnreadableAnswer: it printed another form.
+    """
+    fields, ends = ("JobID", "TimeUsed", "ResizeTime"), new_separators()
+    argv = ["squeue", "--all", "--states=all", "--noheader", "-O", job_format(fields, *ends)]
+    done = run_slurm(argv, env=plain_environ(environ), hint="Check: scontrol ping")
+    return {
+        int(row["JobID"]): Times(time_limit_s(row["TimeUsed"]), bool(text_or_empty(row["ResizeTime"])))
+        for row in parse_rows(done.stdout, fields, *ends)
+    }
+
+
+def from_queue(
+    jobs: Sequence[Job], gpus_unknown: Collection[int] = (), times: Mapping[int, Times] | None = None, now_s: float = 0
+) -> tuple[Usage, ...]:
     """The jobs that squeue still shows, with those that have ended: what they held, and nothing of what they used.
 
     Args:
         jobs: those.
         gpus_unknown: numbers of those that may have held more GPUs than they asked for.
+        times: of them, by their numbers; one of which nothing is said has run from its start on.
+        now_s: when squeue was asked for the times, or a little earlier.
     """
     return tuple(
-        Usage(
-            job=job.label,
-            name=job.name,
-            user=job.user,
-            account=job.account,
-            partition=job.partitions[0],
-            cpus=job.num_cpus,
-            gpus=job.gpus,
-            start_s=job.start_s,
-            end_s=None if job.holds_resources else job.end_s,
-            gpus_known=job.job_id not in gpus_unknown,
-            gpu_types_known=job.gpu_types_known,
-            cpu_share=job.cpu_share,
-        )
+        _in_queue(job, job.job_id not in gpus_unknown, (times or {}).get(job.job_id, Times()), now_s)
         for job in jobs
         if job.start_s is not None and not job.is_pending
+    )
+
+
+def _in_queue(job: Job, gpus_known: bool, times: Times, now_s: float) -> Usage:
+    end_s, start_s = None if job.holds_resources else job.end_s, job.start_s or 0.0
+    between_s = (now_s if end_s is None else end_s) - start_s
+    return Usage(
+        job=job.label,
+        name=job.name,
+        user=job.user,
+        account=job.account,
+        partition=job.partitions[0],
+        cpus=job.num_cpus,
+        gpus=job.gpus,
+        start_s=start_s,
+        end_s=end_s,
+        elapsed_s=times.ran_s,
+        suspended_s=0.0 if times.ran_s is None else max(0.0, between_s - times.ran_s),
+        is_suspended=job.state == "SUSPENDED",
+        is_resized=times.is_resized,
+        gpus_known=gpus_known,
+        gpu_types_known=job.gpu_types_known,
+        cpu_share=job.cpu_share,
     )

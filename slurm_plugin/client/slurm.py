@@ -21,7 +21,14 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.sbatch_options import refuse_other_words
-from hetstream.slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting, with_mig
+from hetstream.slurm_plugin.client.accounting import (
+    Usage,
+    from_queue,
+    from_sacct,
+    has_accounting,
+    times_of_queue,
+    with_mig,
+)
 from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_gpu_shares, with_held_gpus, with_told_gpus
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_default_memory, parse_limits
@@ -91,6 +98,7 @@ class CommandSlurm:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
         if has_accounting(snapshot):
             return with_mig(from_sacct(self._environ, start_s, end_s), snapshot, self._reader.held_gpus)
+        now_s, times = time.time(), times_of_queue(self._environ)
         jobs = with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions)
         jobs = with_gpu_shares(jobs, snapshot.nodes)
         asked, unknown = ended_on_whole_nodes(jobs, snapshot.nodes), frozenset[int]()
@@ -98,7 +106,7 @@ class CommandSlurm:
         if asked or in_doubt:
             jobs, unknown = with_told_gpus(jobs, asked | in_doubt, self._reader.held_gpus(), snapshot.nodes)
             jobs = with_gpu_shares(jobs, snapshot.nodes)
-        return from_queue(jobs, unknown & asked)
+        return from_queue(jobs, unknown & asked, times, now_s)
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).

@@ -30,13 +30,29 @@ class Window:
     def length_s(self) -> float:
         return self.end_s - self.start_s
 
-    def overlap_s(self, usage: Usage) -> float:
-        """How long the job ran within the window; of one that was suspended all its time is taken to be alike."""
+    def held_s(self, usage: Usage) -> float:
+        """How long the job held its GPUs within the window."""
         end_s = self.end_s if usage.end_s is None else min(usage.end_s, self.end_s)
-        overlap_s = max(0.0, end_s - max(usage.start_s, self.start_s))
-        if usage.end_s is None or usage.ran_s is None or usage.end_s <= usage.start_s:
-            return overlap_s
-        return overlap_s * usage.ran_s / (usage.end_s - usage.start_s)
+        return max(0.0, end_s - max(usage.start_s, self.start_s))
+
+    def ran(self, usage: Usage) -> tuple[float, float, float]:
+        """When within the window a job began and ended to run, and in which share of that time it held its CPUs.
+
+        One that is suspended now is taken to have run until then without a break; of one that was suspended before, all
+        its time is taken to be alike.
+        """
+        start_s, share = max(usage.start_s, self.start_s), 1.0
+        end_s = start_s + self.held_s(usage)
+        if usage.elapsed_s is not None and usage.is_suspended:
+            end_s = max(start_s, min(end_s, usage.start_s + usage.elapsed_s))
+        elif usage.elapsed_s is not None and usage.suspended_s > 0:
+            share = usage.elapsed_s / (usage.elapsed_s + usage.suspended_s)
+        return start_s, end_s, share
+
+    def ran_s(self, usage: Usage) -> float:
+        """How long it held its CPUs within the window."""
+        start_s, end_s, share = self.ran(usage)
+        return (end_s - start_s) * share
 
 
 @dataclass
@@ -49,11 +65,13 @@ class Utilisation:
         cpu_hours_measured: allocated hours of the jobs whose use is known.
         gpu_hours_used, gpu_hours_measured: the same for GPUs.
         num_gpu_types_unknown: jobs whose instances of MIG count as an average.
+        num_resized: jobs that began with another size, of which nothing says with which.
         num_gpus_unknown: jobs that may have held more GPUs than they are counted with.
         wait_gpu_hours: GPU hours in which trainers waited for data, of hetstream's own jobs.
     """
 
     num_jobs: int = 0
+    num_resized: int = 0
     num_gpus_unknown: int = 0
     num_gpu_types_unknown: int = 0
     cpu_hours: float = 0.0
@@ -67,11 +85,13 @@ class Utilisation:
 
     def add(self, usage: Usage, window: Window) -> None:
         """Count one job's part of the window."""
-        hours = window.overlap_s(usage) / HOUR_S
-        if hours <= 0:
+        held_s = window.held_s(usage)
+        if held_s <= 0:
             return
-        cpu_hours, gpu_hours = usage.cpus * usage.cpu_share * hours, usage.gpus * hours
+        cpu_hours = usage.cpus * usage.cpu_share * window.ran_s(usage) / HOUR_S
+        gpu_hours = usage.gpus * held_s / HOUR_S
         self.num_jobs += 1
+        self.num_resized += usage.is_resized
         self.num_gpus_unknown += not usage.gpus_known
         self.num_gpu_types_unknown += not usage.gpu_types_known
         self.cpu_hours += cpu_hours
@@ -79,8 +99,8 @@ class Utilisation:
         if usage.cpu_used_s is not None:
             # Use is known for the whole job: its part of the window is taken to be like the rest.
             ran_s = window.end_s - usage.start_s if usage.ran_s is None else usage.ran_s
-            held_s = usage.cpus * usage.cpu_share * ran_s
-            share = usage.cpu_used_s / held_s if held_s > 0 else 0.0
+            had_s = usage.cpus * usage.cpu_share * ran_s
+            share = usage.cpu_used_s / had_s if had_s > 0 else 0.0
             self.cpu_hours_measured += cpu_hours
             self.cpu_hours_used += cpu_hours * min(1.0, share)
         busy = usage.gpu_share
@@ -108,15 +128,11 @@ def with_shared_cpus(usages: Sequence[Usage], window: Window, cpus: Mapping[str,
     shares: dict[int, float] = {}
     for partition, most in cpus.items():
         here = [place for place, usage in enumerate(usages) if usage.partition == partition]
-        spans = {
-            place: (max(window.start_s, usage.start_s), min(window.end_s, usage.end_s or window.end_s))
-            for place in here
-            if window.overlap_s(usage := usages[place]) > 0
-        }
+        spans = {place: span for place in here if (span := window.ran(usages[place]))[1] > span[0]}
         changes = sorted(
             change
-            for place, (start_s, end_s) in spans.items()
-            for change in ((start_s, _given(usages[place])), (end_s, -_given(usages[place])))
+            for place, (start_s, end_s, ran) in spans.items()
+            for change in ((start_s, ran * _given(usages[place])), (end_s, -ran * _given(usages[place])))
         )
         # Seconds up to each change of what is held, each weighed by the share that counts then.
         moments_s, weighed_s, held = [-math.inf], [0.0], 0.0
@@ -126,9 +142,9 @@ def with_shared_cpus(usages: Sequence[Usage], window: Window, cpus: Mapping[str,
             moments_s.append(moment_s)
             weighed_s.append(weighed_s[-1] + passed_s * share)
             held += change
-        for place, span in spans.items():
-            first_s, last_s = (weighed_s[bisect_right(moments_s, moment_s) - 1] for moment_s in span)
-            shares[place] = (last_s - first_s) / (span[1] - span[0])
+        for place, (start_s, end_s, _) in spans.items():
+            first_s, last_s = (weighed_s[bisect_right(moments_s, moment_s) - 1] for moment_s in (start_s, end_s))
+            shares[place] = (last_s - first_s) / (end_s - start_s)
     return [
         replace(usage, cpu_share=usage.cpu_share * shares[place]) if shares.get(place, 1.0) < 1 else usage
         for place, usage in enumerate(usages)
@@ -151,7 +167,7 @@ def utilisation(usages: Iterable[Usage], window: Window, by: str) -> dict[str, U
     """Sum up the jobs by `partition`, `account` or `user`; those with most GPU hours, then CPU hours, come first."""
     groups: dict[str, Utilisation] = {}
     for usage in usages:
-        if window.overlap_s(usage) > 0:
+        if window.held_s(usage) > 0:
             groups.setdefault(BY[by](usage), Utilisation()).add(usage, window)
     return dict(sorted(groups.items(), key=lambda item: (-item[1].gpu_hours, -item[1].cpu_hours, item[0])))
 

@@ -14,7 +14,7 @@ from recorded import AS_ASKED
 
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
-from hetstream.slurm_plugin.client.accounting import sacct_rows, usages_of
+from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, sacct_rows, usages_of
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
 from hetstream.slurm_plugin.client.read import SUBMISSION_FIELDS
@@ -214,22 +214,7 @@ def test_separators_are_others_for_each_call() -> None:
 
 def test_names_do_not_break_lines_of_sacct() -> None:
     word = "\x1fword\x1f"
-    row = (
-        "7",
-        "alice",
-        "lab",
-        "gpu",
-        "RUNNING",
-        "2026-11-20T16:00:00",
-        "Unknown",
-        "60",
-        "4",
-        "",
-        "00:00",
-        "",
-        "",
-        "60",
-        "",
-    )
+    row = ["7", *("" for _ in SACCT_FIELDS[1:-1])]
+    row[SACCT_FIELDS.index("Start")] = "2026-11-20T16:00:00"
     text = "".join(word.join([*row, name]) + "\n" for name in ("a\nb\x1fc\n", "plain")).replace("7", "8", 1)
     assert [(one.job, one.name) for one in usages_of(sacct_rows(text, word))] == [("8", "a\nb\x1fc"), ("7", "plain")]

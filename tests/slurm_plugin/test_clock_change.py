@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import local_time, moment, moments
 from hetstream.slurm_plugin.errors import SimulationInputError
-from hetstream.slurm_plugin.insight.utilisation import Window, together
 from hetstream.slurm_plugin.simulate.traces import read_trace
 
 HEAD = (
@@ -104,22 +101,6 @@ def test_a_clock_that_jumped_is_still_a_problem(elapsed_s: str, zone: Callable[[
     zone("UTC")
     with pytest.raises(SimulationInputError, match="it ended 2400 s before it started: a clock jumped"):
         read_trace("month.txt", HEAD + row(1, AUTUMN, "01:40:00 02:50:00 02:10:00", elapsed_s))
-
-
-def test_a_job_that_was_suspended_held_for_as_long_as_it_ran() -> None:
-    """In `util`, of a window and of half of it; its CPUs were used in the time that it ran."""
-    one = Usage("1", "j", "u", "a", "p", 4, 2, 0.0, 7200.0, cpu_used_s=4 * 1800.0, elapsed_s=3600.0)
-    whole, half = together([one], Window(0.0, 7200.0)), together([one], Window(0.0, 3600.0))
-    assert (whole.gpu_hours, half.gpu_hours) == (2.0, 1.0)
-    assert whole.cpu_hours_used / whole.cpu_hours_measured == 0.5
-    assert together([replace(one, elapsed_s=None)], Window(0.0, 7200.0)).gpu_hours == 4.0
-    line = dict.fromkeys(SACCT_FIELDS, "") | {
-        "JobIDRaw": "7", "Start": "1792889700", "End": "1792896900", "ElapsedRaw": "3600", "AllocCPUS": "4",
-        "AllocTRES": "gres/gpu=2",
-    }  # fmt: skip
-    (read,) = usages_of([line])
-    assert (read.end_s or 0.0) - read.start_s == 7200
-    assert read.ran_s == 3600
 
 
 def test_a_time_that_is_there_twice_is_asked_for_in_seconds(zone: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from hetstream.slurm_plugin.cli.frag import report_of as frag_report
 from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
 from hetstream.slurm_plugin.cli.util import report_of as util_report
 from hetstream.slurm_plugin.client import parse_json
-from hetstream.slurm_plugin.client.accounting import from_queue
+from hetstream.slurm_plugin.client.accounting import Times, from_queue
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
@@ -170,10 +170,10 @@ def check_figures(snapshot: Snapshot) -> None:
 
     # Utilisation of a moment is what is held of what counts; nobody holds more than there is.
     window = Window(snapshot.taken_s, snapshot.taken_s + 1)
-    usages = [usage for usage in from_queue(snapshot.jobs) if usage.end_s is None]
-    suspended = sum(job.num_cpus for job in snapshot.jobs if job.state == "SUSPENDED")
+    times = {job.job_id: Times(0.0) for job in snapshot.jobs if job.state == "SUSPENDED"}
+    usages = [usage for usage in from_queue(snapshot.jobs, times=times, now_s=snapshot.taken_s) if usage.end_s is None]
     util = util_report(usages, window, "user", snapshot, None).summary
-    for what, num, held in (("gpu", there.gpus, there.gpus_held), ("cpu", there.cpus, there.cpus_held + suspended)):
+    for what, num, held in (("gpu", there.gpus, there.gpus_held), ("cpu", there.cpus, there.cpus_held)):
         share = util[f"{what}_allocated_share"]
         assert (share is None) == (num == 0)
         assert share is None or share == pytest.approx(held / num, abs=1e-3)

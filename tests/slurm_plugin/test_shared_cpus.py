@@ -71,6 +71,17 @@ def test_hours_of_shared_cpus_count_once() -> None:
     assert (sums.cpu_hours, sums.cpu_hours_used) == (8, 8)
 
 
+def test_jobs_that_take_turns_hold_their_cpus_once() -> None:
+    """Gang scheduling: two jobs of 16 CPUs on 16, each suspended for half of the time; a third is suspended now."""
+    window = Window(0, 7200)
+    turns = [usage(16, 0, 7200, elapsed_s=3600.0, suspended_s=3600.0) for _ in range(2)]
+    assert together(utilisation.with_shared_cpus(turns, window, {"p": 16}), window).cpu_hours == pytest.approx(32)
+    stopped = usage(16, 0, None, elapsed_s=3600.0, suspended_s=3600.0, is_suspended=True)
+    pair = utilisation.with_shared_cpus([stopped, usage(16, 3600, None)], window, {"p": 16})
+    assert [one.cpu_share for one in pair] == [1, 1]
+    assert together(pair, window).cpu_hours == pytest.approx(32)
+
+
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(-50, 120), st.integers(1, 100), st.booleans()), max_size=12))
 def test_never_more_hours_than_there_are(runs: list[tuple[int, int, int, bool]]) -> None:
     window = Window(0, 100)

@@ -74,7 +74,7 @@ def test_capacity_is_of_the_nodes_in_use() -> None:
 
 
 def sacct_line(**more: str) -> str:
-    row = {
+    row = dict.fromkeys(SACCT_FIELDS, "") | {
         "JobIDRaw": "7", "User": "alice", "Account": "lab", "Partition": "gpu", "State": "COMPLETED",
         "Start": "2026-11-20T16:00:00", "End": "2026-11-20T18:00:00", "ElapsedRaw": "7200", "AllocCPUS": "4",
         "AllocTRES": "billing=4,cpu=4,gres/gpu:h200=2,gres/gpu=2,mem=8G,node=1", "TotalCPU": "1-02:03:04",

@@ -45,7 +45,8 @@ class Recorded:
             'for word in "$@"; do case $word in config|partition|reservation) what=$word;; node) what=${what:-node};; '
             f"--json) what=node.json;; --version) what=version;; esac; done; cat {directory}/$what",
         )
-        self.tool("squeue", f"cat {directory}/queue | {AS_ASKED}")
+        # How long its jobs have run was not recorded.
+        self.tool("squeue", f'case "$*" in *TimeUsed*) exit 0;; esac; cat {directory}/queue | {AS_ASKED}')
 
     def write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text)

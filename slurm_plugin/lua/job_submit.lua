@@ -431,11 +431,22 @@ local function why_not_counted(job)
     end
   end
   if not named or named == "tres_per_job" then return end
-  local is_range = positive(job.max_nodes) and job.max_nodes ~= job.min_nodes
+  -- Where tasks by node are named, slurmctld makes the tasks of them (node_scheduler.c, build_node_details).
+  local is_fixed = positive(job.max_nodes) and job.max_nodes == job.min_nodes
+  if named == "tres_per_task" and not positive(job.num_tasks) and not (is_fixed and not given(job.num_tasks)) then
+    return "--gpus-per-task says no number of tasks. Write --ntasks=N"
+  end
+  local by_node = named == "tres_per_task" and positive(job.ntasks_per_node)
+  if by_node and given(job.num_tasks) then
+    if job.num_tasks % by_node ~= 0 or job.num_tasks < by_node * (positive(job.min_nodes) or 1) then
+      return "--ntasks is not --ntasks-per-node on each of its nodes. Write --ntasks=N alone"
+    end
+  end
+  local is_range = positive(job.max_nodes) and not is_fixed
   -- More nodes than one are taken for several tasks, and for more CPUs than one task or its GPUs have.
   local of_one = math.max(positive(job.cpus_per_task) or 1, total * gpus_in(job.cpus_per_tres))
   local spreads = given(job.num_tasks) and job.num_tasks > 1 or given(job.min_cpus) and job.min_cpus > of_one
-  local is_open = not given(job.max_nodes) and named == "tres_per_node" and spreads
+  local is_open = not positive(job.max_nodes) and named == "tres_per_node" and spreads
   if is_range or is_open then return "it says no single number of nodes. Write --nodes=N, or --gpus=N in all" end
 end
 

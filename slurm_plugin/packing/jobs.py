@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from hetstream.base.text import printable
 from hetstream.slurm_plugin.client.constraint import alternatives, meets
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Snapshot
@@ -46,6 +47,7 @@ _TYPE = re.compile(r"p(\d{1,3})")
 _REQUEUED_AND_HELD = re.compile("job_requeued_in_held_state")
 _HELD = re.compile(rf"JobHeld(User|Admin)|{_REQUEUED_AND_HELD.pattern}")
 _HELD_BY_OPERATOR = re.compile("JobHeldAdmin")
+_HELD_BY_NOBODY = re.compile(r"None|Priority|Cleaning|Dependency|BeginTime")
 _FAILED = re.compile(r"launch_failed_requeued_held|JobHoldMaxRequeue|JobLaunchFailure")
 # Of an array's pending tasks, so many are looked at.
 _MOST_TASKS = 16
@@ -254,6 +256,20 @@ def why_it_failed(job: Job) -> str:
     if not _FAILED.match(job.reason.replace(" ", "_")):
         return ""
     return f"Slurm could not start it ({job.reason}). An operator looks at slurmd's log, and releases it"
+
+
+def why_slurm_holds(job: Job) -> str:
+    """Why Slurm itself holds a job, such as one that no node can have (BadConstraints); empty if it does not.
+
+    Of others that are held its reason is that somebody holds them (job_scheduler.c, job_independent).
+    """
+    reason = job.reason.replace(" ", "_")
+    if job.priority != 0 or _HELD.match(reason) or _HELD_BY_NOBODY.match(reason):
+        return ""
+    return (
+        f"Slurm holds it, and says that it cannot start ({printable(job.reason)}). scancel it, and submit it with what "
+        "a node has. If nodes have changed, an operator releases it"
+    )
 
 
 def _closed_job(job: OpportunisticJob, now_s: float) -> str:

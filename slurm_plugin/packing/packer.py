@@ -150,7 +150,8 @@ class Packer:
         now_s = self._clock()
         tenants = Tenants(self._quotas(snapshot), os.geteuid(), opportunistic_qos=self._qos)
         notes = self._slurm.notes(self._partitions | tenants.partitions(snapshot))
-        tenants = replace(tenants, notes=notes)
+        refused = {name: text for name, (until_s, text) in self._refused.items() if now_s < until_s}
+        tenants = replace(tenants, notes=notes, refused=refused)
         snapshot = self._quota_packer.with_given_gpus(snapshot, tenants)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]
         ended = {number for number, of_job in notes.items() if of_job.has_ended}

@@ -145,6 +145,8 @@ class QuotaJob:
             has, so that the whole gang can become guaranteed where it is.
         not_now: why it cannot, though its processes and GPUs are ready.
         is_reserved: it has a reservation, whose GPUs are nobody else's.
+        granted_gpus: of a running guaranteed one: with how many the packer let it start; None where that is not known.
+        took_gpus: with more than it had been granted it ran before, with so many, and was taken back; 0: it never was.
     """
 
     name: str
@@ -158,6 +160,14 @@ class QuotaJob:
     is_ready: bool = False
     not_now: str = ""
     is_reserved: bool = False
+    granted_gpus: int | None = None
+    took_gpus: int = 0
+
+    @property
+    def wants(self) -> str:
+        """How many GPUs it is to have, in words."""
+        took = self.gpus <= self.took_gpus
+        return f"it {'took' if took else 'asks for'} {self.gpus} GPUs{' when it was started' if took else ''}"
 
     @property
     def can_upgrade(self) -> bool:
@@ -261,7 +271,7 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
     """The next job of the line."""
     whole, free, tenant = quotas.of(job.tenant), left.quota.get(job.tenant, 0), printable(job.tenant)
     if job.gpus > whole:
-        why = f"it asks for {job.gpus} GPUs, and tenant {tenant} has a quota of {whole}: it can never be guaranteed"
+        why = f"{job.wants}, and tenant {tenant} has a quota of {whole}: it can never be guaranteed"
         return _without_quota(job, why, 0.0, 0.0, now_s)
     if job.runs_as is JobClass.OPPORTUNISTIC and not job.is_ready:
         why = f": {job.not_now}" if job.not_now else " until its processes are all on GPUs that no guaranteed job has"
@@ -274,7 +284,7 @@ def _decide_in_line(job: QuotaJob, quotas: Quotas, left: _Left, now_s: float) ->
         why = f"job {left.head[job.tenant]} is before it in the line of tenant {tenant}"
     elif job.gpus > free:
         left.head[job.tenant] = job.name
-        why = f"tenant {tenant} has {max(0, free)} of its {whole} GPUs left, and it asks for {job.gpus}"
+        why = f"tenant {tenant} has {max(0, free)} of its {whole} GPUs left, and {job.wants}"
     if why:
         after_s = quotas.patience_s if job.opportunistic_after_s is None else job.opportunistic_after_s
         return _without_quota(job, why, after_s, quotas.patience_s, now_s)
@@ -336,3 +346,43 @@ def above_quota(quotas: Quotas, jobs: Sequence[QuotaJob]) -> Mapping[str, int]:
         if job.runs_as is JobClass.GUARANTEED:
             held[job.tenant] = held.get(job.tenant, 0) + job.gpus
     return {tenant: gpus - quotas.of(tenant) for tenant, gpus in held.items() if gpus > quotas.of(tenant)}
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A running job that holds more GPUs than the packer let it start with.
+
+    Attributes:
+        job: of it.
+        is_within: its tenant's quota has room for them.
+        reason: in words.
+    """
+
+    job: QuotaJob
+    is_within: bool
+    reason: str
+
+
+def excesses(quotas: Quotas, jobs: Sequence[QuotaJob]) -> tuple[Excess, ...]:
+    """The jobs that hold more GPUs than they were granted: by a request that Slurm understands in another way than who
+    counted it, or by a change while they run. Whose tenant has room for them keeps them.
+
+    A quota that was lowered makes nobody of these: what a job was granted is its own until it ends.
+    """
+    left = dict(quotas.tenants)
+    for job in jobs:
+        if job.runs_as is JobClass.GUARANTEED:
+            granted = job.gpus if job.granted_gpus is None else min(job.gpus, job.granted_gpus)
+            left[job.tenant] = left.get(job.tenant, 0) - granted
+    found = []
+    for job in sorted(jobs, key=lambda job: (job.submit_s, by_number(job.name))):
+        if job.runs_as is not JobClass.GUARANTEED or job.granted_gpus is None or job.gpus <= job.granted_gpus:
+            continue
+        whole, free, tenant = quotas.of(job.tenant), max(0, left[job.tenant]), printable(job.tenant)
+        more = job.gpus - job.granted_gpus
+        why = f"it holds {job.gpus} GPUs, and {job.granted_gpus} were granted: tenant {tenant} has "
+        is_within = more <= free
+        if is_within:
+            left[job.tenant] -= more
+        found.append(Excess(job, is_within, f"{why}{free} of its {whole} GPUs left"))
+    return tuple(found)

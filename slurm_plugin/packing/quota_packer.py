@@ -16,13 +16,13 @@ from typing import Protocol
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, total
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.retry import Failure, failure_of, is_of_scrontab
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres, takes_gpus
 from hetstream.slurm_plugin.packing.observe import PackingView
-from hetstream.slurm_plugin.packing.quota import QuotaDecision, Verdict, above_quota
+from hetstream.slurm_plugin.packing.quota import Excess, QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.tenants import (
     QuotaView,
@@ -50,14 +50,17 @@ from hetstream.slurm_plugin.packing.words import (
     PackingRecord,
     UpgradedRecord,
     comment_with_gpus,
+    comment_without_place,
     held_for,
     holds_comment,
     read_record,
     upgrade_comment,
     upgrades,
+    with_granted,
     with_guard,
     with_record,
     with_requeuehold,
+    with_taken,
 )
 
 _log = logging.getLogger(__name__)
@@ -149,38 +152,44 @@ class QuotaPacker:
         self._trials: dict[str, tuple[int, float]] = {}  # how often its nodes were told to upgrade a job, and when last
         self._said: dict[str, str] = {}
         self._above: Mapping[str, int] = {}
-        self._without: set[tuple[int, int]] = set()  # numbers of jobs, and of their starts, that run without a GPU
+        # What was given to jobs that run, by number, start and nodes: a job that is resized has others.
+        self._given: dict[tuple[int, int, tuple[str, ...]], tuple[Gres, ...]] = {}
+        self._excesses: set[tuple[str, int]] = set()  # jobs, and their starts, that had too many GPUs at the last look
 
     def with_given_gpus(self, snapshot: Snapshot, tenants: Tenants) -> Snapshot:
-        """The cluster, with what was given to running jobs that the guard has not seen and whose records name no GPU.
+        """The cluster, with what was given to running jobs where the site does not account for gres/gpu: those with
+        quota, and those that the guard has not seen and whose records name no GPU.
 
-        slurmctld makes GPUs of `--ntasks-per-gpu` and of whole nodes, and says so among the allocated TRES only where
-        the site accounts for gres/gpu. Each start is asked about once.
+        A request says nothing of it: slurmctld makes GPUs of `--ntasks-per-gpu` and of whole nodes, and chooses nodes
+        and tasks. Each start is asked about once, and again on other nodes.
 
         Raises:
             SlurmCommandError: Slurm does not answer.
         """
-        given: dict[int, Job] = {}
-        there = {
-            (job.job_id, job.num_restarts): job
-            for job in tenants.unguarded(snapshot)
-            if job.is_running and not takes_gpus(job)
-        }
-        self._without &= there.keys()
-        for start in list(there.keys() - self._without)[:_MOST_ASKED]:
-            job = there[start]
+        asked = {job: _IN_DOUBT for job in tenants.unguarded(snapshot) if job.is_running and not takes_gpus(job)}
+        most = {node.name: total(node.gres, "gpu") for node in snapshot.nodes}
+        for job in tenants.guarded(snapshot):
+            if job.state == "RUNNING" and (job.gres_held is None or _has_more(job, job.gres_held)):
+                # In doubt it is all that is there: a name with a record in it makes it look so.
+                asked[job] = (Gres("gpu", "", sum(most.get(name, 0) for name in job.nodes)),)
+        starts = {(job.job_id, job.num_restarts, job.nodes): job for job in asked}
+        self._given = {start: gres for start, gres in self._given.items() if start in starts}
+        given = dict(self._given)
+        for start in [start for start in starts if start not in given][:_MOST_ASKED]:
+            job = starts[start]
             try:
                 got = self._slurm.got(job.label)
             except SlurmCommandError as error:
                 if failure_of(error) is not Failure.REFUSED:
                     raise
                 continue  # it has gone
-            seen = replace(job, gres_held=_IN_DOUBT if got is None else got)
-            if takes_gpus(seen):
-                given[job.job_id] = seen
-            elif job.state == "RUNNING":
-                self._without.add(start)
-        return replace(snapshot, jobs=tuple(given.get(job.job_id, job) for job in snapshot.jobs)) if given else snapshot
+            given[start] = asked[job] if got is None else got
+            if job.state == "RUNNING" and got is not None and not _has_more(job, got):
+                self._given[start] = got
+        held = {start[0]: gres for start, gres in given.items()}
+        return replace(snapshot, jobs=tuple(
+            replace(job, gres_held=held[job.job_id]) if job.job_id in held else job for job in snapshot.jobs
+        ))  # fmt: skip
 
     def act(self, seen: PackingView, rests: Callable[[str], bool]) -> None:
         """Carry out what was decided: upgrades first, since a job that starts could take a GPU that one of them is on.
@@ -191,6 +200,7 @@ class QuotaPacker:
         """
         quota = seen.quota
         self._say_above(quota)
+        self._settle_excesses(quota, rests)
         for name, (unguarded, why) in quota.unguarded.items():
             if not rests(name):
                 with self._alone(name):
@@ -204,10 +214,14 @@ class QuotaPacker:
         for decision in quota.decisions:
             name = decision.job.name
             job = quota.guaranteed.get(name)
-            if job is None or name in quota.unguarded or rests(name):
+            if job is None or name in quota.unguarded or name not in quota.admin_comments or rests(name):
                 continue
             with self._alone(name):
                 if decision.verdict is Verdict.GUARANTEED and not takes_gpus:
+                    granted = with_granted(quota.admin_comments[name], decision.job.gpus)
+                    if granted != quota.admin_comments[name]:
+                        self._slurm.update(name, {"AdminComment": granted})
+                    reach("packer.noted")
                     self._slurm.release(name)
                     reach("packer.granted")
                     self._say(PackingEvent("granted", name, decision.reason))
@@ -242,6 +256,47 @@ class QuotaPacker:
         reach("packer.held")
         self._slurm.update(name, {"AdminComment": with_guard(notes.admin_comment)})
         self._say(PackingEvent("held", name, what))
+
+    def _settle_excesses(self, quota: QuotaView, rests: Callable[[str], bool]) -> None:
+        """What a job holds beyond its grant is granted, too, where its tenant has room for it; else the job is taken
+        back, when two looks in a row say so.
+        """
+        before, self._excesses = self._excesses, set()
+        for excess in quota.excesses:
+            name, job = excess.job.name, quota.guaranteed[excess.job.name]
+            start = name, job.num_restarts
+            self._excesses.add(start)
+            if rests(name) or name in quota.unguarded:
+                continue
+            with self._alone(name):
+                if excess.is_within:
+                    granted = with_granted(quota.admin_comments[name], excess.job.gpus)
+                    self._slurm.update(name, {"AdminComment": granted})
+                    self._say(PackingEvent("granted", name, f"{excess.reason}: it keeps them"))
+                elif start in before:
+                    self._take_back(name, job, excess, quota.admin_comments[name])
+
+    def _take_back(self, name: str, job: Job, excess: Excess, admin_comment: str) -> None:
+        """End a job that holds more than it was granted, and have it wait, held, for as much as it takes. Who dies in
+        between finds it so again. What Slurm cannot requeue (salloc, srun) is cancelled.
+        """
+        reason = f"{excess.reason}. Submit it again with --nodes=N and --ntasks=N, or with --gpus=N in all"
+        held, granted = excess.job.gpus, excess.job.granted_gpus
+        comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
+        said = comment_without_place(comment, f"it held {held} GPUs and {granted} were granted")
+        taken = with_taken(admin_comment, held)
+        try:
+            self._slurm.update(name, {"Comment": said, "Requeue": "1", "AdminComment": taken})
+            reach("packer.announced")
+            self._slurm.requeue_held(name)
+        except SlurmCommandError as error:
+            if not cannot_wait(error):
+                raise
+            self._slurm.cancel(name)
+            self._say(PackingEvent("cancelled", name, f"{reason}. Slurm cannot requeue it, or hold it"))
+            return
+        reach("packer.held")
+        self._say(PackingEvent("taken back", name, reason))
 
     def _say_above(self, quota: QuotaView) -> None:
         above = above_quota(quota.quotas, [decision.job for decision in quota.decisions])
@@ -412,6 +467,13 @@ def _partition_of(nodes: Collection[str], look: _Look) -> str | None:
     return max(found, key=lambda partition: (partition.priority_tier, partition.name)).name if found else None
 
 
+def _has_more(job: Job, gres: Sequence[Gres]) -> bool:
+    """Whether these are more GPUs, or shares of them, than a job asks for by its record."""
+    asked = replace(job, gres_held=None)
+    is_more = total(gres, "gpu") > asked.count("gpu")
+    return is_more or (takes_gpus(replace(job, gres_held=tuple(gres))) and not takes_gpus(asked))
+
+
 def cannot_wait(error: SlurmCommandError) -> bool:
     """Whether a job can neither be held nor requeued: it has no batch script, or is one of scrontab.
 
@@ -434,6 +496,8 @@ def would(quota: QuotaView) -> Iterator[PackingEvent]:
     """What would be done, by a packer that only observes."""
     for name, (_, why) in quota.unguarded.items():
         yield PackingEvent("would hold", name, why)
+    for excess in quota.excesses:
+        yield PackingEvent(f"would {'grant' if excess.is_within else 'take back'}", excess.job.name, excess.reason)
     for decision in quota.decisions:
         if decision.verdict in _WOULD:
             yield PackingEvent(f"would {_WOULD[decision.verdict]}", decision.job.name, decision.reason)

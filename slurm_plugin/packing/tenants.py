@@ -22,14 +22,17 @@ from hetstream.slurm_plugin.packing.jobs import (
     task_names,
     who_holds,
     why_it_failed,
+    why_slurm_holds,
 )
-from hetstream.slurm_plugin.packing.quota import QuotaDecision, QuotaJob, Quotas, Verdict, decide
+from hetstream.slurm_plugin.packing.quota import Excess, QuotaDecision, QuotaJob, Quotas, Verdict, decide, excesses
 from hetstream.slurm_plugin.packing.rules import PackingRules
 from hetstream.slurm_plugin.packing.words import (
     OWN_MARKS,
+    granted_gpus,
     held_for,
     is_guarded,
     opportunistic_after_s,
+    took_gpus,
     upgrades,
     wants_guarantee,
 )
@@ -49,6 +52,8 @@ class QuotaView:
         decisions: in the order in which they are to be carried out.
         reasons: why others wait that are in no line, by name.
         guaranteed: jobs of the partitions with quotas, by name.
+        admin_comments: of these; who has none came between two questions to Slurm.
+        excesses: those that run with more GPUs than they were granted.
         unguarded: jobs that the guard would have held or refused, by name, and why: it was not in place, or has a hole.
         placeholders: the packer's jobs that keep a GPU for an opportunistic one.
         upgraders: the packer's jobs whose Prologs are to make another one guaranteed just now.
@@ -59,6 +64,8 @@ class QuotaView:
     decisions: tuple[QuotaDecision, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     guaranteed: Mapping[str, Job] = field(default_factory=dict)
+    admin_comments: Mapping[str, str] = field(default_factory=dict)
+    excesses: tuple[Excess, ...] = ()
     unguarded: Mapping[str, tuple[Job, str]] = field(default_factory=dict)
     placeholders: tuple[Job, ...] = ()
     upgraders: tuple[Job, ...] = ()
@@ -74,12 +81,14 @@ class Tenants:
         packer_uid: number of the packer's user; None where it is not known, and the guard is relied on.
         notes: in the jobs of their partitions; empty: whom the guard has seen is not looked at.
         opportunistic_qos: QOS whose jobs have no GPUs of Slurm's own, in any case.
+        refused: what Slurm has refused lately to do to a job, by name: meanwhile its quota is for others.
     """
 
     quotas: Quotas = Quotas()  # noqa: RUF009
     packer_uid: int | None = None
     notes: Mapping[int, JobNotes] = field(default_factory=dict)
     opportunistic_qos: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def is_own(self, job: Job) -> bool:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
@@ -164,13 +173,20 @@ def quota_view(
     upgraders = tuple(job for job in own if upgrades(job.comment) is not None)
     numbers = {job.job_id for job in own}
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
+    admin_comments = {
+        name: tenants.notes[number].admin_comment
+        for name, job in guaranteed.items()
+        if (number := job.het.het_job_id if job.het else job.job_id) in tenants.notes
+    }
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
-        if job.is_pending and (reason := _not_in_line(name, job, now_s) or _why_not_inside(job, snapshot)):
-            reasons[name] = reason
+        why = _not_in_line(name, job, now_s) or _why_not_inside(job, snapshot)
+        if job.is_pending and (why or (job.priority == 0 and name in tenants.refused)):
+            reasons[name] = why or tenants.refused[name]
             continue
         problems[name] = why_not_opportunistic(job)
-        line.append(replace(_guaranteed_job(name, job), is_reserved=_is_inside(job, snapshot)))
+        wanted = _guaranteed_job(name, job, admin_comments.get(name, ""))
+        line.append(replace(wanted, is_reserved=_is_inside(job, snapshot)))
     seen = SeenGpus(readings, now_s, rules or PackingRules())
     # Who has become guaranteed has quota, whatever his Comment says by now.
     wishing = [
@@ -193,8 +209,8 @@ def quota_view(
         if job.is_pending and job.priority == 0 and not job.count(_GPU):
             reasons |= dict.fromkeys(set(_names(job)) - guaranteed.keys(), _UNCOUNTED)
     return QuotaView(
-        quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, unguarded,
-        placeholders, upgraders, max(0, free_gpus),
+        quotas, tuple(_possible(decision, problems) for decision in decisions), reasons, guaranteed, admin_comments,
+        excesses(quotas, line), unguarded, placeholders, upgraders, max(0, free_gpus),
     )  # fmt: skip
 
 
@@ -334,18 +350,20 @@ def _not_in_line(name: str, job: Job, now_s: float) -> str:
         return f"it waits for {job.dependency}"
     if job.eligible_s is not None and job.eligible_s > now_s:
         return f"it may begin in {job.eligible_s - now_s:.0f} s"
-    return ""
+    return why_slurm_holds(job)
 
 
-def _guaranteed_job(name: str, job: Job) -> QuotaJob:
-    is_held = job.is_pending and job.priority == 0
+def _guaranteed_job(name: str, job: Job, admin_comment: str) -> QuotaJob:
+    is_held, took = job.is_pending and job.priority == 0, took_gpus(admin_comment)
     return QuotaJob(
         name,
         job.account or NO_ACCOUNT,
-        job.count(_GPU),
+        max(job.count(_GPU), took) if job.is_pending else job.count(_GPU),
         job.submit_s or 0.0,
         runs_as=None if is_held else JobClass.GUARANTEED,
         opportunistic_after_s=opportunistic_after_s(job.comment),
+        granted_gpus=granted_gpus(admin_comment) if job.state == "RUNNING" else None,
+        took_gpus=took,
     )
 
 

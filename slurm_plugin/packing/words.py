@@ -17,6 +17,8 @@ which owners cannot change. So the packer keeps nothing of its own:
 
     hetstream:guarded                                      AdminComment: written by job_submit.lua, which holds the job
     hetstream:held-at=1                                    Comment of a guaranteed job: it was held by requeuehold
+    hetstream:granted=2                                    AdminComment of one: GPUs that it was let start with
+    hetstream:took=4                                       AdminComment: with so many it ran, and was taken back
 
 Jobs of the packer's own have a Comment that says what they are for; see `upgrade.py`:
 
@@ -49,6 +51,7 @@ _UPGRADED, _UPGRADING, _ASKED = "hetstream:upgraded=", "hetstream:upgrading=", "
 _GIVEN_UP, _TAKING = "hetstream:not-upgraded=", "hetstream:taking"
 _LIMIT, _UNLIMITED = "hetstream:limit=", "UNLIMITED"
 _TAKEN_BACK = "hetstream:taken-back="
+_GRANTED, _TOOK = "hetstream:granted=", "hetstream:took="
 # Of a job that declares no memory: what small models and a driver's context need.
 DEFAULT_GPU_BYTES = 4 << 30
 _MOST_GPUS = 64
@@ -217,6 +220,30 @@ def with_requeuehold(comment: str, num_restarts: int, *, is_owners: bool = True)
     others = [word for word in comment.split() if not word.startswith(_HELD_AT)]
     text = " ".join([*others, f"{_HELD_AT}{num_restarts}"])
     return comment_with(with_hold(text) if is_owners else text, None)
+
+
+def granted_gpus(admin_comment: str) -> int | None:
+    """With how many GPUs the packer let a guaranteed job start; None where an operator did."""
+    found = _value(admin_comment, _GRANTED)
+    return int(found) if _NUMBER_TEXT.fullmatch(found) else None
+
+
+def took_gpus(admin_comment: str) -> int:
+    """How many GPUs a guaranteed job had when it was taken back, which it would have again; 0: it never was."""
+    found = _value(admin_comment, _TOOK)
+    return int(found) if _NUMBER_TEXT.fullmatch(found) else 0
+
+
+def with_granted(admin_comment: str, gpus: int) -> str:
+    """An AdminComment that says that a job may have so many GPUs."""
+    others = [word for word in admin_comment.split() if not word.startswith(_GRANTED)]
+    return " ".join([*others, f"{_GRANTED}{gpus}"])
+
+
+def with_taken(admin_comment: str, gpus: int) -> str:
+    """An AdminComment that says that a job had so many GPUs, more than it was granted."""
+    others = [word for word in admin_comment.split() if not word.startswith(_TOOK)]
+    return " ".join([*others, f"{_TOOK}{gpus}"])
 
 
 def opportunistic_after_s(comment: str) -> float | None:

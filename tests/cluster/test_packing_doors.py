@@ -269,6 +269,7 @@ WAYS_TO_GPUS = (
     ("--gres=gpu:1K",), ("--gres=xgres:gpu:1",),
     ("--gres=gres:gpu:1",), ("--gres=gpu:+1",),
     ("--exclusive",), ("--array=0-1", "-n2", "--ntasks-per-gpu=1"), ("--core-spec=1",),
+    ("-n1", "--ntasks-per-node=2", "--gpus-per-task=1"), ("-n3", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1"),
     ("-n1", "--gpus=1", ":", "-pgpu", "--mem=100", "-n2", "--ntasks-per-gpu=1"), ("--wrap", "sleep 60"),
     ("by_line.sh",),
 )  # fmt: skip
@@ -387,6 +388,51 @@ def test_the_packer_holds_what_runs_with_gpus_past_the_guard(cluster: Cluster, w
     step()
     (reason,) = [event.reason for event in events if event.job == of_tasks]
     assert reason.startswith("its record does not say how many GPUs it asks for"), "slurmctld made them of its tasks"
+
+
+def test_who_holds_more_gpus_than_were_granted_is_taken_back(cluster: Cluster, wait_until: WaitUntil) -> None:
+    """What Slurm gave is compared with what the packer counted; what can never start keeps no quota."""
+    quotas = [Quotas({"a": 1}, partitions=("gpu",))]
+    events: list[PackingEvent] = []
+    slurm = PackingSlurm(dict(cluster.record.environment(os.environ)))
+    packer = Packer(
+        slurm, lambda: ShowGpus((), {}), ["opp"], events.append, acting=True, quotas=lambda _: quotas[0]
+    )  # fmt: skip
+
+    def step() -> dict[str, str]:
+        events.clear()
+        packer.step()
+        return {f"{event.event} {event.job}": event.reason for event in events}
+
+    with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
+        never = cluster.submit("-pgpu", "--gpus=1", "--account=a", "--cpus-per-task=64")
+        job = cluster.submit("-pgpu", "--gpus=2", "--account=a", "--comment=mine")
+        # Slurm refuses to release what has no place, or holds it then, and the next in its line has the quota.
+        assert {f"granted {never}", f"refused {never}"} & step().keys()
+        other = cluster.submit("-pgpu", "--gpus=1", "--account=a")
+        wait_until(lambda: f"granted {other}" in step(), 60, "the grant of the next one")
+        wait_until(lambda: cluster.runs(other), 30, "its start")
+        assert not {f"granted {never}", f"refused {never}"} & step().keys()
+        cluster.cancel(other)
+        assert cluster.run("scontrol", "release", job).returncode == 0  # by an operator, whatever the quota
+        wait_until(lambda: cluster.runs(job), 60, "the job")
+        assert not [event for event in step() if event.startswith(("taken back", "granted"))]
+        note = "AdminComment=hetstream:guarded hetstream:granted=1"  # as if its request had been counted so
+        assert cluster.run("scontrol", "update", f"JobId={job}", note).returncode == 0
+        assert f"taken back {job}" not in step(), "one look is no proof"
+        reason = step()[f"taken back {job}"]
+        assert reason.startswith("it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it")
+        wait_until(lambda: "JobState=PENDING" in cluster.show(job), 60, "its end")
+        shown = cluster.show(job)
+        assert "Priority=0 " in shown
+        assert "hetstream:taken-back=it-held-2-GPUs-and-1-were-granted" in shown
+        assert "hetstream:took=2" in shown
+        # Two minutes after it was requeued, it stands in its line again; here an administrator has it do so at once.
+        assert cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now").returncode == 0
+        assert "it took 2 GPUs when it was started" in step()[f"offered {job}"]
+        quotas[0] = Quotas({"a": 2}, partitions=("gpu",))
+        assert f"granted {job}" in step()
+        assert "hetstream:granted=2" in cluster.show(job)
 
 
 NO_GUARD = """

@@ -120,6 +120,11 @@ class TenantSlurm(PackedSlurm):
     def gpu_spots(self, job_id: str) -> tuple[tuple[str, int], ...]:
         return self.gpus_of.get(int(job_id), ())
 
+    def got(self, job_id: str) -> tuple[Gres, ...] | None:
+        number = number_of(job_id)
+        spots = () if number in self.given else self.gpus_of.get(number, ())
+        return (Gres("gpu", "", len(spots)),) if spots else super().got(job_id)
+
     def cancel(self, job_id: str) -> None:
         self._called("cancel", job_id)
         self.end(int(job_id))

@@ -168,7 +168,7 @@ def test_what_cannot_share_waits_and_says_why(site: Site) -> None:
         ("3 GPUs on 2 nodes", "--cpus-per-gpu", "operator", "afterok", "slurmd's log"), reasons[1:], strict=True
     ):
         assert text in reason
-    assert not any(call[0] == "update" for call in site.slurm.calls)
+    assert [call[1] for call in site.slurm.calls if call[0] == "update"] == ["1"]
 
 
 def test_a_job_with_several_gpus_of_a_node_shares_as_many_and_is_upgraded_on_all() -> None:
@@ -514,6 +514,138 @@ def test_what_is_given_to_a_job_that_the_guard_has_not_seen_is_asked_once(
     assert "held 3" in site.look()
 
 
+def holds(site: Site, number: int, gpus: int) -> None:
+    """Slurm has given a job so many GPUs, on as many nodes."""
+    site.slurm.gpus_of[number] = tuple((f"g{node + 1}", number % 2) for node in range(gpus))
+    site.slurm.jobs[number] = replace(
+        site.slurm.jobs[number], nodes=tuple(f"g{node + 1}" for node in range(gpus)), num_nodes=1, gres_held=None
+    )
+
+
+def test_who_holds_more_gpus_than_were_granted_is_taken_back_by_name(site: Site) -> None:
+    slurm = site.slurm
+    slurm.ask(1, comment="mine")
+    slurm.ask(2, "b")
+    assert {"granted 1", "granted 2"} <= {*site.look()}
+    assert "hetstream:granted=1" in slurm.admin_comments[1].split()
+    holds(site, 1, 2)
+    assert site.look() == [], "one look is no proof"
+    holds(site, 1, 1)
+    assert site.look() == []
+    holds(site, 1, 2)
+    assert site.look() == []
+    assert "taken back 1" in site.look()
+    (reason,) = [event.reason for event in site.events if event.event == "taken back"]
+    assert reason == (
+        "it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it again with --nodes=N and "
+        "--ntasks=N, or with --gpus=N in all"
+    )
+    assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "1")]
+    assert slurm.jobs[2].is_running, "nobody else's job is touched"
+    assert "hetstream:taken-back=it-held-2-GPUs-and-1-were-granted" in slurm.jobs[1].comment
+    assert "hetstream:hold" not in slurm.jobs[1].comment.split(), "its owner does not hold it"
+    slurm.gpus_of.pop(1, None)
+    assert "offered 1" in site.look(601)
+    reasons = {event.job: event.reason for event in site.events}
+    assert reasons["1"].startswith("it took 2 GPUs when it was started, and tenant a has a quota of 1: it can never be")
+    site.quotas = Quotas({"a": 2}, 600.0, ("gpu",))
+    slurm.end(2)
+    site.looks_until("granted 1")
+    assert "hetstream:granted=2" in slurm.admin_comments[1].split()
+    slurm.jobs[1] = replace(slurm.jobs[1], state="RUNNING", reason="None")
+    holds(site, 1, 2)
+    assert site.look() == site.look() == [], "so many it was granted now"
+
+
+def test_what_a_job_holds_beyond_its_grant_is_granted_where_its_tenant_has_room(site: Site) -> None:
+    slurm = site.slurm
+    site.quotas = Quotas({"a": 3}, 600.0, ("gpu",))
+    for number in (1, 2):
+        slurm.ask(number)
+    site.looks_until("granted 2")
+    for number in (1, 2):
+        holds(site, number, 2)
+    assert site.look() == ["granted 1"], "the first in its line has the one that is left"
+    assert "taken back 2" in site.look()
+    assert slurm.jobs[1].is_running
+    site.quotas = Quotas({"a": 0}, 600.0, ("gpu",))
+    for _ in range(3):
+        assert "taken back 1" not in site.look(), "a lowered quota takes nothing from who has it"
+
+
+@pytest.mark.parametrize("how", ["shrank", "released by an operator", "as it was granted"])
+def test_who_holds_no_more_than_was_granted_runs_on(site: Site, how: str) -> None:
+    slurm = site.slurm
+    site.quotas = Quotas({"a": 2}, 600.0, ("gpu",))
+    slurm.ask(1, gres_per_node=(Gres("gpu", "", 2),))
+    if how == "released by an operator":
+        slurm.release("1")
+        slurm.start_all()
+        site.quotas = Quotas({"a": 1}, 600.0, ("gpu",))
+    else:
+        site.looks_until("granted 1")
+    if how == "shrank":
+        holds(site, 1, 1)
+    for _ in range(3):
+        assert not {"taken back 1", "cancelled 1", "granted 1"} & {*site.look()}
+    assert slurm.jobs[1].is_running
+
+
+@pytest.mark.parametrize("command", ["update", "requeuehold"])
+def test_who_holds_too_much_and_cannot_be_requeued_is_cancelled(site: Site, command: str) -> None:
+    site.slurm.ask(1)
+    site.look()
+    holds(site, 1, 2)
+    site.look()
+    site.slurm.refuse[command] = "Cannot modify scrontab jobs through scontrol"
+    assert "cancelled 1" in site.look()
+
+
+@pytest.mark.parametrize("point", ["packer.announced", "packer.held", "packer.noted"])
+def test_a_packer_that_dies_while_it_takes_back_is_followed_by_one_that_goes_on(
+    site: Site, tmp_path: Path, point: str
+) -> None:
+    FAULTS.request(f"{point}:1:full:{tmp_path}/marker")
+    site.slurm.ask(1)
+    for _ in range(3):
+        try:
+            site.look()
+        except OSError:
+            site.restart()
+            site.slurm.start_all()
+        if site.slurm.jobs[1].is_running:
+            holds(site, 1, 2)
+    assert (tmp_path / "marker").exists()
+    site.look()
+    site.look()
+    site.look()
+    assert site.slurm.jobs[1].is_pending
+    assert "hetstream:took=2" in site.slurm.admin_comments[1].split()
+    assert site.slurm.admin_comments[1].count("hetstream:granted=") == 1
+
+
+def test_a_job_whose_record_looks_doubtful_counts_with_all_that_is_there(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a record in it hides nothing."""
+    site.slurm.ask(1)
+    site.look()
+    monkeypatch.setattr(site.slurm, "got", lambda _: None)
+    site.look()
+    assert "taken back 1" in site.look()
+
+
+def test_a_job_that_slurm_itself_holds_keeps_no_quota(site: Site) -> None:
+    """Released, it would be held anew, at each look."""
+    site.slurm.ask(1, reason="BadConstraints")
+    site.slurm.ask(2)
+    assert site.look() == ["granted 2", "waits 1"]
+    (reason,) = [event.reason for event in site.events if event.job == "1"]
+    assert reason.startswith(
+        "Slurm holds it, and says that it cannot start (BadConstraints). scancel it, and submit it"
+    )
+
+
 def test_who_only_observes_says_what_it_would_hold(site: Site) -> None:
     around(site, 1, "named", runs=True)
     site.packer = Packer(
@@ -710,7 +842,7 @@ def test_slurm_that_does_not_answer_changes_nothing(sharing: Site) -> None:
     slurm = sharing.slurm
     slurm.end(1)
     slurm.refuse["submit"] = "Unable to contact slurm controller (connect failure)"
-    slurm.refuse["release"] = slurm.refuse["submit"]
+    slurm.refuse["release"] = slurm.refuse["update"] = slurm.refuse["submit"]
     slurm.ask(40, "b")
     before = dict(slurm.admin_comments)
     with pytest.raises(SlurmCommandError):

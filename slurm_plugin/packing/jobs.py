@@ -272,6 +272,11 @@ def why_slurm_holds(job: Job) -> str:
     )
 
 
+def fits_no_partition(job: Job) -> bool:
+    """Whether a job that was let go cannot start as its partition is, by Slurm's word (WAIT_PART_CONFIG)."""
+    return job.is_pending and job.priority != 0 and job.reason == "PartitionConfig"
+
+
 def _closed_job(job: OpportunisticJob, now_s: float) -> str:
     """Why a job is not placed wherever there is room; empty if it is."""
     record = job.job

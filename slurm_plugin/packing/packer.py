@@ -150,7 +150,8 @@ class Packer:
         now_s = self._clock()
         tenants = Tenants(self._quotas(snapshot), os.geteuid(), opportunistic_qos=self._qos)
         notes = self._slurm.notes(self._partitions | tenants.partitions(snapshot))
-        refused = {name: text for name, (until_s, text) in self._refused.items() if now_s < until_s}
+        gone = self._refused | self._quota_packer.given_back
+        refused = {name: text for name, (until_s, text) in gone.items() if now_s < until_s}
         tenants = replace(tenants, notes=notes, refused=refused)
         snapshot = self._quota_packer.with_given_gpus(snapshot, tenants)
         jobs = [self._announced(job) for job in served_jobs(snapshot, notes, self._partitions, now_s)]

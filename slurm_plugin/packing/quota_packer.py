@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hetstream.base.text import printable
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.hostlist import compress
@@ -20,7 +21,13 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot, total
 from hetstream.slurm_plugin.client.packing_slurm import JobNotes
 from hetstream.slurm_plugin.client.retry import Failure, failure_of, is_of_scrontab
 from hetstream.slurm_plugin.packing.events import PackingEvent
-from hetstream.slurm_plugin.packing.jobs import OpportunisticJob, is_requeued_and_held, keeps_gres, takes_gpus
+from hetstream.slurm_plugin.packing.jobs import (
+    OpportunisticJob,
+    fits_no_partition,
+    is_requeued_and_held,
+    keeps_gres,
+    takes_gpus,
+)
 from hetstream.slurm_plugin.packing.observe import PackingView
 from hetstream.slurm_plugin.packing.quota import Excess, QuotaDecision, Verdict, above_quota
 from hetstream.slurm_plugin.packing.rules import PackingRules
@@ -154,6 +161,7 @@ class QuotaPacker:
         self._above: Mapping[str, int] = {}
         # What was given to jobs that run, by number, start and nodes: a job that is resized has others.
         self._given: dict[tuple[int, int, tuple[str, ...]], tuple[Gres, ...]] = {}
+        self.given_back: dict[str, tuple[float, str]] = {}  # until when others have the quota of a job, and why
         self._excesses: set[tuple[str, int]] = set()  # jobs, and their starts, that had too many GPUs at the last look
 
     def with_given_gpus(self, snapshot: Snapshot, tenants: Tenants) -> Snapshot:
@@ -201,6 +209,7 @@ class QuotaPacker:
         quota = seen.quota
         self._say_above(quota)
         self._settle_excesses(quota, rests)
+        self._give_back(quota, rests)
         for name, (unguarded, why) in quota.unguarded.items():
             if not rests(name):
                 with self._alone(name):
@@ -243,10 +252,7 @@ class QuotaPacker:
                 reach("packer.announced")
                 self._slurm.requeue_held(name)
             elif job.priority != 0:
-                taking = with_record(notes.admin_comment, replace(read_record(notes.admin_comment), taking=True))
-                self._slurm.update(name, {"AdminComment": taking})
-                reach("packer.announced")
-                self._slurm.hold(name)
+                self._hold(name, notes.admin_comment)
         except SlurmCommandError as error:
             if not cannot_wait(error):
                 raise
@@ -256,6 +262,25 @@ class QuotaPacker:
         reach("packer.held")
         self._slurm.update(name, {"AdminComment": with_guard(notes.admin_comment)})
         self._say(PackingEvent("held", name, what))
+
+    def _hold(self, name: str, admin_comment: str) -> None:
+        taking = with_record(admin_comment, replace(read_record(admin_comment), taking=True))
+        self._slurm.update(name, {"AdminComment": taking})
+        reach("packer.announced")
+        self._slurm.hold(name)
+
+    def _give_back(self, quota: QuotaView, rests: Callable[[str], bool]) -> None:
+        """Hold who was granted his GPUs and cannot start as the partition is. He is tried again after a while."""
+        now_s = self._clock()
+        self.given_back = {name: gone for name, gone in self.given_back.items() if now_s < gone[0]}
+        for name, job in quota.guaranteed.items():
+            if fits_no_partition(job) and name in quota.admin_comments and not rests(name):
+                with self._alone(name):
+                    self._hold(name, quota.admin_comments[name])
+                    self._slurm.update(name, {"AdminComment": with_guard(quota.admin_comments[name])})
+                    why = f"Slurm cannot start it in its partition ({printable(job.reason)}): its quota is for others"
+                    self.given_back[name] = now_s + self._rules.refused_s, why
+                    self._say(PackingEvent("held", name, why))
 
     def _settle_excesses(self, quota: QuotaView, rests: Callable[[str], bool]) -> None:
         """What a job holds beyond its grant is granted, too, where its tenant has room for it; else the job is taken

@@ -646,6 +646,22 @@ def test_a_job_that_slurm_itself_holds_keeps_no_quota(site: Site) -> None:
     )
 
 
+def test_what_no_partition_can_start_gives_its_quota_back_for_a_while(site: Site) -> None:
+    slurm = site.slurm
+    slurm.ask(1, gres_per_node=(Gres("gpu", "", 3),))  # more than there are
+    site.quotas = Quotas({"a": 3}, 600.0, ("gpu",))
+    slurm.admin_comments[1] = "ticket=5 hetstream:guarded hetstream:granted=3"
+    slurm.jobs[1] = replace(slurm.jobs[1], priority=9, reason="PartitionConfig")
+    slurm.ask(2)
+    assert "held 1" in site.look()
+    assert slurm.jobs[1].priority == 0
+    assert slurm.admin_comments[1].split() == ["ticket=5", "hetstream:granted=3", "hetstream:guarded"]
+    assert "granted 2" in site.look()
+    assert site.look() == []
+    slurm.end(2)
+    assert "reserved 1" in site.look(RULES.refused_s), "after a while it is tried again"
+
+
 def test_who_only_observes_says_what_it_would_hold(site: Site) -> None:
     around(site, 1, "named", runs=True)
     site.packer = Packer(

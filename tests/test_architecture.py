@@ -161,6 +161,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "hetjob/master/elastic.py": (520, "one loop: what it looks at, decides by and does each second, in this order"),
     "slurm_plugin/client/model.py": (660, "one model: jobs, nodes and their GPUs, which every reader fills alike"),
     "slurm_plugin/coordinator/server.py": (540, "one loop: who comes, what they say, what they are told"),
+    "slurm_plugin/packing/quota_packer.py": (530, "one pair of hands: each thing that becomes of a job with quota"),
     "slurm_plugin/packing/packer.py Packer.__init__ parameters": (9, "what a site tells it, each with a name"),
     "mpi_dataworkers/sources/hdf5.py": (570, "one kind of file: which rows are read together, and where names lead"),
     "mpi_dataworkers/transports/mpi.py": (

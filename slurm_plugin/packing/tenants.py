@@ -94,6 +94,11 @@ class Tenants:
         """Whether a job is the packer's: whoever else writes such a Comment has an ordinary job."""
         return None in (self.packer_uid, job.uid) or job.uid == self.packer_uid
 
+    def note_of(self, job: Job) -> str | None:
+        """The AdminComment of a job, that of its leader if it is heterogeneous; None where nobody has read it."""
+        notes = self.notes.get(job.het.het_job_id if job.het else job.job_id)
+        return notes.admin_comment if notes else None
+
     def unguarded(self, snapshot: Snapshot) -> Iterator[Job]:
         """Jobs of the partitions with quotas, and of opportunistic QOS, that the guard has not seen, but for root's and
         the packer's own.
@@ -173,11 +178,7 @@ def quota_view(
     upgraders = tuple(job for job in own if upgrades(job.comment) is not None)
     numbers = {job.job_id for job in own}
     guaranteed = {name: job for name, job in _guaranteed(snapshot, quotas).items() if job.job_id not in numbers}
-    admin_comments = {
-        name: tenants.notes[number].admin_comment
-        for name, job in guaranteed.items()
-        if (number := job.het.het_job_id if job.het else job.job_id) in tenants.notes
-    }
+    admin_comments = {name: note for name, job in guaranteed.items() if (note := tenants.note_of(job)) is not None}
     reasons, line, problems = dict[str, str](), list[QuotaJob](), dict[str, str]()
     for name, job in guaranteed.items():
         why = _not_in_line(name, job, now_s) or _why_not_inside(job, snapshot)

@@ -39,7 +39,7 @@ def recorded(version: str, name: str) -> str:
 def like(job: Job, first: int) -> dict[str, Any]:
     """A job without what differs between two runs of the same workload."""
     row = dataclasses.asdict(job)
-    times = ("submit_s", "eligible_s", "start_s", "end_s")
+    times = ("submit_s", "eligible_s", "start_s", "end_s", "last_sched_eval_s")
     for name in (*times, "priority", "nodes", "required_nodes", "planned_nodes", "shares", "work_dir"):
         del row[name]
     row["job_id"] -= first

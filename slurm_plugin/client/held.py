@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, gpu_share, total
+from hetstream.slurm_plugin.client.model import PARTITION_DOWN, Gres, Job, Node, Partition, gpu_share, total
 from hetstream.slurm_plugin.client.parse_text import said_of_jobs
 
 
@@ -71,6 +71,20 @@ def with_shared_cpus(jobs: Sequence[Job], nodes: Iterable[Node], partitions: Ite
         if job.holds_resources and not shares.keys().isdisjoint(job.nodes)
         else job
         for job in jobs
+    )
+
+
+def with_closed_partitions(nodes: Iterable[Node], partitions: Iterable[Partition]) -> tuple[Node, ...]:
+    """The nodes; those of which no partition starts jobs have a word of ours among their states, which keeps jobs away.
+
+    A partition that is not shown may start some.
+    """
+    closed = {partition.name for partition in partitions if not partition.is_up}
+    return tuple(
+        replace(node, states=node.states | {PARTITION_DOWN})
+        if node.partitions and closed.issuperset(node.partitions)
+        else node
+        for node in nodes
     )
 
 

@@ -26,6 +26,8 @@ STARTS_JOBS = frozenset(
 )
 # Flags of a node in a reservation with the flag MAINT.
 MAINTENANCE = frozenset({"MAINTENANCE", "MAINT"})
+# Ours, in the words of Slurm's reason: none of a node's partitions starts jobs.
+PARTITION_DOWN = "PARTITION_DOWN"
 # A flag: only jobs of a reservation can start there now.
 RESERVED = "RESERVED"
 # Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
@@ -129,6 +131,7 @@ class Job:
         num_switches: `--switches`, for so few of which Slurm lets it wait some time; 0 if it does not ask.
         licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `licenses.py`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
+        mcs_label: its label of the MCS plugin; empty where there is none.
         last_sched_eval_s: when a scheduler of Slurm's last looked at it; None where nothing says so.
         num_restarts: how often it was requeued.
         exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
@@ -195,6 +198,7 @@ class Job:
     memory_per_gpu_mb: int = 0
     all_memory: bool = False
     last_sched_eval_s: float | None = None
+    mcs_label: str = ""
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -350,6 +354,9 @@ class Node:
         gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
         layout: its sockets, the cores of each, and the threads of each core; zeros where nothing says so.
         cpus_per_core: 1 where Slurm counts cores as CPUs, otherwise their threads.
+        owner: the user, by name or number, whose jobs alone may run there now, since one of them shares with no other
+            user; empty if nobody's.
+        mcs_label: of the jobs that alone may run there now; empty if any may.
         last_busy_s: when it became idle, if it is; None where nothing says so.
         reason: why it is out of use.
         version: of its slurmd.
@@ -382,6 +389,8 @@ class Node:
     layout: tuple[int, int, int] = (0, 0, 0)
     cpus_per_core: int = 1
     last_busy_s: float | None = None
+    owner: str = ""
+    mcs_label: str = ""
 
     @property
     def is_usable(self) -> bool:

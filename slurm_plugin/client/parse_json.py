@@ -144,6 +144,7 @@ class _Job(msgspec.Struct):
     current_working_directory: str | None = ""
     shared: _Words = None
     last_sched_evaluation: _Num = None
+    mcs_label: str | None = ""
 
 
 class _Node(msgspec.Struct):
@@ -173,6 +174,8 @@ class _Node(msgspec.Struct):
     cores: int = 0
     threads: int = 0
     last_busy: _Num = None
+    owner: str | None = ""
+    mcs_label: str | None = ""
 
 
 class _JobsAnswer(msgspec.Struct):
@@ -283,6 +286,7 @@ def _job(row: _Job) -> Job:
         work_dir=row.current_working_directory or "",
         exclusive=exclusive_of(next(iter(_words(row.shared)), "")),
         last_sched_eval_s=_number(row.last_sched_evaluation) or None,
+        mcs_label=row.mcs_label or "",
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
@@ -342,6 +346,8 @@ def _node(row: _Node) -> Node:
         layout=(row.sockets, row.cores, row.threads),
         cpus_per_core=cpus_per_core(row.cpus, (row.sockets, row.cores, row.threads)),
         last_busy_s=_number(row.last_busy) or None,
+        owner=row.owner or "",
+        mcs_label=row.mcs_label or "",
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -33,7 +33,7 @@ JOB_FIELDS = (
     "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
-    "LastSchedEval", "Name", "WorkDir", "Comment",
+    "LastSchedEval", "MCSLabel", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _EXCLUSIVE = frozenset({"NODE", "USER", "MCS", "TOPO"})
 _JOB_ID = re.compile(r"JobId=(\d+) ")
+_OWNER = re.compile(r"\((\d+)\)$")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
 # What people write stands at the end of a record, in this order (slurm_sprint_node_table in Slurm's source).
 _WRITTEN = re.compile(r"\s+(?=(?:Reason|Comment|Extra)=)")
@@ -185,6 +186,7 @@ def _job(row: Mapping[str, str]) -> Job:
         # As squeue says it: what NO means depends on the release, which is not known here.
         exclusive=text_or_empty(row.get("OverSubscribe", "")),
         last_sched_eval_s=read(moment, row.get("LastSchedEval", ""), None),
+        mcs_label=text_or_empty(row.get("MCSLabel", "")),
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
@@ -321,6 +323,8 @@ def _node(row: Mapping[str, str]) -> Node:
         layout=layout,
         cpus_per_core=cpus_per_core(whole(row["CPUTot"]), layout),
         last_busy_s=read(moment, row.get("LastBusyTime", ""), None),
+        owner=owner[1] if (owner := _OWNER.search(row.get("Owner", ""))) else "",
+        mcs_label=text_or_empty(row.get("MCS_label", "")),
     )
     return replace(node, unreadable=read.unreadable)
 

@@ -87,6 +87,7 @@ def read(environ: Mapping[str, str]) -> Answer:
 
 
 # JOB_SHARED_NONE, _USER and _MCS of slurm.h, as the old interface writes them.
+_NO_OWNER = 0xFFFFFFFE  # NO_VAL of slurm.h
 _SHARED = {"0": "NODE", "2": "USER", "3": "MCS"}
 
 
@@ -153,6 +154,7 @@ def job_of(row: Row, reason: str) -> Job:
         work_dir=row["work_dir"] or "",
         exclusive=_SHARED.get(str(row.get("shared")), ""),
         last_sched_eval_s=read(moment, row.get("last_sched_eval") or "", None),
+        mcs_label=text_or_empty(row.get("mcs_label") or ""),
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
 
@@ -188,6 +190,8 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
         cpu_load=None if row["cpu_load"] is None else row["cpu_load"] / 100,
         layout=layout,
         cpus_per_core=cpus_per_core(row.get("cpus") or cpus, layout),
+        owner=str(owner) if isinstance(owner := row.get("owner"), int) and owner < _NO_OWNER else "",
+        mcs_label=text_or_empty(row.get("mcs_label") or ""),
     )
     return replace(node, unreadable=read.unreadable)
 

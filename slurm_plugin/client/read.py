@@ -23,6 +23,7 @@ from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import (
     parse_held,
+    with_closed_partitions,
     with_gpu_shares,
     with_held_gpus,
     with_shared_cpus,
@@ -84,7 +85,8 @@ class CommandReader:
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
         jobs = self._with_told_gpus(with_held_gpus(self._with_licenses(jobs), nodes), nodes)
         reservations, partitions = self._reservations(), self._partitions()
-        jobs = with_shared_cpus(jobs, nodes, partitions)
+        jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
+        nodes = with_closed_partitions(nodes, partitions)
         return Snapshot(
             taken_s=time.time(),
             version=version,
@@ -213,6 +215,20 @@ class CommandReader:
         conf = self._environ.get("SLURM_CONF")
         hint = f"Check: scontrol ping{f', and SLURM_CONF={conf}' if conf else ''}"
         return run_slurm(argv, env=self._environ, hint=hint).stdout
+
+
+def with_labels(jobs: tuple[Job, ...], config: Mapping[str, str]) -> tuple[Job, ...]:
+    """The jobs, with which of them share nodes with those of their MCS label alone, by the site's MCSParameters.
+
+    With `select` all do, with `noselect` none, otherwise those that say so (slurm_mcs_get_select in
+    src/common/slurm_mcs.c).
+    """
+    said = config.get("MCSParameters", "").lower().partition(":")[0]
+    if "noselect" in said:
+        return tuple(replace(job, exclusive="") if job.exclusive == "MCS" else job for job in jobs)
+    if "select" not in said.replace("ondemandselect", ""):
+        return jobs
+    return tuple(replace(job, exclusive="MCS") if job.mcs_label and not job.exclusive else job for job in jobs)
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:

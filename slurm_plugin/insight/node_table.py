@@ -35,6 +35,7 @@ class NodeTable:
         reserved: whether only jobs of a reservation start there.
         cpus_per_core: as in `Node`.
         last_busy_s: as in `Node`; 0 where nothing says so.
+        is_kept_by_some: who asks decides where there is room.
     """
 
     def __init__(
@@ -73,6 +74,9 @@ class NodeTable:
         different = {node.gres for node in self.nodes}
         self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
         self._jobs = tuple(jobs)
+        self._has_owners = any(node.owner for node in self.nodes)
+        self._has_labels = any(node.mcs_label for node in self.nodes)
+        self.is_kept_by_some = self._has_owners or self._has_labels
         self._users: dict[tuple[int | None, str], set[str]] | None = None
         self._taken = self._cpus_taken(self._jobs)
         members: dict[str, list[int]] = {}
@@ -162,12 +166,31 @@ class NodeTable:
             self._cpus[key] = most, free
         return self._cpus[key]
 
-    def with_jobs_of_others(self, job: Job) -> Mask:
+    def kept_from(self, job: Job) -> Mask:
+        """The nodes where it cannot start, whatever is free: others have them, or it wants them, for one user or label.
+
+        Source: filter_by_node_owner and filter_by_node_mcs in src/slurmctld/node_scheduler.c.
+        """
+        if job.exclusive == "USER":
+            kept = self._with_jobs_of_others(job)
+        elif self._has_owners:
+            kept = self._mask(node.owner not in ("", job.user, str(job.uid)) for node in self.nodes)
+        else:
+            kept = np.zeros(len(self.nodes), dtype=np.bool_)
+        if job.exclusive == "MCS" and job.mcs_label:
+            labels = ("", job.mcs_label)
+            kept = kept | self._mask(node.mcs_label not in labels for node in self.nodes)
+            kept = kept | self._mask(not node.mcs_label and node.cpus_allocated > 0 for node in self.nodes)
+        elif self._has_labels:
+            kept = kept | self._mask(node.mcs_label != "" for node in self.nodes)
+        return kept
+
+    def _with_jobs_of_others(self, job: Job) -> Mask:
         """The nodes on which another user's jobs run."""
         if self._users is None:
             self._users = {}
             for other in self._jobs:
-                if other.holds_resources:
+                if other.is_running:
                     self._users.setdefault((other.uid, other.user), set()).update(other.nodes)
         mine = job.uid, job.user
         return self.named(name for owner, names in self._users.items() if owner != mine for name in names)

@@ -14,8 +14,10 @@ from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape
 
+# Nodes that others have for themselves, or that it wants without others: `--exclusive=user`, ExclusiveUser=YES, labels.
+OTHER_USERS = "other users"
 # GRES that are no GPUs, and types of GPUs where a job wants several, are told as they are.
-_ALL = (*RESOURCES, "GRES")
+_ALL = (*RESOURCES, "GRES", OTHER_USERS)
 
 
 class Kept(NamedTuple):
@@ -63,8 +65,6 @@ class Room:
             mine = mine & ~(kept.nodes | (kept.cpus > 0) if self.needs_whole_nodes else kept.nodes)
         self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names, shape.whole_nodes)
-        if job.exclusive == "USER":
-            cpus_free = np.where(table.with_jobs_of_others(job), 0, cpus_free)
         if kept is not None:
             cpus_free = np.maximum(0, cpus_free - kept.cpus)
         self._cpus = cpus
@@ -84,6 +84,8 @@ class Room:
         for resource, count, had, free in table.gres_of(shape):
             could = could & (had >= count)
             self.enough[resource] = self.enough.get(resource, np.ones_like(could)) & (free >= count)
+        if (others := table.kept_from(job)).any():
+            self.enough[OTHER_USERS] = ~others
         self.possible: Mask = self.eligible & could
         self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")

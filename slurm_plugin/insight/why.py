@@ -21,7 +21,7 @@ from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
 from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
 from hetstream.slurm_plugin.insight.reasons import told_by_slurm
-from hetstream.slurm_plugin.insight.room import Kept, Room
+from hetstream.slurm_plugin.insight.room import OTHER_USERS, Kept, Room
 from hetstream.slurm_plugin.insight.shapes import (
     RESOURCES,
     Hardware,
@@ -140,7 +140,7 @@ class Explainer:
             if reservation.cpus or reservation.is_flexible or reservation.is_magnetic
         )
         self._tables: dict[str, NodeTable] = {}
-        self._workers: dict[int, dict[str, int]] = {}
+        self._workers: dict[Hashable, dict[str, int]] = {}
 
     def _table_of(self, nodes: Iterable[Node]) -> NodeTable:
         snapshot = self._snapshot
@@ -240,8 +240,7 @@ class Explainer:
         """The same of each job of a group that asks alike: only their turns are different."""
         if not alike[0].waits_for_resources:
             return [self.causes(alike[0])] * len(alike)
-        # With reservations to come their time limits decide, too.
-        numbers = [(self._num_before_end(job), self._in_reservations(job).reservation) for job in alike]
+        numbers = [self._surroundings(job) for job in alike]
         one_of = dict(zip(numbers, alike, strict=True))
         lacking = {number: self.causes(job) if self._lacking(job) else () for number, job in one_of.items()}
         return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]
@@ -261,7 +260,14 @@ class Explainer:
 
     def _key(self, shape: Shape, job: Job) -> Hashable:
         """What decides where there is room."""
-        return shape, request_of(job), self._in_reservations(job).reservation, self._num_before_end(job)
+        return shape, request_of(job), *self._surroundings(job)
+
+    def _surroundings(self, job: Job) -> tuple[Hashable, ...]:
+        """What decides beside the request of a job: its reservations, its end, and who it is of."""
+        return self._in_reservations(job).reservation, self._num_before_end(job), *self._who(job)
+
+    def _who(self, job: Job) -> tuple[Hashable, ...]:
+        return (job.uid, job.user, job.mcs_label) if self._table.is_kept_by_some else ()
 
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
@@ -357,6 +363,8 @@ class Explainer:
                 why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
                 text = f"it gets whole nodes ({why}), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
+            elif kind == OTHER_USERS:
+                blockers.append(_kept_for_others(job, self._table.chosen(room.possible & ~room.enough[kind])))
             elif not is_even:
                 blockers.append(_lack_together(kind, self._least(job)[0], shape))
             elif room.short_alone():
@@ -417,6 +425,9 @@ class Explainer:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
             return _not_looked_at(job, now_s)
+        if job.het is not None:
+            cycle = "backfill starts it in its next cycle, if it finds room for all components"
+            return Blocker("scheduler", f"{room}, and no job is ahead: {cycle}")
         if job.found_no_room and (looked_s := job.last_sched_eval_s) is not None:
             room += f", which was freed since Slurm last looked for it, {duration(now_s - looked_s)} ago"
         return Blocker("scheduler", f"{room}, and no job is ahead: the next scheduling cycle starts it")
@@ -424,13 +435,15 @@ class Explainer:
     def _finds_none(self, job: Job) -> bool:
         """Whether Slurm finds no room for the first job in line, where there is some by all that is looked at here.
 
-        Its own verdict decides, whatever led to it, as long as nothing shows that the room was freed since. When it
-        looked at a component of a heterogeneous job is not known: each cycle notes a look, and backfill alone has one.
+        Its own verdict decides, whatever led to it, as long as nothing shows that the room was freed since. Backfill
+        alone looks at a component of a heterogeneous job, and says Resources before it does: its plan is its verdict.
         """
         planned = job.reason != "Priority" and job.start_s is not None and job.start_s > self._snapshot.taken_s
+        if job.het is not None:
+            return planned
         if not (job.found_no_room or planned):
             return False
-        looked_s = None if job.het is not None else job.last_sched_eval_s
+        looked_s = job.last_sched_eval_s
         if looked_s is None:
             return True
         room = self._room_of(self._shape(job), job)
@@ -541,13 +554,14 @@ class Explainer:
 
     def _worker_room(self, job: Job) -> dict[str, int]:
         """How many data workers of a job have room in each partition, outside of reservations."""
-        number = self._num_before_end(job)
+        number = self._num_before_end(job), *self._who(job)
         if number not in self._workers:
             kept = self._kept(replace(job, reservation=""))
+            others = kept.nodes | self._table.kept_from(replace(job, exclusive=""))
             found = self._workers[number] = {}
             for name in sorted(self._up):
                 _, free = self._table.cpus_for([name])
-                here, free = self._table.eligible([name]) & ~kept.nodes, np.maximum(0, free - kept.cpus)
+                here, free = self._table.eligible([name]) & ~others, np.maximum(0, free - kept.cpus)
                 if self._table.takes_whole_nodes([name]):
                     found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
                 else:
@@ -651,6 +665,18 @@ def _all_of(least: Least) -> str:
     memory = [f"{least.memory_mb:,} MB"] if least.memory_mb else []
     gpus = [f"{least.gpus} GPU(s)"] if least.gpus else []
     return ", ".join([*gpus, *map(gres_words, least.gres), f"{least.cpus} CPU(s)", *memory])
+
+
+def _kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
+    """Nodes that the jobs of others have for themselves, or that it wants for itself."""
+    names, what, how = compress(node.name for node in nodes), "user", "--exclusive=user, ExclusiveUser=YES"
+    if job.exclusive == "MCS" or any(node.mcs_label for node in nodes):
+        what, how = "MCS label", "--exclusive=mcs"
+    if job.exclusive in ("USER", "MCS"):
+        text = f"it shares nodes with no job of another {what}, and such jobs are on {names}"
+    else:
+        text = f"jobs of another {what} share {names} with no others ({how})"
+    return Blocker(OTHER_USERS, text, "squeue -w " + names)
 
 
 def _lack(resource: str, room: Room, wanted: int) -> Blocker:

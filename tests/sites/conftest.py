@@ -47,9 +47,15 @@ class Site:
         """Run a command of Slurm's and return what it printed."""
         return str(self.cluster.run(argv).stdout).strip()
 
-    def submit(self, *options: str, command: str = "exec sleep 600") -> str:
+    def submit(self, *options: str, command: str = "exec sleep 600", nobody: bool = False) -> str:
         """Submit a job and return its id."""
-        return self.run("sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}")
+        drop = (*DROP.split(), "env", "--chdir=/") if nobody else ()
+        return self.run(*drop, "sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}")
+
+    def cancel_all(self) -> None:
+        """End all jobs, whoever has submitted them: scancel takes no uid of nobody."""
+        if jobs := self.run("squeue", "--all", "--noheader", "--format=%A").split():
+            self.run("scancel", "--quiet", *set(jobs))
 
     def state(self, job: str) -> str:
         """State and reason, such as `PENDING Resources`; of a component or task as Slurm labels it."""
@@ -167,5 +173,5 @@ def site(cluster: Any, wait_until: WaitUntil, tmp_path: Path) -> Iterator[Site]:
         (as_nobody / name).chmod(0o755)
     site = Site(cluster, as_nobody, wait_until)
     yield site
-    site.run("scancel", "--user=root", "--quiet")
+    site.cancel_all()
     wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.client import parse_json
+from hetstream.slurm_plugin.client import parse_json, parse_text
+from hetstream.slurm_plugin.client.held import with_closed_partitions
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import exclusive_of, parse_exclusive
+from hetstream.slurm_plugin.client.read import with_labels
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.why import Explainer
@@ -68,7 +70,7 @@ def test_whoever_wants_whole_nodes_has_room_on_idle_ones_alone() -> None:
     snapshot = Snapshot(1.0, "22.05", "t", (*running, *waiting.values(), seven), nodes, (Partition("gpu", ()),))
     explainer = Explainer(snapshot)
     fits = {word: explainer.explain(one).fits_on for word, one in waiting.items()}
-    assert fits == {"": ("idle", "busy", "mine", "theirs"), "NODE": ("idle",), "USER": ("idle", "mine")}
+    assert fits == {"": ("idle", "busy", "mine", "theirs"), "NODE": ("idle",), "USER": ("mine",)}
     two = replace(waiting["NODE"], num_nodes=2)
     blockers = Explainer(replace(snapshot, jobs=(*running, two))).explain(two).blockers
     assert [blocker.kind for blocker in blockers] == ["whole nodes", "gang"]
@@ -119,3 +121,76 @@ def test_why_of_exclusive_jobs_on_slurm(devcluster: Any, wait_until: Callable[..
         for job_id in submitted:
             slurm.cancel(job_id)
     wait_until(lambda: not slurm.snapshot().jobs, 60)
+
+
+def owned(name: str, owner: str = "", label: str = "", cpus_used: int = 4) -> Node:
+    return Node(name, frozenset({"MIXED"}), ("gpu",), 16, cpus_used, 1000, 0, owner=owner, mcs_label=label)
+
+
+def test_nodes_of_one_user_are_room_for_that_user_alone() -> None:
+    """By number or name, as Slurm says it; jobs that ask alike are of different users."""
+    nodes = (owned("named", "bob"), owned("numbered", "1002"), owned("free"))
+    hers, his = job(1, uid=1001, user="alice"), job(2, uid=1002, user="bob")
+    snapshot = Snapshot(1.0, "22.05", "t", (hers, his), nodes, (Partition("gpu", ()),))
+    explainer = Explainer(snapshot)
+    fits = {one.user: explainer.explain(one).fits_on for one in (hers, his)}
+    assert fits == {"alice": ("free",), "bob": ("named", "numbered", "free")}
+    kept = Explainer(replace(snapshot, nodes=nodes[:2]))
+    assert kept.explain(hers).blockers[0].text == (
+        "jobs of another user share named,numbered with no others (--exclusive=user, ExclusiveUser=YES)"
+    )
+    assert kept.causes_of([hers, his])[0] == ("other users",)
+    assert kept.causes_of([hers, his])[1] != ("other users",)
+    # More CPUs elsewhere would do as well, and are named first.
+    full = replace(snapshot, nodes=(nodes[0], owned("full", cpus_used=16)))
+    assert [blocker.kind for blocker in Explainer(full).explain(hers).blockers] == ["CPUs", "other users"]
+
+
+def test_nodes_of_one_label_are_room_for_who_shares_with_that_label_alone() -> None:
+    nodes = (owned("red", label="red"), owned("plain"), owned("idle", cpus_used=0))
+    asked = {
+        "": job(1),
+        "has it, and does not ask": job(2, mcs_label="red"),
+        "red": job(3, mcs_label="red", exclusive="MCS"),
+        "blue": job(4, mcs_label="blue", exclusive="MCS"),
+        "no plugin": job(5, exclusive="MCS"),
+    }
+    explainer = Explainer(Snapshot(1.0, "22.05", "t", tuple(asked.values()), nodes, (Partition("gpu", ()),)))
+    assert {how: explainer.explain(one).fits_on for how, one in asked.items()} == {
+        "": ("plain", "idle"), "has it, and does not ask": ("plain", "idle"), "red": ("red", "idle"),
+        "blue": ("idle",), "no plugin": ("plain", "idle"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parameters", "exclusive"),
+    [("(null)", ["", "MCS", "USER", ""]), ("ondemandselect:a|b", ["", "MCS", "USER", ""]),
+     ("enforced,select,privatedata:a|b", ["MCS", "MCS", "USER", ""]), ("noselect", ["", "", "USER", ""])],
+)  # fmt: skip
+def test_which_jobs_share_with_their_label_alone_is_as_the_site_says(parameters: str, exclusive: list[str]) -> None:
+    jobs = (job(1, mcs_label="a"), job(2, mcs_label="a", exclusive="MCS"), job(3, mcs_label="a", exclusive="USER"))
+    found = with_labels((*jobs, job(4)), {"MCSParameters": parameters})
+    assert [one.exclusive for one in found] == exclusive
+
+
+def test_who_has_a_node_and_its_label_are_read() -> None:
+    record = (
+        "NodeName=n CPUAlloc=1 CPUTot=4 Gres=(null) RealMemory=10 AllocMem=0 State=MIXED "
+        "Owner={} MCS_label={} Partitions=p LastBusyTime=1795000000"
+    )
+    (node,) = parse_text.parse_nodes(record.format("alice(1001)", "red"))
+    assert (node.owner, node.mcs_label, node.last_busy_s) == ("1001", "red", 1795000000.0)
+    (node,) = parse_text.parse_nodes(record.format("N/A", "N/A"))
+    assert (node.owner, node.mcs_label) == ("", "")
+    row = {"name": "n", "state": ["MIXED"], "cpus": 4, "alloc_cpus": 1, "real_memory": 10, "alloc_memory": 0}
+    row |= {"owner": "alice", "mcs_label": "red", "last_busy": {"set": True, "number": 1795000000}}
+    (node,) = parse_json.parse_nodes(json.dumps({"nodes": [row]}))
+    assert (node.owner, node.mcs_label, node.last_busy_s) == ("alice", "red", 1795000000.0)
+
+
+def test_nodes_whose_partitions_start_no_jobs_are_no_room() -> None:
+    nodes = [replace(owned(name), partitions=names) for name, names in (("a", ("up", "down")), ("b", ("down",)),
+             ("c", ()), ("d", ("down", "hidden")))]  # fmt: skip
+    found = with_closed_partitions(nodes, (Partition("up", ()), Partition("down", (), is_up=False)))
+    assert [node.name for node in found if node.is_usable] == ["a", "c", "d"]
+    assert found[1].state == "mixed+partition_down"

@@ -92,12 +92,13 @@ def test_what_was_freed_since_slurm_looked_is_room() -> None:
     assert blocker(pending(), replace(ended, nodes=("a",))).kind == "not looked at"
 
 
-def test_when_a_component_was_looked_at_is_not_known() -> None:
-    """The main scheduler notes a look at each, and never looks: backfill alone does."""
-    idle = tuple(node(name, last_busy_s=LOOKED_S + 5) for name in "ab")
-    found = blocker(pending(het=HetComponent(7, 0)), nodes=idle)
+def test_a_component_is_judged_by_what_backfill_plans() -> None:
+    """Backfill says Resources of it before it looks, and the main scheduler notes a look that it does not take."""
+    part = pending(het=HetComponent(7, 0))
+    assert blocker(part).text.endswith("backfill starts it in its next cycle, if it finds room for all components")
+    found = blocker(replace(part, start_s=NOW_S + 3600))
     assert found.kind == "not looked at"
-    assert "Slurm's backfill scheduler found none: for something" in found.text
+    assert "Slurm's backfill scheduler found none, and plans its start in 01:00:00: for something" in found.text
     assert found.text.endswith("unless it was freed since backfill last looked")
 
 

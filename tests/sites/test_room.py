@@ -1,0 +1,133 @@
+"""Where Slurm finds no room although resources are free, and what hetstream says of it: why, or that it does not know.
+
+gpu0 has 2 sockets of 8 cores and 2 GPUs near each. so0 has 2 sockets of 4 cores, of a cloud that nobody boots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.devcluster.sites import GPU_KINDS
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape
+
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+KINDS = (GPU_KINDS,)
+SHAPE = ClusterShape(4, 4, 2, 16)
+SETTINGS = (
+    "PrivateData=cloud", "ResumeProgram=/bin/true", "SuspendProgram=/bin/true", "SuspendTime=-1", "ResumeTimeout=3600",
+    "NodeName=so0 Port=19999 Sockets=2 CoresPerSocket=4 CPUs=8 RealMemory=64000 NodeAddr=127.0.0.1 State=CLOUD",
+    "PartitionName=so Nodes=so0 State=UP",
+    "PartitionName=own Nodes=cpu0 ExclusiveUser=YES State=UP",
+    "MCSPlugin=mcs/user", "MCSParameters=ondemandselect",
+)  # fmt: skip
+SMALL = ("--mem=100", "--time=60", "-N1")
+
+
+def says_that_slurm_finds_none(site: Any, job: str, node: str) -> None:
+    """`why` and `jobs` have a cause of its own, and nothing promises the next cycle."""
+    site.settle(**{job: "PENDING Resources"})
+    told = site.told("why", job)
+    ((kind, text),) = [(found["kind"], found["text"]) for found in told["blockers"]]
+    assert kind == "not looked at"
+    assert "Slurm found none when it last looked, 00:00:" in text
+    assert site.facts(job)["fits_on"] == [node]
+    assert {row["job"]: row["waits_for"] for row in site.told("jobs")["jobs"]}[job] == "not looked at"
+
+
+def test_gpus_that_are_bound_to_cores_in_use(site: Any) -> None:
+    """Free are the GPUs of one socket and cores of the other."""
+    cores = site.submit("-pgpu", "-wgpu0", "-n1", "-c8", *SMALL)
+    site.settle(**{cores: "RUNNING"})
+    gpus = site.submit("-pgpu", "-wgpu0", "-n1", "--gres=gpu:2", "--gres-flags=enforce-binding", *SMALL)
+    site.settle(**{gpus: "RUNNING"})
+    job = site.submit("-pgpu", "-wgpu0", "-n1", "--gres=gpu:1", "--gres-flags=enforce-binding", *SMALL)
+    says_that_slurm_finds_none(site, job, "gpu0")
+
+
+def test_tasks_that_go_to_sockets_of_their_own(site: Any) -> None:
+    """One socket is full."""
+    full = site.submit("-pso", "-n1", "-c4", *SMALL)
+    site.settle(**{full: "CONFIGURING"})
+    job = site.submit("-pso", "-wso0", "-n2", "--ntasks-per-socket=1", *SMALL)
+    says_that_slurm_finds_none(site, job, "so0")
+
+
+def as_nobody(site: Any, *options: str) -> str:
+    return str(site.submit(*SMALL, *options, nobody=True))
+
+
+@pytest.mark.parametrize("how", ["--exclusive=user", "--partition=own"])
+def test_nodes_that_one_user_has_alone_are_no_room_for_others(site: Any, how: str) -> None:
+    owner = as_nobody(site, "-pcpu", "-wcpu0", "-c2", how)
+    site.settle(**{owner: "RUNNING"})
+    inside = as_nobody(site, "-pcpu", "-wcpu0", "-c2")
+    site.settle(**{inside: "RUNNING"})
+    outside = site.submit("-pcpu", "-wcpu0", "-c2", *SMALL)
+    site.settle(**{outside: "PENDING Resources"})
+    ((kind, text),) = site.blockers(outside)
+    assert (kind, text) == (
+        "other users", "jobs of another user share cpu0 with no others (--exclusive=user, ExclusiveUser=YES)"
+    )  # fmt: skip
+    assert site.facts(outside)["fits_on"] == []
+    assert {row["job"]: row["waits_for"] for row in site.told("jobs")["jobs"]}[outside] == "other users"
+
+
+@pytest.mark.parametrize("how", ["--exclusive=user", "--partition=own"])
+def test_who_wants_nodes_alone_has_no_room_beside_others(site: Any, how: str) -> None:
+    site.settle(**{as_nobody(site, "-pcpu", "-wcpu0", "-c2"): "RUNNING"})
+    job = site.submit("-pcpu", "-wcpu0", "-c2", *SMALL, how)
+    site.settle(**{job: "PENDING Resources"})
+    assert site.blockers(job) == [
+        ("other users", "it shares nodes with no job of another user, and such jobs are on cpu0")
+    ]
+
+
+def test_nodes_of_one_mcs_label_are_no_room_for_others(site: Any) -> None:
+    site.settle(**{as_nobody(site, "-pcpu", "-wcpu0", "-c2", "--exclusive=mcs"): "RUNNING"})
+    site.settle(**{as_nobody(site, "-pcpu", "-wcpu1", "-c2"): "RUNNING"})
+    beside = site.submit("-pcpu", "-wcpu0", "-c2", *SMALL)
+    site.settle(**{beside: "PENDING Resources"})
+    assert site.blockers(beside) == [
+        ("other users", "jobs of another MCS label share cpu0 with no others (--exclusive=mcs)")
+    ]
+    alone = site.submit("-pcpu", "-wcpu1", "-c2", "--exclusive=mcs", *SMALL)
+    site.settle(**{alone: "PENDING Resources"})
+    assert site.blockers(alone) == [
+        ("other users", "it shares nodes with no job of another MCS label, and such jobs are on cpu1")
+    ]
+
+
+def test_nodes_of_closed_partitions_alone_are_not_free(site: Any) -> None:
+    names = ("cpus", "cpus_free")
+    before = site.totals(*names)
+    site.run("scontrol", "update", "PartitionName=so", "State=DOWN")
+    try:
+        assert site.totals(*names) == [total - 8 for total in before]
+        (left_out,) = site.told("frag")["left_out"]
+        assert left_out["state"] == "idle+partition_down"
+    finally:
+        site.run("scontrol", "update", "PartitionName=so", "State=UP")
+    site.run("scontrol", "update", "PartitionName=own", "State=DOWN")  # cpu0 is in another one, too
+    try:
+        assert site.totals(*names) == before
+    finally:
+        site.run("scontrol", "update", "PartitionName=own", "State=UP")
+
+
+def test_a_job_that_is_behind_one_of_another_partition_waits_for_its_turn(site: Any) -> None:
+    """Both partitions have cpu0. Slurm says Resources, or that nodes are reserved, of the one behind, too."""
+    site.run("scontrol", "create", "PartitionName=over", "Nodes=cpu[0-1]", "State=UP", "PriorityTier=1")
+    try:
+        full = site.submit("-pcpu", "-wcpu1", "-n16", "--mem=100", "--time=60")
+        site.settle(**{full: "RUNNING"})
+        ahead = site.submit("-pcpu", "-N2", "-n32", "--mem=100", "--time=60")
+        behind = site.submit("-pover", "-N1", "-n1", "--mem=100", "--time=120")
+        site.settle(**{ahead: "PENDING Resources", behind: "PENDING"})
+        ((kind, _),) = site.blockers(behind)
+        assert kind in ("priority", "backfill")
+    finally:
+        site.cancel_all()
+        site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
+        site.run("scontrol", "delete", "PartitionName=over")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.own_job import other_job
 from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.orders import JobClass
@@ -53,7 +54,7 @@ class SharingSettings:
 def settings_from_environment(
     environ: Mapping[str, str] = os.environ, pid: int | None = None
 ) -> SharingSettings | None:
-    """What the environment says; None: the process does not share its GPU.
+    """What the environment says; None: the process does not share its GPU, or it was the job's that submitted this one.
 
     Args:
         environ: of a process.
@@ -63,7 +64,7 @@ def settings_from_environment(
         OptionsError: a variable breaks its rule.
     """
     gpus = tuple(resolved(gpu) for gpu in environ.get("HETSTREAM_GPU", "").split(",") if gpu)
-    if not gpus:
+    if not gpus or other_job("HETSTREAM_GPU", environ):
         return None
     problems = []
     classes = [kind.value for kind in JobClass]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from hetstream.base.errors import UsageError
+from hetstream.base.own_job import with_job
 from hetstream.hetjob.errors import ProgramNotFound
 from hetstream.hetjob.gpu import environment
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host_bytes is not None:
         settings["HETSTREAM_GPU_HOST_BYTES"] = str(args.host_bytes)
     try:
-        os.execvpe(command[0], command, {**os.environ, **environment(settings)})
+        os.execvpe(command[0], command, {**os.environ, **with_job(environment(settings), os.environ)})
     except OSError as error:
         raise ProgramNotFound(f"cannot run {command[0]}: {error}") from error
 

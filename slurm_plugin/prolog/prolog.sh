@@ -111,6 +111,13 @@ write_grant() (
   printf '{"uid": %s, "job_class": "%s", "gpus": [%s]}\n' "$uid" "$1" "$quoted" | put "$run/grants/$job.json" || return 1
 )
 
+# A variable, and for which job it has this value: sbatch hands on the whole environment of the job that it is called in
+# (hetstream/base/own_job.py).
+of_job() {
+  echo "$1=$2"
+  echo "$1_OF_JOB=$job $2"
+}
+
 # What the TaskProlog hands on: the GPUs $2 (names) and $4 (numbers). The agent of each process takes its own of them.
 environment() {
   if [ "$1" = opportunistic ]; then
@@ -118,10 +125,10 @@ environment() {
   elif ! is_listed "${SLURM_JOB_PARTITION:-}" "${HETSTREAM_SHARED_PARTITIONS:-}"; then
     return
   fi
-  echo "HETSTREAM_GPU=$2"
-  case $2 in *,*) echo "HETSTREAM_GPU_NUMBERS=$4" ;; esac
-  echo "HETSTREAM_JOB_CLASS=$1"
-  if [ -n "${HETSTREAM_GPU_SOCKET:-}" ]; then echo "HETSTREAM_GPU_SOCKET=$HETSTREAM_GPU_SOCKET"; fi
+  of_job HETSTREAM_GPU "$2"
+  case $2 in *,*) of_job HETSTREAM_GPU_NUMBERS "$4" ;; esac
+  of_job HETSTREAM_JOB_CLASS "$1"
+  if [ -n "${HETSTREAM_GPU_SOCKET:-}" ]; then of_job HETSTREAM_GPU_SOCKET "$HETSTREAM_GPU_SOCKET"; fi
 }
 
 allocate() (

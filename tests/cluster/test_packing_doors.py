@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, ShowGpus
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
@@ -612,6 +613,25 @@ def test_two_jobs_on_one_gpu_see_it_and_nothing_stays_of_them(cluster: Cluster, 
     }
     (cluster.directory / "end").touch()
     wait_until(lambda: cluster.grants() == {}, 30, "the Epilogs")
+
+
+def test_a_job_that_is_submitted_from_one_with_a_gpu_shares_none(cluster: Cluster, wait_until: WaitUntil) -> None:
+    """sbatch hands on the whole environment of the job that it is called in."""
+    (cluster.directory / "child.sh").write_text("#!/bin/bash\nenv -0 >child.new && mv child.new child.env\n")
+    child = "sbatch -pgpu --mem=100 --time=5 --output=/dev/null child.sh"
+    (cluster.directory / "job.sh").write_text(f"#!/bin/bash\nenv -0 >parent.env\n{child}\n")
+    cluster.submit("-pgpu", "--gpus=1")
+    wait_until((cluster.directory / "child.env").exists, 60, "both jobs")
+    settings = {}
+    for name in ("parent", "child"):
+        text = (cluster.directory / f"{name}.env").read_text()
+        environ = dict(entry.partition("=")[::2] for entry in text.split("\0"))
+        assert environ["HETSTREAM_GPU"].startswith("emulation:")
+        settings[name] = settings_from_environment(environ)
+    parent = settings["parent"]
+    assert parent is not None
+    assert parent.gpu.startswith("emulation:")
+    assert settings["child"] is None
 
 
 def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUntil) -> None:

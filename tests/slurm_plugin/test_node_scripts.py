@@ -79,7 +79,9 @@ def test_a_guaranteed_jobs_gpu_is_written_down_and_its_agent_started(node: Node)
     assert GrantedJobs(node.run_dir / "grants").is_reserved("GPU-0a")
     assert node.call("TaskProlog", {"PYTHONPATH": "/mine"}) == [
         "export HETSTREAM_GPU=GPU-0a",
+        "export HETSTREAM_GPU_OF_JOB=7 GPU-0a",
         "export HETSTREAM_JOB_CLASS=guaranteed",
+        "export HETSTREAM_JOB_CLASS_OF_JOB=7 guaranteed",
         f"export PYTHONPATH={STARTUP_DIRECTORY}:/mine",
     ]
     assert node.call("Epilog", {}) == []
@@ -89,11 +91,39 @@ def test_a_guaranteed_jobs_gpu_is_written_down_and_its_agent_started(node: Node)
 def test_an_opportunistic_job_has_the_gpu_that_the_packer_chose(node: Node) -> None:
     node.call("Prolog", OPPORTUNISTIC)
     assert node.grant() == {"uid": 1000, "job_class": "opportunistic", "gpus": ["GPU-1b"]}
-    told = ["export CUDA_VISIBLE_DEVICES=GPU-1b", "export HETSTREAM_GPU=GPU-1b"]
-    told += ["export HETSTREAM_JOB_CLASS=opportunistic", f"export PYTHONPATH={STARTUP_DIRECTORY}"]
+    told = [
+        "export CUDA_VISIBLE_DEVICES=GPU-1b",
+        "export HETSTREAM_GPU=GPU-1b",
+        "export HETSTREAM_GPU_OF_JOB=7 GPU-1b",
+        "export HETSTREAM_JOB_CLASS=opportunistic",
+        "export HETSTREAM_JOB_CLASS_OF_JOB=7 opportunistic",
+        f"export PYTHONPATH={STARTUP_DIRECTORY}",
+    ]
     assert node.call("TaskProlog", {"SLURM_JOB_PARTITION": "opp"}) == told
     # A step of the batch script has that path already.
     assert node.call("TaskProlog", {"PYTHONPATH": f"{STARTUP_DIRECTORY}:/mine"}) == told[:-1]
+
+
+@pytest.mark.parametrize("environ", [GUARANTEED, OPPORTUNISTIC])
+def test_a_job_that_is_submitted_from_one_with_a_gpu_shares_none(
+    node: Node, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    """sbatch hands on all that the TaskProlog has exported, also into a job and onto a node without one."""
+    node.call("Prolog", environ)
+    told = dict(line.removeprefix("export ").split("=", 1) for line in node.call("TaskProlog", {}))
+    assert settings_from_environment({**told, "SLURM_JOB_ID": "7"}) is not None
+    for child in ({"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "77"}):
+        assert settings_from_environment({**told, **child}) is None
+    assert settings_from_environment({**told, "SLURM_JOB_ID": "8", "HETSTREAM_GPU": "GPU-1b,"}) is not None, "its own"
+    (tmp_path / "torch.py").write_text("print('trains')\n")
+    (tmp_path / "hetstream.py").write_text("")  # hides the package
+    told["PYTHONPATH"] = f"{STARTUP_DIRECTORY}:{tmp_path}"
+    for job, trains in (("7", told["HETSTREAM_JOB_CLASS"] == "guaranteed"), ("8", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", "import torch"], env={**told, "SLURM_JOB_ID": job}, capture_output=True, check=False,
+            timeout=60,
+        )  # fmt: skip
+        assert (done.returncode == 0) == trains, (job, done.stderr)
 
 
 def test_other_jobs_are_left_alone(node: Node) -> None:

@@ -29,11 +29,17 @@ class _NoTorch:
             )
 
 
+def _is_of_another_job() -> bool:
+    """As `hetstream.base.own_job` says, which is not there: an opportunistic job has no components."""
+    job, mark = os.environ.get("SLURM_JOB_ID"), os.environ.get("HETSTREAM_GPU_OF_JOB")
+    return bool(job) and mark is not None and mark.partition(" ")[0] != job
+
+
 if os.environ.get("HETSTREAM_GPU"):
     try:
         from hetstream.hetjob.gpu.start import share_when_torch_is_imported
     except ImportError:
-        if os.environ.get("HETSTREAM_JOB_CLASS") != "guaranteed":
+        if os.environ.get("HETSTREAM_JOB_CLASS") != "guaranteed" and not _is_of_another_job():
             sys.meta_path.insert(0, _NoTorch)
     else:
         share_when_torch_is_imported()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -223,6 +225,53 @@ def test_a_real_program_streams(tmp_path: Path) -> None:
     assert (tmp_path / "streamed").read_text() == (tmp_path / "local").read_text()
     assert "1 loader(s), 80 steps, 1280 samples, 0 steps made in the trainer" in done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["returncode"] == 0
+
+
+# A dataset with a pool of its own, which nobody shuts down.
+POOLED = """
+from concurrent.futures import ProcessPoolExecutor
+from torch.utils.data import DataLoader, Dataset
+
+class Pooled(Dataset):
+    pool = None
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        self.pool = self.pool or ProcessPoolExecutor(1)
+        return self.pool.submit(abs, -index).result()
+
+if __name__ == "__main__":
+    print([batch.tolist() for batch in DataLoader(Pooled(), batch_size=2)])
+"""
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes with this text in their environment, which those that they start have, too."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has gone
+            if mark.encode() in Path("/proc", name, "environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def test_no_process_that_a_sample_has_started_outlives_the_run(tmp_path: Path, wait_until: WaitUntil) -> None:
+    """Also where its data worker ends in order."""
+    (tmp_path / "pooled.py").write_text(POOLED)
+    mark = f"pooled-{uuid.uuid4()}"
+    options = ["--data-workers", "2", "--stream-in-process-loaders"]
+    try:
+        done = subprocess.run(
+            [HETSTREAM, "run", *options, sys.executable, "pooled.py"], env={**os.environ, "MARK": mark},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, "[[0, 1], [2, 3], [4, 5], [6, 7]]")
+        wait_until(lambda: not processes_with(mark), 30, "the end of what was started")
+    finally:
+        for pid in processes_with(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_dry_run_prints_the_commands() -> None:

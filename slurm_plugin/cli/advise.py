@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hetstream.hetjob.jobs_dir import JOBS_DIR, places, setting
-from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.output import EXIT_CODES, accounting_notes, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     found = places(submitted, setting(JOBS_DIR, os.environ))
     ended = ended_jobs(found, now_s - RECENT_S, now_s)
     history = remember(found, os.environ, now_s)
-    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot, history))
+    report = report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot, history)
+    emit(args, replace(report, notes=(*accounting_notes(usages, snapshot), *report.notes)))
     return 0
 
 

@@ -6,12 +6,16 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
+from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
+from hetstream.slurm_plugin.client.hidden import sees_everything
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.users import names_of
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.render.report import Report, as_csv, as_json, as_table
 
@@ -46,7 +50,8 @@ def add_history_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def emit(args: argparse.Namespace, report: Report) -> None:
-    """Print a report the way the arguments ask for."""
+    """Print a report the way the arguments ask for; where Slurm hides something from this user, it says so."""
+    report = replace(report, notes=(*hidden_notes(str(report.meta.get("hidden", ""))), *report.notes))
     if args.json:
         print(as_json(report))
         return
@@ -58,6 +63,28 @@ def emit(args: argparse.Namespace, report: Report) -> None:
     sys.stdout.flush()
     for note in [*_source_notes(report.meta), *report.notes]:
         print(f"hetstream: {printable(note)}", file=sys.stderr)
+
+
+def hidden_notes(hidden: str) -> list[str]:
+    """The line that figures are not of all; none where they are.
+
+    Args:
+        hidden: see `Snapshot`.
+    """
+    return [f"{hidden}: all figures are of what this user may see, and there may be more"] if hidden else []
+
+
+def accounting_notes(usages: Iterable[Usage], snapshot: Snapshot) -> list[str]:
+    """The line that sacct may not have shown all jobs; none where it did.
+
+    What it hides is up to slurmdbd.conf, which has a PrivateData of its own that users of some releases are not told.
+    """
+    own = names_of(os.geteuid())
+    if not has_accounting(snapshot) or any(usage.user not in own for usage in usages):
+        return []
+    if sees_everything(snapshot.config, os.environ):
+        return []
+    return ["sacct shows no job of another user: there was none, or slurmdbd.conf hides them (PrivateData=jobs)"]
 
 
 def _source_notes(meta: Mapping[str, object]) -> list[str]:
@@ -77,6 +104,7 @@ def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:
         "cluster": snapshot.config.get("ClusterName", ""),
         "source": snapshot.source,
         "taken_s": round(snapshot.taken_s, 3),
+        "hidden": snapshot.hidden,
     }
 
 

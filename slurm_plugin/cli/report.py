@@ -18,8 +18,8 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, 
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster, shared_gpus
 from hetstream.slurm_plugin.cli.util import parse_time
+from hetstream.slurm_plugin.client.hidden import hidden_by
 from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
 from hetstream.slurm_plugin.insight.spending import hourly, spent
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares

@@ -10,7 +10,14 @@ from datetime import datetime
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from hetstream.slurm_plugin.cli.output import (
+    EXIT_CODES,
+    accounting_notes,
+    add_output_arguments,
+    chosen_partitions,
+    emit,
+    meta_of,
+)
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
@@ -79,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     partitions = chosen_partitions(args, snapshot)
     usages = with_wait_shares(slurm.usages(snapshot, window.start_s, window.end_s), wait_shares(snapshot.jobs))
     chosen = [usage for usage in usages if partitions is None or usage.partition in partitions]
-    emit(args, report_of(chosen, window, args.by, snapshot, sorted(partitions) if partitions else None, prices))
+    report = report_of(chosen, window, args.by, snapshot, sorted(partitions) if partitions else None, prices)
+    emit(args, replace(report, notes=(*accounting_notes(usages, snapshot), *report.notes)))
     return 0
 
 

@@ -8,9 +8,9 @@ from hetstream.base.errors import ConfigError, UsageError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.slurm_plugin.cli.output import add_history_argument
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, cluster_of
+from hetstream.slurm_plugin.client.hidden import hidden_by
 from hetstream.slurm_plugin.client.model import Cluster, Snapshot
 from hetstream.slurm_plugin.errors import ServeError
-from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S
 
 

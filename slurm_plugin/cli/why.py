@@ -92,8 +92,7 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
     if not jobs:
-        private = snapshot.config.get("PrivateData", "none")
-        hidden = f" PrivateData={private} may hide it from you." if "jobs" in private else ""
+        hidden = f" {snapshot.hidden} may hide it from you." if snapshot.hides_jobs else ""
         raise UnknownJob(
             f"no job {name} is pending or running.{hidden} Check: scontrol show job {name.split('+')[0]}. If it "
             f"has ended: hetstream summary {name}"

@@ -2,7 +2,8 @@
 
 A job with `--exclusive`, or in a partition with OverSubscribe=EXCLUSIVE, holds all GPUs of its nodes, whatever it asked
 for (seen on 22.05, 24.11 and 26.05). Its allocated TRES say so where the site accounts for gres/gpu; elsewhere its
-nodes do: all that is in use on a node with one job is that job's.
+nodes do: all that is in use on a node with one job is that job's. Where jobs of others are hidden from who asks,
+nothing says that a job is alone, and its own record is asked for.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from hetstream.slurm_plugin.client.model import PARTITION_DOWN, Gres, Job, Node,
 from hetstream.slurm_plugin.client.parse_text import said_of_jobs
 
 
-def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:
+def with_held_gpus(
+    jobs: Sequence[Job],
+    nodes: Sequence[Node],
+    partitions: Iterable[Partition] = (),
+    *,
+    others_are_hidden: bool = False,
+) -> tuple[Job, ...]:
     """The jobs; those that are alone on all of their nodes hold what is in use there.
 
     Args:
         jobs: running ones, and also ended ones and those that complete, of which the nodes say nothing any more.
         nodes: all nodes.
         partitions: where jobs get whole nodes, those that have ended had all GPUs of theirs.
+        others_are_hidden: there may be more jobs than these: none is known to be alone on its nodes.
     """
     num_jobs = Counter(name for job in jobs if job.holds_resources for name in job.nodes)
     used = {node.name: node.gres_used for node in nodes}
@@ -32,12 +40,23 @@ def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Itera
     found = []
     for job in jobs:
         if job.gres_held is None and job.nodes and all(name in used for name in job.nodes):
-            if job.holds_resources and all(num_jobs[name] == 1 for name in job.nodes):
+            if job.holds_resources and not others_are_hidden and all(num_jobs[name] == 1 for name in job.nodes):
                 job = _with(job, [gres for name in job.nodes for gres in used[name]])
             elif not job.holds_resources and not whole.isdisjoint(job.partitions):
                 job = _with(job, [gres for name in job.nodes for gres in had[name]])
         found.append(job)
     return tuple(found)
+
+
+def in_question(jobs: Iterable[Job], nodes: Iterable[Node], *, others_are_hidden: bool) -> frozenset[int]:
+    """Numbers of the running jobs of which only their own records say what GPUs they hold; see `with_held_gpus`."""
+    with_gpus = {node.name for node in nodes if node.gpu_types} if others_are_hidden else set()
+    return frozenset(
+        job.job_id
+        for job in jobs
+        if job.holds_resources
+        and (job.gpus_in_doubt or (job.gres_held is None and not with_gpus.isdisjoint(job.nodes)))
+    )
 
 
 def _with(job: Job, used: Iterable[Gres]) -> Job:

@@ -40,6 +40,10 @@ _NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
 _FOUND_NONE = "Resources"
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
+# Words of PrivateData that hide no jobs: https://slurm.schedmd.com/slurm.conf.html#OPT_PrivateData
+_OTHER_PRIVATE_DATA = frozenset(
+    {"", "accounts", "cloud", "events", "nodes", "none", "partitions", "reservations", "usage", "users"}
+)
 # Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the slices of a GPU, which has seven. Some have
 # fewer, and of another size: four of 6 GB (A30) or of 24 (RTX PRO 6000), two of 16 (RTX PRO 4500). Of GPUs of
 # 96 GB with seven `1g.24gb` has double memory. Source: NVIDIA MIG User Guide, Supported MIG Profiles.
@@ -582,6 +586,8 @@ class Snapshot:
         jobs: pending and running ones.
         config: `scontrol show config`.
         reservations: of nodes, those to come too, in the order of their beginning.
+        hidden: the setting by which Slurm may have hidden a part of it from who read it, such as `PrivateData=jobs`.
+            Empty where all of it is here.
     """
 
     taken_s: float
@@ -592,6 +598,12 @@ class Snapshot:
     partitions: tuple[Partition, ...]
     config: Mapping[str, str] = field(default_factory=dict)
     reservations: tuple[Reservation, ...] = ()
+    hidden: str = ""
+
+    @property
+    def hides_jobs(self) -> bool:
+        """Whether there may be more jobs than these."""
+        return bool(set(self.hidden.partition("=")[2].lower().split(",")) - _OTHER_PRIVATE_DATA)
 
 
 class Cluster(Protocol):

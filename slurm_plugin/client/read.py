@@ -22,6 +22,7 @@ from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import (
+    in_question,
     parse_held,
     with_closed_partitions,
     with_gpu_shares,
@@ -29,6 +30,7 @@ from hetstream.slurm_plugin.client.held import (
     with_shared_cpus,
     with_told_gpus,
 )
+from hetstream.slurm_plugin.client.hidden import hidden_from_me
 from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
@@ -83,7 +85,9 @@ class CommandReader:
         else:
             source, nodes = "commands", self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
-        jobs = self._with_told_gpus(with_held_gpus(self._with_licenses(jobs), nodes), nodes)
+        hidden = hidden_from_me(config, self._environ)
+        seen = Snapshot(time.time(), version, source, self._with_licenses(jobs), nodes, (), config, hidden=hidden)
+        jobs = self._with_told_gpus(seen)
         reservations, partitions = self._reservations(), self._partitions()
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
@@ -96,6 +100,7 @@ class CommandReader:
             partitions=partitions,
             config=config,
             reservations=reservations,
+            hidden=hidden,
         )
 
     def jobs(self, *, details: bool = False, ended: bool = False) -> tuple[Job, ...]:
@@ -134,15 +139,16 @@ class CommandReader:
             return jobs
         return with_short_licenses(jobs, parse_licenses(self._run("scontrol", "--oneliner", "show", "licenses")))
 
-    def _with_told_gpus(self, jobs: tuple[Job, ...], nodes: tuple[Node, ...]) -> tuple[Job, ...]:
-        """The jobs, with what Slurm gave to running ones whose own requests cannot be read."""
-        asked = {job.job_id for job in jobs if job.holds_resources and job.gpus_in_doubt}
+    def _with_told_gpus(self, seen: Snapshot) -> tuple[Job, ...]:
+        """The jobs, with what Slurm gave to running ones where neither their requests nor their nodes say it."""
+        jobs = with_held_gpus(seen.jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
+        asked = in_question(jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
         if not asked:
             return jobs
         try:
-            return with_told_gpus(jobs, asked, self.held_gpus(), nodes)[0]
+            return with_told_gpus(jobs, asked, self.held_gpus(), seen.nodes)[0]
         except SlurmCommandError as exc:  # they count as in doubt, and all other figures are known
-            logger.warning("what %d job(s) hold whose requests cannot be read is not known: %s", len(asked), exc)
+            logger.warning("what %d job(s) hold is not known, and they count as they asked: %s", len(asked), exc)
             return jobs
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:

@@ -29,7 +29,13 @@ from hetstream.slurm_plugin.client.accounting import (
     times_of_queue,
     with_mig,
 )
-from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_gpu_shares, with_held_gpus, with_told_gpus
+from hetstream.slurm_plugin.client.held import (
+    ended_on_whole_nodes,
+    in_question,
+    with_gpu_shares,
+    with_held_gpus,
+    with_told_gpus,
+)
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_default_memory, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
@@ -99,9 +105,12 @@ class CommandSlurm:
         if has_accounting(snapshot):
             return with_mig(from_sacct(self._environ, start_s, end_s), snapshot, self._reader.held_gpus)
         now_s, times = time.time(), times_of_queue(self._environ)
-        jobs = with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions)
+        hides = snapshot.hides_jobs
+        found = self._reader.jobs(ended=True)
+        jobs = with_held_gpus(found, snapshot.nodes, snapshot.partitions, others_are_hidden=hides)
         jobs = with_gpu_shares(jobs, snapshot.nodes)
         asked, unknown = ended_on_whole_nodes(jobs, snapshot.nodes), frozenset[int]()
+        asked |= in_question(jobs, snapshot.nodes, others_are_hidden=hides) if hides else frozenset()
         in_doubt = {job.job_id for job in jobs if not job.gpu_types_known}
         if asked or in_doubt:
             jobs, unknown = with_told_gpus(jobs, asked | in_doubt, self._reader.held_gpus(), snapshot.nodes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetstream.hetjob.site.messages import RefuseReading, ShowReading, answer_text
-from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, hidden_by, pack
+from hetstream.slurm_plugin.client.hidden import hidden_by
+from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, pack
 from hetstream.slurm_plugin.insight.monitor import Reading
 
 

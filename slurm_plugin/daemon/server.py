@@ -48,6 +48,7 @@ from hetstream.hetjob.site.messages import (
 )
 from hetstream.hetjob.site.munge import Munge
 from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.client.hidden import hidden_by
 from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.client.users import names_of
 from hetstream.slurm_plugin.daemon.gpu_readings import GpuReadings
@@ -59,7 +60,6 @@ from hetstream.slurm_plugin.daemon.registry import Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import PolicyError, ServeError
 from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.last_reading import hidden_by
 from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.policy.choices import POLICIES
 

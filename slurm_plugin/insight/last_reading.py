@@ -1,13 +1,12 @@
 """The last reading of the cluster on its way from the site daemon to the commands that only look. Pure.
 
-The daemon packs it, `slurm_plugin/cli/reading.py` unpacks it. `hidden_by` says whether every user of the site may see
-all of it: Slurm shows users less where the site asks for that, and nobody learns more from the daemon than from Slurm.
+The daemon packs it, `slurm_plugin/cli/reading.py` unpacks it. Where Slurm shows some users less (`client/hidden.py`)
+the daemon keeps it to itself: nobody learns more from it than from Slurm.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -25,12 +24,8 @@ _MAX_BYTES = 64 << 20
 # The settings that commands look at in a reading which they need not make themselves.
 _SETTINGS = (
     "AccountingStorageEnforce", "AccountingStorageType", "ClusterName", "MCSPlugin", "MinJobAge", "PrivateData",
-    "SelectType", "SelectTypeParameters", "TopologyPlugin",
+    "SelectType", "SelectTypeParameters", "SlurmUser", "TopologyPlugin",
 )  # fmt: skip
-# Words of PrivateData about what slurmdbd and the event log say, and `cloud`, which shows more instead of less:
-# https://slurm.schedmd.com/slurm.conf.html#OPT_PrivateData
-_HIDES_NOTHING_HERE = frozenset({"", "none", "accounts", "cloud", "events", "usage", "users"})
-_NO_PLUGIN = frozenset({"", "(null)", "none", "mcs/none"})
 
 
 def pack(snapshot: Snapshot) -> bytes:
@@ -53,12 +48,3 @@ def unpack(data: bytes) -> Snapshot:
         return replace(typed_json.decode(text, Snapshot), source=SOURCE)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise SiteError(f"a reading of the site daemon is of another form: {error}") from error
-
-
-def hidden_by(config: Mapping[str, str]) -> str:
-    """The setting by which Slurm hides jobs, nodes, partitions or reservations from some users; empty if none does."""
-    private = config.get("PrivateData", "none")
-    if set(private.lower().split(",")) - _HIDES_NOTHING_HERE:
-        return f"PrivateData={private}"
-    labels = config.get("MCSPlugin", "")
-    return "" if labels.lower() in _NO_PLUGIN else f"MCSPlugin={labels}"

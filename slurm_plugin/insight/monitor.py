@@ -64,6 +64,7 @@ class Monitor:
         self._shared = shared
         self._errors: Counter[str] = Counter()
         self._success_s: float | None = None
+        self._said_hidden = False
 
     def readings(self, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> Iterator[Reading]:
         """A reading now, and then one in each interval, without end."""
@@ -78,6 +79,9 @@ class Monitor:
         observation, error = None, ""
         try:
             snapshot = self._cluster.snapshot()
+            if snapshot.hidden and not self._said_hidden:
+                self._said_hidden = True
+                logger.warning("%s: all figures are of what this user may see", snapshot.hidden)
             observation = observe(snapshot, self._wait_shares(snapshot.jobs), self._shared())
             self._success_s = snapshot.taken_s
             if self._history:

@@ -28,6 +28,7 @@ class NodeTable:
         partitions: those that the cluster has; one that is not among them allows everything.
         jobs: running ones count against MaxCPUsPerNode.
         cluster: all nodes in Slurm's order, where more than these follow each other.
+        others_are_hidden: there may be more jobs than these.
 
     Attributes:
         nodes: in the order of the arrays.
@@ -44,6 +45,8 @@ class NodeTable:
         partitions: Iterable[Partition] = (),
         jobs: Iterable[Job] = (),
         cluster: Iterable[Node] = (),
+        *,
+        others_are_hidden: bool = False,
     ) -> None:
         self.nodes = tuple(nodes)
         order = {node.name: place for place, node in enumerate(cluster)}
@@ -77,6 +80,7 @@ class NodeTable:
         self._has_owners = any(node.owner for node in self.nodes)
         self._has_labels = any(node.mcs_label for node in self.nodes)
         self.is_kept_by_some = self._has_owners or self._has_labels
+        self._others_are_hidden = others_are_hidden
         self._users: dict[tuple[int | None, str], set[str]] | None = None
         self._taken = self._cpus_taken(self._jobs)
         members: dict[str, list[int]] = {}
@@ -193,7 +197,11 @@ class NodeTable:
                 if other.is_running:
                     self._users.setdefault((other.uid, other.user), set()).update(other.nodes)
         mine = job.uid, job.user
-        return self.named(name for owner, names in self._users.items() if owner != mine for name in names)
+        found = self.named(name for owner, names in self._users.items() if owner != mine for name in names)
+        if self._others_are_hidden:
+            # Somebody has CPUs there, and this user's jobs have no node to themselves for certain.
+            found |= self.cpus_free < self.cpus
+        return found
 
     def takes_whole_nodes(self, partitions: Collection[str]) -> bool:
         """Whether a job in these partitions gets whole nodes only."""

@@ -37,6 +37,8 @@ from hetstream.slurm_plugin.insight.shapes import (
 from hetstream.slurm_plugin.render.report import duration
 
 NOT_LOOKED_AT = "not looked at"
+# There is room, as far as this user may see, and Slurm may hide what else it waits for.
+HIDDEN = "hidden"
 # Who goes first in one partition, the smallest: see `_turn_of`.
 _Place = tuple[int, int, int]
 
@@ -145,7 +147,9 @@ class Explainer:
     def _table_of(self, nodes: Iterable[Node]) -> NodeTable:
         snapshot = self._snapshot
         usable = (node for node in nodes if node.is_usable)
-        return NodeTable(usable, snapshot.partitions, snapshot.jobs, snapshot.nodes)
+        return NodeTable(
+            usable, snapshot.partitions, snapshot.jobs, snapshot.nodes, others_are_hidden=snapshot.hides_jobs
+        )
 
     def _table_for(self, reservations: str) -> NodeTable:
         """The same nodes as jobs of these reservations see them."""
@@ -425,6 +429,10 @@ class Explainer:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
             return _not_looked_at(job, now_s)
+        if hidden := self._snapshot.hidden:
+            what = "jobs ahead of it" if self._snapshot.hides_jobs else "reservations in its way"
+            text = f"{room}, as far as you may see: whether there are {what} cannot be known ({hidden})"
+            return Blocker(HIDDEN, text, "ask an operator, or look at: squeue --start")
         if job.het is not None:
             cycle = "backfill starts it in its next cycle, if it finds room for all components"
             return Blocker("scheduler", f"{room}, and no job is ahead: {cycle}")
@@ -477,6 +485,7 @@ class Explainer:
                 turn = "priority"
         if turn != "scheduler":
             return turn
+        turn = HIDDEN if self._snapshot.hidden else turn
         return self._kind_not_looked_at(job) or (NOT_LOOKED_AT if self._finds_none(job) else turn)
 
     def _ahead(self, job: Job) -> list[Job]:

@@ -166,7 +166,7 @@ def _prolog(facts: Facts) -> Iterator[Finding]:
 
 def _privacy(facts: Facts) -> Iterator[Finding]:
     private = facts.snapshot.config.get("PrivateData", "none")
-    hidden = sorted(set(private.split(",")) & {"jobs", "nodes", "partitions", "usage"})
+    hidden = sorted(set(private.split(",")) - {"", "cloud", "none"})
     if hidden:
         yield Finding(
             Level.WARNING, "PrivateData", private, f"{', '.join(hidden)} of others are hidden from ordinary users",

@@ -53,7 +53,7 @@ _CLASS_NAMES = (
 )
 # Of what pending jobs wait for: `either` is GPUs or CPUs, `turn` a place in the queue, `other` no resource.
 _GROUPS = ("GPUs", "CPUs", "either", "memory", "turn", "other")
-_TURN = ("priority", "backfill", "scheduler")
+_TURN = ("priority", "backfill", "hidden", "scheduler")
 # Waits are drawn from a minute on, in so many steps for each power of ten.
 _SHORTEST_S, DELAY_STEPS = 60.0, 40
 _LOG_SHORTEST = math.log10(_SHORTEST_S)
@@ -104,9 +104,12 @@ def unavailable(error: str, refresh_s: int) -> str:
 
 def _header(seen: Observation, cluster: str) -> str:
     taken = datetime.fromtimestamp(seen.snapshot.taken_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    hidden = f"{seen.snapshot.hidden}: all figures are of what one user may see, and there may be more"
+    hidden = f"<p>{escape(hidden)}</p>" if seen.snapshot.hidden else ""
     return (
         f"<header><h1>{escape(cluster)}</h1><p>{escape(taken)} · Slurm {escape(seen.snapshot.version)} · "
-        f"{len(seen.fragmentation.nodes):,} nodes in use, {len(seen.fragmentation.left_out):,} out of use</p></header>"
+        f"{len(seen.fragmentation.nodes):,} nodes in use, {len(seen.fragmentation.left_out):,} out of use</p>{hidden}"
+        "</header>"
     )
 
 

@@ -23,10 +23,11 @@ from hetstream.hetjob.site.messages import (
     answer_text,
 )
 from hetstream.slurm_plugin.cli.reading import DaemonFirst
+from hetstream.slurm_plugin.client.hidden import hidden_by
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.offer import Offer, offer
-from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, SOURCE, hidden_by, pack, unpack
+from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, SOURCE, pack, unpack
 from hetstream.slurm_plugin.insight.monitor import Reading
 from hetstream.slurm_plugin.insight.observation import observe
 

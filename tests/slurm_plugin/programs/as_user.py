@@ -1,6 +1,6 @@
-"""Run `hetstream daemon` as another user, to whom this Python's files may be closed: import, then give up every right.
+"""Run a command of hetstream's as another user, to whom these files may be closed: import, then give up every right.
 
-python as_user.py UID daemon --address ...
+python as_user.py UID daemon --address ...; python as_user.py UID jobs --json
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetstream.slurm_plugin.cli import build_parser
 
 if __name__ == "__main__":
     uid = int(sys.argv[1])
-    args = build_parser("daemon").parse_args(sys.argv[2:])
+    args = build_parser(sys.argv[2]).parse_args(sys.argv[2:])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     os.setgroups([])
     os.setresgid(uid, uid, uid)

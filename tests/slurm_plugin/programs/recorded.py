@@ -39,10 +39,12 @@ class Recorded:
         waiting = job("41", "PENDING", **{"tres-per-node": "gres:gpu:4", "NumCPUs": "16"})
         running = job("42", "RUNNING", NodeList="g1", StartTime=hours_ago(3), **{"tres-per-node": "gres:gpu:1"})
         self.write("queue", waiting + running)
+        self.write("job", "")
         self.write("version", f"slurm-wlm {version}.5\n")
         self.tool(
             "scontrol",
-            'for word in "$@"; do case $word in config|partition|reservation) what=$word;; node) what=${what:-node};; '
+            'for word in "$@"; do case $word in config|partition|reservation|job) what=$word;; '
+            "node) what=${what:-node};; "
             f"--json) what=node.json;; --version) what=version;; esac; done; cat {directory}/$what",
         )
         # How long its jobs have run was not recorded.

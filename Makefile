@@ -22,7 +22,7 @@ PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 
-.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers lint compiled venv slurm programs all-programs packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
+.PHONY: demo demo-dlrm test test-all test-oldest-torch test-peers style lint compiled venv slurm programs all-programs packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -53,21 +53,30 @@ demo: venv slurm
 demo-dlrm: venv
 	$(BIN)/python sbatch_templates/dlrm/demo.py
 
-lint: venv
+style: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 # Three files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there. One of the
 # three waits for Slurm most of the time (tests/sharing_out.py), so that two cores are enough.
 TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 3 --dist loadfile")
 
-# Tests start thousands of programs: none of them compiles hetstream anew, also where PYTHONDONTWRITEBYTECODE is set.
+# Tests start thousands of programs: none of them compiles hetstream anew, also where PYTHONDONTWRITEBYTECODE is set. Nor
+# does each test process rewrite the assertions of all tests, which takes it more than all else until its first test.
 compiled: venv
 	$(BIN)/python -m compileall -q hetstream hetjob mpi_dataworkers checkpoint slurm_plugin benchmarks tests
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -p no:cacheprovider --collect-only -q >/dev/null 2>&1 || true
 
-test: venv slurm programs lint compiled
-	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"
+# mypy has one core for half a minute, beside what has the other. It ends before the tests do, and is heard after them.
+test: venv slurm programs style
+	@mkdir -p build
+	@$(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
+	  $(MAKE) --no-print-directory compiled; \
+	  $(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"; tests=$$?; \
+	  wait $$types; types=$$?; cat build/mypy.txt; [ $$types = 0 ] && exit $$tests
 
 # The tests of a site with accounting need slurmdbd and MariaDB, too.
 test-all: venv slurm all-programs lint compiled test-oldest-torch

@@ -62,19 +62,16 @@ VERBS = {
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _verb_of(argv: Sequence[str]) -> str | None:
-    return next((word for word in argv if not word.startswith("-")), None)
-
-
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser; with `only`, import that verb alone and leave the others as help lines."""
+def build_parser(only: str | None = None, action: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser; with `only`, import that verb alone, and with `action` that of it, and leave the others as help
+    lines."""
     parser = argparse.ArgumentParser(prog="hetstream", description="CPU data workers for GPU jobs on Slurm.")
     parser.add_argument("--version", action="version", version=f"hetstream {hetstream.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, summary in VERBS.items():
         if only in (None, verb):
-            add_command(subparsers, verb, summary, verb)
+            add_command(subparsers, verb, summary, verb, action)
         else:
             subparsers.add_parser(verb, help=summary)
     return parser
@@ -83,8 +80,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. The console script `hetstream` is this function."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = _verb_of(arguments)
-    args = build_parser(verb if verb in VERBS else "").parse_args(arguments)
+    verb, action, *_ = *(word for word in arguments if not word.startswith("-")), None, None
+    args = build_parser(verb if verb in VERBS else "", action).parse_args(arguments)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, handlers=[handler])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hetstream.slurm_plugin.cli.commands import add_command
+from hetstream.slurm_plugin.cli.commands import add_modules
 
 # In the order of the help text; each is a module `ckpt_NAME` beside this one.
 _ACTIONS = {
@@ -17,9 +17,8 @@ _ACTIONS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb with all its actions."""
+def add_arguments(parser: argparse.ArgumentParser, only: str | None) -> None:
+    """Declare the verb with its actions, of which one may be called."""
     parser.description = "Flash checkpoints: list, check, clean up, and write them to disk."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action, text in _ACTIONS.items():
-        add_command(actions, action, text, f"ckpt_{action}")
+    add_modules(actions, _ACTIONS, {action: f"ckpt_{action}" for action in _ACTIONS}, only)

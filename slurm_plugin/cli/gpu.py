@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hetstream.slurm_plugin.cli.commands import add_command
+from hetstream.slurm_plugin.cli.commands import add_modules
 
 # In the order of the help text; each is a module `gpu_NAME` beside this one, but `resume` is one with `suspend`.
 _ACTIONS = {
@@ -19,9 +19,9 @@ _ACTIONS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb with all its actions."""
+def add_arguments(parser: argparse.ArgumentParser, only: str | None) -> None:
+    """Declare the verb with its actions, of which one may be called."""
     parser.description = "Several jobs on one GPU: a guaranteed one, and opportunistic ones that use what it leaves."
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action, text in _ACTIONS.items():
-        add_command(actions, action, text, "gpu_suspend" if action == "resume" else f"gpu_{action}")
+    modules = {action: f"gpu_{action}" for action in _ACTIONS} | {"resume": "gpu_suspend"}
+    add_modules(actions, _ACTIONS, modules, only)

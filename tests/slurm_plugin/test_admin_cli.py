@@ -224,6 +224,8 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verbs", "heavy"),
     [
+        # Each program that shares a GPU begins with one.
+        (("gpu run", "gpu coordinator", "gpu emulate", "ckpt ls", "ckpt writer"), []),
         # Those look at thousands of nodes for thousands of shapes, as arrays.
         (("frag", "jobs", "why", "advise", "report"), ["numpy"]),
         # Those are quick, and `filter` runs at each sbatch.
@@ -232,7 +234,8 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 )
 def test_no_reading_command_imports_torch_or_the_data_plane(verbs: tuple[str, ...], heavy: list[str]) -> None:
     script = (
-        f"import sys; from hetstream.slurm_plugin.cli import build_parser; [build_parser(verb) for verb in {verbs}]; "
+        "import sys; from hetstream.slurm_plugin.cli import build_parser; "
+        f"[build_parser(*verb.split()) for verb in {verbs}]; "
         "print([name for name in ('torch', 'zmq', 'numpy', 'hetstream.mpi_dataworkers.loader') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

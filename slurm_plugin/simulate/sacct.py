@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 
 from hetstream.base.text import shortened
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
-from hetstream.slurm_plugin.client.values import megabytes, moments, text_or_empty, tres
+from hetstream.slurm_plugin.client.values import megabytes, moment, moments, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
 from hetstream.slurm_plugin.simulate.lines import MOST, MOST_SHOWN, Lines, quoted, read
 from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
 
 REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
 EXPORT = (
-    "sacct --allusers --parsable2 --starttime=now-30days --format="
+    "sacct --allusers --duplicates --parsable2 --starttime=now-30days --format="
     "JobID,JobIDRaw,User,Account,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,TotalCPU,"
     "TRESUsageInAve,TimelimitRaw,AdminComment"
 )
@@ -60,6 +62,14 @@ class _Job:
     differs: str = ""  # how, where End - Start is another time than ElapsedRaw
 
 
+class _Run(NamedTuple):
+    """A line of a job, and those of its steps."""
+
+    line: int
+    record: Mapping[str, str]
+    steps: list[Mapping[str, str]]
+
+
 # Stands for a component that cannot be replayed.
 _LEFT_OUT = _Job(Usage("", "", "", "", "", 0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0.0, 0.0)
 
@@ -76,27 +86,22 @@ def read_sacct(
     names = set(lines.records[0][1]) if lines.records else set()
     if lines.records and not names & {"JobIDRaw", "JobID"}:
         raise SimulationInputError(source, ["line 1: there is no column JobIDRaw. Export with: " + EXPORT])
-    steps: dict[str, list[Mapping[str, str]]] = {}
-    rows: dict[str, tuple[int, Mapping[str, str]]] = {}
-    leader_of: dict[str, str] = {}
-    for line, record in lines.records:
-        job, _, step = (record.get("JobIDRaw") or record.get("JobID", "")).partition(".")
-        if step:
-            steps.setdefault(job, []).append(record)
-        else:
-            # A job that was requeued has a line for each of its starts; the last one is what became of it.
-            rows[job] = (line, record)
-            if component := _COMPONENT.fullmatch(record.get("JobID", "")):
-                leader_of[job] = component[1]
+    runs, leader_of = _runs(lines)
     left_out: Counter[str] = Counter()
     gangs: dict[str, list[_Job]] = {}
     in_part: Counter[str] = Counter()
-    for job, (line, record) in rows.items():
-        found = _job(lines, line, job, record, steps.get(job, ()), in_part if job in leader_of else left_out)
-        if found is not None:
-            gangs.setdefault(leader_of.get(job, job), []).append(found)
-        elif job in leader_of:
-            gangs.setdefault(leader_of[job], []).append(_LEFT_OUT)
+    num_resized = num_earlier = 0
+    for job, of_job in runs.items():
+        sizes = _sizes(of_job)[-1:] if job in leader_of else _sizes(of_job)
+        num_resized += len(sizes) > 1
+        num_earlier += len(of_job) - len(sizes)
+        for number, (line, record, steps) in enumerate(sizes, 1):
+            found = _job(lines, line, job, record, steps, in_part if job in leader_of else left_out)
+            gang = leader_of.get(job, job if number == len(sizes) else f"{job} size {number}")
+            if found is not None:
+                gangs.setdefault(gang, []).append(found)
+            elif job in leader_of:
+                gangs.setdefault(gang, []).append(_LEFT_OUT)
     whole = {job: parts for job, parts in gangs.items() if _LEFT_OUT not in parts}
     left_out["heterogeneous, of which a component did not run and end,"] += len(gangs) - len(whole)
     jobs = [_gang(job, parts) if job in leader_of.values() else parts[0] for job, parts in whole.items()]
@@ -106,6 +111,14 @@ def read_sacct(
     notes = [f"{count:,} job(s) {what} and are left out" for what, count in sorted(left_out.items()) if count]
     if lines.records and "JobID" not in names:
         notes.append("without the column JobID, components of heterogeneous jobs count as jobs of their own")
+    if num_earlier:
+        notes.append(
+            f"{num_earlier:,} earlier run(s) of requeued jobs are left out: each job counts with its last start"
+        )
+    if num_resized:
+        notes.append(
+            f"{num_resized:,} job(s) were resized: each of their sizes counts as a job, submitted when it began"
+        )
     notes += [f"{len(lines.bad):,} line(s) are wrong and left out"] if lines.bad else []
     differ = [part.differs for parts in whole.values() for part in parts if part.differs]
     if differ:
@@ -114,6 +127,44 @@ def read_sacct(
             "change or because they were suspended: ElapsedRaw counts"
         )
     return _workload(jobs, assumptions), (*notes, *_said(jobs, assumptions))
+
+
+def _runs(lines: Lines) -> tuple[dict[str, list[_Run]], dict[str, str]]:
+    """The lines of each job with those of their steps, and of each component the heterogeneous job that it is of."""
+    runs: dict[str, list[_Run]] = {}
+    leader_of: dict[str, str] = {}
+    for line, record in lines.records:
+        job, _, step = (record.get("JobIDRaw") or record.get("JobID", "")).partition(".")
+        if step:
+            if job in runs:
+                runs[job][-1].steps.append(record)
+        else:
+            runs.setdefault(job, []).append(_Run(line, record, []))
+            if component := _COMPONENT.fullmatch(record.get("JobID", "")):
+                leader_of[job] = component[1]
+    return runs, leader_of
+
+
+def _sizes(runs: Sequence[_Run]) -> list[_Run]:
+    """What became of a job: the last of its lines, and those before it that ended as it got another size.
+
+    A job that was requeued has a line for each of its starts; the last one is what became of it. 22.05 lets each size
+    begin with the job, and count from there.
+    """
+    first = len(runs) - 1
+    while first and runs[first - 1].record["State"].startswith("RESIZING"):
+        first -= 1
+    found = [*runs[first : first + 1]]
+    for before, run in pairwise(runs[first:]):
+        record = run.record
+        with contextlib.suppress(ValueError):  # a time that is none is told with its line
+            started_s, resized_s = moment(record["Start"]), moment(before.record["End"])
+            if started_s is not None and resized_s is not None and started_s < resized_s:
+                record = {**record, "Start": before.record["End"]}
+                if said := record.get("ElapsedRaw", ""):
+                    record["ElapsedRaw"] = f"{float(said) - (resized_s - started_s):.0f}"
+        found.append(run._replace(record=record))
+    return found
 
 
 def _job(

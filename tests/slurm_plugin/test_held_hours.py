@@ -9,6 +9,7 @@ import pytest
 from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Times, Usage, from_queue, usages_of
 from hetstream.slurm_plugin.client.model import Gres, Job
 from hetstream.slurm_plugin.insight.utilisation import Utilisation, Window, together
+from hetstream.slurm_plugin.simulate.traces import read_trace
 
 HOUR_S = 3600.0
 
@@ -84,3 +85,38 @@ def test_without_slurmdbd_squeue_says_how_long_jobs_ran() -> None:
     found = [hours(usage, 0.0, 3 * HOUR_S) for usage in from_queue(jobs, times=times, now_s=3 * HOUR_S)]
     assert [(one.gpu_hours, one.cpu_hours, one.num_resized) for one in found] == [(6, 4, 0), (6, 8, 1), (4, 4, 0)]
     assert hours(from_queue([job], now_s=3 * HOUR_S)[0], 0.0, 3 * HOUR_S).cpu_hours == 12
+
+
+def export(*lines: str) -> str:
+    head = "JobIDRaw|JobID|State|Submit|Start|End|ElapsedRaw|NNodes|AllocCPUS|AllocTRES\n"
+    return head + "".join(f"{line}\n" for line in lines)
+
+
+def sizes(*lines: str) -> tuple[list[tuple[float, float, float, float]], tuple[str, ...]]:
+    """Of each simulated job when it was submitted, began and ended, and its GPUs; and the notes."""
+    trace = read_trace("month.txt", export(*lines))
+    load, recorded = trace.workload, trace.workload.recorded
+    assert recorded is not None
+    rows = zip(load.submit_s, recorded.start_s, recorded.end_s, load.num_gpus, strict=True)
+    return [(float(a), float(b), float(c), float(d)) for a, b, c, d in rows], trace.notes
+
+
+@pytest.mark.parametrize(("start", "elapsed"), [("1795000010", 7210), ("1795003610", 3610)], ids=["22.05", "24.11"])
+def test_a_simulation_knows_each_size_of_a_job(start: str, elapsed: int) -> None:
+    """As slurmdbd has it: 2 GPUs for an hour, then 1 for one more."""
+    first = "7|7|RESIZING|1795000000|1795000010|1795003610|3600|1|4|cpu=4,gres/gpu=2"
+    second = f"7|7|COMPLETED|1795003610|{start}|1795007220|{elapsed}|1|2|cpu=2,gres/gpu=1"
+    found, notes = sizes(first, second)
+    assert found == [(0, 10, 3610, 2), (3610, 3610, 7220, 1)]
+    assert "1 job(s) were resized: each of their sizes counts as a job, submitted when it began" in notes
+    assert not [note for note in notes if "ElapsedRaw" in note]
+
+
+def test_a_simulation_says_which_starts_of_requeued_jobs_it_leaves_out() -> None:
+    """The size that the job had before it was requeued goes with that start."""
+    before = "7|7|RESIZING|1795000000|1795000010|1795000110|100|1|4|cpu=4,gres/gpu=2"
+    requeued = "7|7|REQUEUED|1795000110|1795000110|1795000210|100|1|2|cpu=2,gres/gpu=1"
+    last = "7|7|COMPLETED|1795000210|1795000300|1795000400|100|1|2|cpu=2,gres/gpu=1"
+    found, notes = sizes(before, requeued, last)
+    assert found == [(0, 90, 190, 1)]
+    assert "2 earlier run(s) of requeued jobs are left out: each job counts with its last start" in notes

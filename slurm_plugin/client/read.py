@@ -36,6 +36,7 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Rese
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.users import with_members
 from hetstream.slurm_plugin.client.values import NONE_WORDS, moment, whole
 from hetstream.slurm_plugin.errors import UnsupportedSlurm
 
@@ -88,7 +89,7 @@ class CommandReader:
         hidden = hidden_from_me(config, self._environ)
         seen = Snapshot(time.time(), version, source, self._with_licenses(jobs), nodes, (), config, hidden=hidden)
         jobs = self._with_told_gpus(seen)
-        reservations, partitions = self._reservations(), self._partitions()
+        reservations, partitions = with_members(self._reservations(), jobs), self._partitions()
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
         return Snapshot(

@@ -10,7 +10,7 @@ the whole node.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.hostlist import expand
@@ -60,12 +60,19 @@ def _reservation(line: str) -> Reservation | None:
         is_maintenance="MAINT" in flags,
         is_flexible="FLEX" in flags,
         is_magnetic="MAGNETIC" in flags,
-        users=tuple(filter(None, text_or_empty(row.get("Users", "")).split(","))),
-        accounts=tuple(filter(None, text_or_empty(row.get("Accounts", "")).split(","))),
+        users=_names(row, "Users"),
+        groups=_names(row, "Groups"),
+        accounts=_names(row, "Accounts"),
+        allowed_partitions=_names(row, "AllowedPartitions"),
+        qos=_names(row, "QOS"),
         cpus=tuple((name, round(number * max(1.0, threads))) for name, number in cores.items()),
         # Of which of its nodes nothing says: of each as many.
         gpus_on_node=-(-whole(kept.get("gres/gpu", "")) // len(cores)) if cores else 0,
     )
+
+
+def _names(row: Mapping[str, str], field: str) -> tuple[str, ...]:
+    return tuple(filter(None, text_or_empty(row.get(field, "")).split(",")))
 
 
 def with_reservations(
@@ -145,8 +152,10 @@ def own_reservations(job: Job, reservations: Iterable[Reservation]) -> tuple[str
         for reservation in reservations
         if reservation.is_magnetic
         and reservation.is_active
-        and _admits(reservation.users, job.user)
+        and (job.user in reservation.users if reservation.groups else _admits(reservation.users, job.user))
         and _admits(reservation.accounts, job.account)
+        and _admits(reservation.qos, job.qos)
+        and any(_admits(reservation.allowed_partitions, name) for name in job.partitions)
     )
     return ("", *admitting)
 

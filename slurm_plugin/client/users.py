@@ -1,11 +1,15 @@
-"""Users, as Slurm names them: by name, and by number where a host knows no name. Called by the daemon and commands."""
+"""Users, as Slurm names them: by name, and by number where a host knows no name. Called by all that reads jobs."""
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import os
 import pwd
+from collections.abc import Iterable
+from dataclasses import replace
 
-from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import Job, Reservation
 
 
 def names_of(uid: int) -> set[str]:
@@ -30,3 +34,37 @@ def uid_of(name: str) -> int | None:
         return pwd.getpwnam(name).pw_uid
     except KeyError:
         return None
+
+
+def with_members(reservations: Iterable[Reservation], jobs: Iterable[Job]) -> tuple[Reservation, ...]:
+    """The reservations; of those that are of groups, with the users of pending jobs who are members on this host.
+
+    Slurm names the groups alone, and slurmctld has a list of their members from its own host.
+    """
+    found, groups_of = tuple(reservations), dict[str, set[str]]()
+    if not any(reservation.groups for reservation in found):
+        return found
+    for user in {job.user for job in jobs if job.is_pending}:
+        groups_of[user] = _groups(user)
+    return tuple(
+        replace(
+            reservation,
+            users=tuple(user for user, names in sorted(groups_of.items()) if not names.isdisjoint(reservation.groups)),
+        )
+        if reservation.groups
+        else reservation
+        for reservation in found
+    )
+
+
+def _groups(user: str) -> set[str]:
+    """Names and numbers of a user's groups; none where this host does not know the user."""
+    try:
+        gids = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
+    except KeyError:
+        return set()
+    found = {str(gid) for gid in gids}
+    for gid in gids:
+        with contextlib.suppress(KeyError):
+            found.add(grp.getgrgid(gid).gr_name)
+    return found

@@ -14,8 +14,9 @@ import pytest
 
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.reservations import own_reservations, parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.users import with_members
 from hetstream.slurm_plugin.insight.fragmentation import measure
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
 
@@ -206,3 +207,30 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
         wait_until(lambda: not slurm.snapshot().jobs, 60)
         devcluster.run(["scontrol", "delete", "ReservationName=hetstream-r1"])
     wait_until(lambda: all(one.starts_jobs for one in slurm.snapshot().nodes), 60, "nodes without reservations")
+
+
+def test_whom_a_magnetic_reservation_admits() -> None:
+    """Users, members of groups, accounts, and what later releases have: partitions and QOS; `-NAME` are left out."""
+    line = (
+        "ReservationName=r StartTime=1795000000 EndTime=1795000900 Nodes=n State=ACTIVE Flags=MAGNETIC TRES=cpu=1 Users={0} "
+        "Groups={1} Accounts={2} AllowedPartitions={3} QOS={4}"
+    )
+    job = Job(1, "j", "root", ("p", "q"), "PENDING", "", 1, 1, 1, 1, 0, account="sub", qos="high")
+    other = replace(job, job_id=2, user="daemon")
+    for said, admitted in (
+        (("root", "", "", "", ""), "root"),
+        (("-root", "", "", "", ""), "daemon"),
+        (("", "root", "", "", ""), "root"),
+        (("", "nogroup,0", "", "", ""), "root"),
+        (("", "nosuchgroup", "", "", ""), ""),
+        (("", "", "sub", "", ""), "root daemon"),
+        (("", "", "-sub", "", ""), ""),
+        (("-root", "", "sub", "", ""), "daemon"),
+        (("", "", "", "x,q", "high"), "root daemon"),
+        (("", "", "", "x", ""), ""),
+        (("", "", "", "", "-high"), ""),
+        (("", "root", "", "", "low"), ""),
+    ):
+        (found,) = with_members(parse_reservations(line.format(*(word or "(null)" for word in said))), (job, other))
+        names = [each.user for each in (job, other) if "r" in own_reservations(each, [found])]
+        assert " ".join(names) == admitted, said

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hetstream.hetjob.mpi_options import processes_of_mpi
 from hetstream.hetjob.sbatch_options import TRES_CPUS
@@ -102,8 +103,8 @@ def least_cpus(
         check_variables(surroundings.environ, text)
         values, processes = Values(text.commands, {}, is_complete=text.is_complete), text.processes_per_node()
 
-        def with_cpus(number: int) -> _Of:
-            return number, values.with_given({**surroundings.environ, **allocation.variables(number)})
+        def with_cpus(number: int) -> _JobSize:
+            return _JobSize(number, values.with_given({**surroundings.environ, **allocation.variables(number)}))
 
         before = with_cpus(asked)
         for cpus in range(kept, asked):
@@ -113,7 +114,7 @@ def least_cpus(
                 why = str(error)
             else:
                 functions, was_read = functions_of(text.commands), text.was_read
-                UnderstoodCommands(before[1], functions, was_read, check_program).check_all(text.placed)
+                UnderstoodCommands(before.values, functions, was_read, check_program).check_all(text.placed)
                 return cpus, why
     except (Unknown, UnreadableText) as error:
         return None, f"{error}, so nothing proves that fewer CPUs are enough (--trainer-cpus=N says that they are)"
@@ -124,11 +125,15 @@ class _NoRoom(ValueError):
     """A step that needs more CPUs than there would be."""
 
 
-_Of = tuple[int, Values]
+class _JobSize(NamedTuple):
+    """What a job is with so many CPUs of each unit: the number, and the variables of its script then."""
+
+    cpus: int
+    values: Values
 
 
 def _check_all(
-    text: ScriptText, processes: Sequence[Word], allocation: Allocation, now: _Of, before: _Of
+    text: ScriptText, processes: Sequence[Word], allocation: Allocation, now: _JobSize, before: _JobSize
 ) -> None:  # fmt: skip
     """Whether all steps have room.
 
@@ -148,36 +153,38 @@ def _check_all(
             raise Unknown(f"{launch.where} runs {launch.launcher}: {error}") from error
     for word in processes:
         try:
-            numbers = [as_number(found) for found in now[1].of(word.text)]
+            numbers = [as_number(found) for found in now.values.of(word.text)]
         except Unknown as error:
             raise Unknown(f"line {word.line} starts processes on each node: {error}") from error
         for number in numbers:
-            if not allocation.holds(number * (allocation.nodes or 1), 1, None, now[0]):
+            if not allocation.holds(number * (allocation.nodes or 1), 1, None, now.cpus):
                 raise _NoRoom(f"line {word.line} starts {number} processes on each node, which need a CPU each")
 
 
-def _check_srun(launch: Launch, allocation: Allocation, now: _Of, before: _Of, *, is_alone: bool) -> None:
+def _check_srun(launch: Launch, allocation: Allocation, now: _JobSize, before: _JobSize, *, is_alone: bool) -> None:
     def readings(values: Values) -> list[_Needs]:
         return [_needs(options, allocation, values) for options in steps_of(launch.words, values)]
 
     def exact_sizes(found: Sequence[_Needs]) -> list[int]:
         return [tasks * cpus for step in found if step.is_exact for tasks, cpus in step.sizes]
 
-    steps = readings(now[1])
+    steps = readings(now.values)
     for step in steps:
         for tasks, cpus_per_task in step.sizes:
             what = f"{cpus_per_task} CPUs per task" if step.is_whole else f"{tasks} tasks of {cpus_per_task} CPUs"
-            if not cpus_per_task or not allocation.holds(tasks, cpus_per_task, step.nodes, now[0]):
+            if not cpus_per_task or not allocation.holds(tasks, cpus_per_task, step.nodes, now.cpus):
                 raise _NoRoom(f"{launch.where} runs srun with {what}, which needs as many in the job")
         if step.cpus_per_gpu > (
-            now[0] if allocation.unit == "cpus-per-gpu" else allocation.units * now[0] // max(1, allocation.gpus)
+            now.cpus if allocation.unit == "cpus-per-gpu" else allocation.units * now.cpus // max(1, allocation.gpus)
         ):
             raise _NoRoom(
                 f"{launch.where} runs srun with {step.cpus_per_gpu} CPUs per GPU, which needs as many in the job"
             )
     # Steps side by side share the CPUs: that is as before where each has a share of them.
     sizes = [] if is_alone else exact_sizes(steps)
-    if sizes and [size * before[0] for size in sizes] != [size * now[0] for size in exact_sizes(readings(before[1]))]:
+    if sizes and [size * before.cpus for size in sizes] != [
+        size * now.cpus for size in exact_sizes(readings(before.values))
+    ]:
         raise Unknown("steps may run side by side")
 
 
@@ -228,9 +235,9 @@ def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
     )
 
 
-def _check_mpi(launch: Launch, allocation: Allocation, now: _Of) -> None:
+def _check_mpi(launch: Launch, allocation: Allocation, now: _JobSize) -> None:
     """Of mpirun and its like the number of processes is read, each of which needs a CPU."""
-    tasks, is_per_node = processes_of_mpi(launch.words, now[1])
+    tasks, is_per_node = processes_of_mpi(launch.words, now.values)
     tasks = [number * (allocation.nodes or allocation.tasks) for number in tasks] if is_per_node else tasks
-    if not all(allocation.holds(number, 1, None, now[0]) for number in tasks or [allocation.tasks]):
+    if not all(allocation.holds(number, 1, None, now.cpus) for number in tasks or [allocation.tasks]):
         raise _NoRoom(f"{launch.where} runs {launch.launcher} with {max(tasks)} processes, which need a CPU each")

@@ -115,7 +115,7 @@ def parse_controller(text: str) -> str:
 
 def parse_gpu_spots(text: str) -> tuple[tuple[str, int], ...]:
     """Node and number of each GPU, from `scontrol --details --oneliner show job`; empty where there are two records."""
-    records = [line for line in text.splitlines() if line.startswith("JobId=")]
+    records = [line for lines in parse_text.records_of_jobs(text).values() for line in lines]
     if len(records) != 1:
         return ()
     try:

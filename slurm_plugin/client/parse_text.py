@@ -232,14 +232,20 @@ def said_of_jobs(text: str, field: str) -> dict[int, str | None]:
     A user can write a line end and a whole record, or a field, into the name of a job. Slurm's own stands beside it:
     what is said twice is in doubt.
     """
-    said: dict[int, list[list[str]]] = {}
+    found: dict[int, str | None] = {}
+    for job_id, records in records_of_jobs(text).items():
+        said = re.findall(rf"(?<!\S){field}=(\S+)", records[0])
+        found[job_id] = "".join(said) if len(records) == 1 and len(said) < 2 else None
+    return found
+
+
+def records_of_jobs(text: str) -> dict[int, list[str]]:
+    """The lines of `scontrol --oneliner show job` by the numbers of jobs; several where a user has written one."""
+    found: dict[int, list[str]] = {}
     for line in text.split("\n"):
         if match := _JOB_ID.match(line):
-            said.setdefault(int(match[1]), []).append(re.findall(rf"(?<!\S){field}=(\S+)", line))
-    return {
-        job_id: "".join(records[0]) if len(records) == 1 and len(records[0]) < 2 else None
-        for job_id, records in said.items()
-    }
+            found.setdefault(int(match[1]), []).append(line)
+    return found
 
 
 def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:

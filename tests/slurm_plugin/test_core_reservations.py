@@ -212,8 +212,8 @@ def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[.
 def test_whom_a_magnetic_reservation_admits() -> None:
     """Users, members of groups, accounts, and what later releases have: partitions and QOS; `-NAME` are left out."""
     line = (
-        "ReservationName=r StartTime=1795000000 EndTime=1795000900 Nodes=n State=ACTIVE Flags=MAGNETIC TRES=cpu=1 Users={0} "
-        "Groups={1} Accounts={2} AllowedPartitions={3} QOS={4}"
+        "ReservationName=r StartTime=1795000000 EndTime=1795000900 Nodes=n State=ACTIVE Flags=MAGNETIC "
+        "TRES=cpu=1 Users={0} Groups={1} Accounts={2} AllowedPartitions={3} QOS={4}"
     )
     job = Job(1, "j", "root", ("p", "q"), "PENDING", "", 1, 1, 1, 1, 0, account="sub", qos="high")
     other = replace(job, job_id=2, user="daemon")

@@ -358,6 +358,7 @@ class Node:
         gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
         layout: its sockets, the cores of each, and the threads of each core; zeros where nothing says so.
         cpus_per_core: 1 where Slurm counts cores as CPUs, otherwise their threads.
+        gpu_cores: cores that jobs without a GPU cannot have (RestrictedCoresPerGPU, 24.05 on).
         owner: the user, by name or number, whose jobs alone may run there now, since one of them shares with no other
             user; empty if nobody's.
         mcs_label: of the jobs that alone may run there now; empty if any may.
@@ -395,6 +396,7 @@ class Node:
     last_busy_s: float | None = None
     owner: str = ""
     mcs_label: str = ""
+    gpu_cores: int = 0
 
     @property
     def is_usable(self) -> bool:
@@ -527,6 +529,8 @@ class Partition:
         is_exclusive: each of its jobs takes whole nodes (OverSubscribe=EXCLUSIVE).
         qos: whose limits hold for all of its jobs; empty if it has none.
         jobs_per_cpu: how many may be given the same CPU (OverSubscribe=FORCE:N, YES:N).
+        all_share: they need not ask for it (FORCE).
+        max_cpus_per_socket: that one of its jobs may have; None if there is no limit (23.02 on).
     """
 
     name: str
@@ -539,6 +543,8 @@ class Partition:
     is_exclusive: bool = False
     qos: str = ""
     jobs_per_cpu: int = 1
+    all_share: bool = False
+    max_cpus_per_socket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class _Node(msgspec.Struct):
     threads: int = 0
     last_busy: _Num = None
     owner: str | None = ""
+    gpu_spec: str | None = ""
     mcs_label: str | None = ""
 
 
@@ -347,6 +348,7 @@ def _node(row: _Node) -> Node:
         cpus_per_core=cpus_per_core(row.cpus, (row.sockets, row.cores, row.threads)),
         last_busy_s=_number(row.last_busy) or None,
         owner=row.owner or "",
+        gpu_cores=read(lambda cores: len(expand(f"c[{cores}]")), row.gpu_spec, 0) if row.gpu_spec else 0,
         mcs_label=row.mcs_label or "",
     )
     return replace(node, unreadable=read.unreadable)

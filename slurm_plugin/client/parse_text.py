@@ -386,6 +386,8 @@ def _partition(row: Mapping[str, str]) -> Partition:
         is_exclusive="EXCLUSIVE" in row.get("OverSubscribe", "") or row.get("Exclusive") == "NODE",
         qos=text_or_empty(row.get("QoS", "")),
         jobs_per_cpu=whole(row.get("OverSubscribe", "").partition(":")[2], 1),
+        all_share=row.get("OverSubscribe", "").startswith("FORCE"),
+        max_cpus_per_socket=whole(row.get("MaxCPUsPerSocket", "")) or None,
     )
 
 

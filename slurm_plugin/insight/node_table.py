@@ -72,7 +72,10 @@ class NodeTable:
         self._limits = {
             partition.name: partition
             for partition in partitions
-            if partition.is_exclusive or partition.max_cpus_per_node is not None
+            if partition.is_exclusive
+            or partition.max_cpus_per_node is not None
+            or partition.max_cpus_per_socket is not None
+            or (partition.all_share and partition.jobs_per_cpu > 1)
         }
         different = {node.gres for node in self.nodes}
         self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
@@ -81,8 +84,10 @@ class NodeTable:
         self._has_labels = any(node.mcs_label for node in self.nodes)
         self.is_kept_by_some = self._has_owners or self._has_labels
         self._others_are_hidden = others_are_hidden
+        self._taken_without_gpus: Counts | None = None
         self._users: dict[tuple[int | None, str], set[str]] | None = None
         self._taken = self._cpus_taken(self._jobs)
+        self._for_gpus = self._counts(node.gpu_cores * node.cpus_per_core for node in self.nodes)
         members: dict[str, list[int]] = {}
         for place, node in enumerate(self.nodes):
             for name in node.partitions:
@@ -169,6 +174,19 @@ class NodeTable:
                 free = np.maximum(free, np.where(members, now, 0))
             self._cpus[key] = most, free
         return self._cpus[key]
+
+    def without_gpu_cores(self, cpus: Counts, cpus_free: Counts) -> tuple[Counts, Counts]:
+        """Of the CPUs that `cpus_for` tells those that a job without GPUs may have (RestrictedCoresPerGPU).
+
+        Which cores other jobs have is not known: of the others at least as many are free as jobs without GPUs leave.
+        """
+        if not self._for_gpus.any():
+            return cpus, cpus_free
+        if self._taken_without_gpus is None:
+            self._taken_without_gpus = self._given(job for job in self._jobs if not job.count("gpu"))
+        others = np.maximum(0, self.cpus - self._for_gpus)
+        left = np.maximum(0, others - self._taken_without_gpus)
+        return np.minimum(cpus, others), np.where(self._for_gpus > 0, np.minimum(cpus_free, left), cpus_free)
 
     def kept_from(self, job: Job) -> Mask:
         """The nodes where it cannot start, whatever is free: others have them, or it wants them, for one user or label.
@@ -291,6 +309,14 @@ class NodeTable:
         if limit is None:
             return self._most_cpus, self.cpus_free
         most, free = self._most_cpus, self.cpus_free
+        if limit.all_share and limit.jobs_per_cpu > 1:
+            # Each job has other CPUs than its own, once, and those of others as often as the partition says.
+            shared = np.maximum(0, most - self._given(job for job in self._jobs if job.partitions[0] != name))
+            free = np.maximum(free, np.minimum(shared, limit.jobs_per_cpu * shared - self._taken[name]))
+        if limit.max_cpus_per_socket is not None:
+            cores = limit.max_cpus_per_socket // self.cpus_per_core
+            of_sockets = np.where(self._layout[0] > 0, self._layout[0] * cores * self.cpus_per_core, most)
+            most, free = np.minimum(most, of_sockets), np.minimum(free, of_sockets)
         if limit.max_cpus_per_node is not None:
             most = np.minimum(most, limit.max_cpus_per_node)
             free = np.minimum(free, np.maximum(0, limit.max_cpus_per_node - self._taken[name]))
@@ -299,15 +325,19 @@ class NodeTable:
         return most, free
 
     def _cpus_taken(self, jobs: Iterable[Job]) -> dict[str, Counts]:
-        """CPUs that the jobs of each limited partition hold on each node; of several nodes each as many."""
-        taken = {name: np.zeros_like(self.cpus) for name in self._limits}
-        for job in jobs if taken else ():
-            if not job.holds_resources or not job.nodes or job.partitions[0] not in taken:
-                continue
-            for name in job.nodes:
-                if name in self._places:
-                    taken[job.partitions[0]][self._places[name]] += -(-job.num_cpus // len(job.nodes))
-        return taken
+        """CPUs that the jobs of each limited partition hold on each node."""
+        by_partition: dict[str, list[Job]] = {name: [] for name in self._limits}
+        for job in jobs if by_partition else ():
+            if job.partitions[0] in by_partition:
+                by_partition[job.partitions[0]].append(job)
+        return {name: self._given(members) for name, members in by_partition.items()}
+
+    def _given(self, jobs: Iterable[Job]) -> Counts:
+        """CPUs that jobs were given on each node; of several nodes each as many."""
+        shares = (
+            (name, -(-job.num_cpus // len(job.nodes))) for job in jobs if job.holds_resources for name in job.nodes
+        )
+        return self.amounts(shares)
 
     def _in(self, partitions: Iterable[str]) -> Mask:
         mask = np.zeros(len(self.nodes), dtype=np.bool_)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import SHARING, Job
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape
 
@@ -65,6 +65,8 @@ class Room:
             mine = mine & ~(kept.nodes | (kept.cpus > 0) if self.needs_whole_nodes else kept.nodes)
         self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names, shape.whole_nodes)
+        if not shape.gpus and not any(gres.name in ("gpu", *SHARING) for gres in shape.gres):
+            cpus, cpus_free = table.without_gpu_cores(cpus, cpus_free)
         if kept is not None:
             cpus_free = np.maximum(0, cpus_free - kept.cpus)
         self._cpus = cpus

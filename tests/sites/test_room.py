@@ -19,6 +19,7 @@ SETTINGS = (
     "PrivateData=cloud", "ResumeProgram=/bin/true", "SuspendProgram=/bin/true", "SuspendTime=-1", "ResumeTimeout=3600",
     "NodeName=so0 Port=19999 Sockets=2 CoresPerSocket=4 CPUs=8 RealMemory=64000 NodeAddr=127.0.0.1 State=CLOUD",
     "PartitionName=so Nodes=so0 State=UP",
+    "PartitionName=force Nodes=cpu1 OverSubscribe=FORCE:2 State=UP",
     "PartitionName=own Nodes=cpu0 ExclusiveUser=YES State=UP",
     "MCSPlugin=mcs/user", "MCSParameters=ondemandselect",
 )  # fmt: skip
@@ -117,6 +118,17 @@ def test_a_magnetic_reservation_of_a_group_is_room_for_its_members_alone(site: A
         site.cancel_all()
         site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
         site.run("scontrol", "delete", name)
+
+
+def test_cpus_that_a_partition_gives_twice_are_free_twice(site: Any) -> None:
+    """Of 2 times 16 CPUs 24 are given."""
+    running = [site.submit("-pforce", "-n12", *SMALL) for _ in range(2)]
+    site.settle(**dict.fromkeys(running, "RUNNING"))
+    job = site.submit("-pforce", "-n12", *SMALL)
+    site.settle(**{job: "PENDING Resources"})
+    assert site.blockers(job) == [
+        ("CPUs", "it needs 12 CPUs on a node; of 1 node(s) with enough memory the most free is 8 (cpu1)")
+    ]
 
 
 def test_nodes_of_closed_partitions_alone_are_not_free(site: Any) -> None:

@@ -392,3 +392,35 @@ def test_in_an_active_maintenance_its_own_jobs_start() -> None:
     assert [Explainer(snapshot).waits_for(job) for job in (inside, outside)] == ["scheduler", "nodes"]
     found = measure([theirs], [outside])
     assert ([one.name for one in found.left_out], found.nodes) == (["r"], ())
+
+
+def test_what_a_partition_and_gpus_keep_of_a_node_is_no_room() -> None:
+    """Of 16 CPUs on 2 sockets: 6 a socket, or those that GPUs leave, or each twice."""
+    node = Node("n", frozenset({"MIXED"}), ("p",), 16, 10, 1000, 0, layout=(2, 8, 1))
+    running = replace(_cpus_of(1, 10), state="RUNNING", nodes=("n",), job_id=1)
+
+    def free(partition: Partition, wanted: int, *, gpus: int = 0, on: Node = node) -> str:
+        job = replace(_cpus_of(7, wanted), gres_per_node=(Gres("gpu", "", gpus),) if gpus else ())
+        snapshot = Snapshot(1.0, "24.11", "t", (running, job), (on,), (partition,))
+        return Explainer(snapshot).waits_for(job)
+
+    plain = Partition("p", ())
+    assert [free(plain, wanted) for wanted in (6, 7)] == ["scheduler", "CPUs"]
+    sockets = replace(plain, max_cpus_per_socket=6)
+    assert [free(sockets, wanted) for wanted in (6, 7, 12, 13)] == ["scheduler", "CPUs", "CPUs", "size"]
+    # 10 of the first row are given, and all 16 of the second are not; with whom it shares is not its own choice.
+    forced = replace(plain, jobs_per_cpu=2, all_share=True)
+    assert [free(forced, wanted) for wanted in (6, 16, 17)] == ["scheduler", "scheduler", "size"]
+    assert free(replace(plain, jobs_per_cpu=2), 16) == "CPUs"
+    elsewhere = replace(running, partitions=("other",))
+    job = _cpus_of(7, 7)
+    snapshot = Snapshot(1.0, "24.11", "t", (elsewhere, job), (replace(node, partitions=("p", "other")),), (forced,))
+    assert Explainer(snapshot).waits_for(job) == "CPUs"
+    # 4 cores are for jobs with GPUs: of the other 12 the running job has 10.
+    for_gpus = replace(node, gpu_cores=4, gres=(Gres("gpu", "", 4),))
+    assert [free(plain, wanted, on=for_gpus) for wanted in (2, 3, 13)] == ["scheduler", "CPUs", "size"]
+    assert free(plain, 3, gpus=1, on=for_gpus) == "scheduler"
+
+
+def _cpus_of(job_id: int, cpus: int) -> Job:
+    return Job(job_id, "j", "alice", ("p",), "PENDING", "Priority", 1, cpus, 1, cpus, 0)

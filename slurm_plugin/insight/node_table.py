@@ -309,7 +309,7 @@ class NodeTable:
         if limit is None:
             return self._most_cpus, self.cpus_free
         most, free = self._most_cpus, self.cpus_free
-        if limit.all_share and limit.jobs_per_cpu > 1:
+        if limit.all_share and limit.jobs_per_cpu > 1 and not self._others_are_hidden:
             # Each job has other CPUs than its own, once, and those of others as often as the partition says.
             shared = np.maximum(0, most - self._given(job for job in self._jobs if job.partitions[0] != name))
             free = np.maximum(free, np.minimum(shared, limit.jobs_per_cpu * shared - self._taken[name]))

@@ -35,9 +35,11 @@ def node(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Node]:
 class Gang:
     """A job of two processes."""
 
-    def __init__(self, node: Node, job_class: str, gpus: Sequence[str], wait_ms: float = 0) -> None:
+    def __init__(
+        self, node: Node, job_class: str, gpus: Sequence[str], wait_ms: float = 0, *, data_workers: str = "fork"
+    ) -> None:
         self.node, self.losses = node, node.directory / f"{job_class}-losses"
-        argv = [*TORCHRUN, str(TRAIN_RANKS), "100000", "64", str(wait_ms), str(self.losses)]
+        argv = [*TORCHRUN, str(TRAIN_RANKS), "100000", "64", str(wait_ms), str(self.losses), data_workers]
         self.program = node.share(job_class, ",".join(gpus), argv)
 
     def made(self, rank: int) -> list[str]:
@@ -70,7 +72,7 @@ def pauses(node: Node, gang: Gang, goes_on: Callable[[], None]) -> None:
 def test_two_ranks_share_two_gpus_beside_a_guaranteed_job_on_one_of_them(node: Node, tmp_path: Path) -> None:
     """Each has an agent, its children have none; a coordinator that dies stops both; what they compute is as alone."""
     coordinator = node.coordinate()
-    gang = Gang(node, "opportunistic", node.gpus)
+    gang = Gang(node, "opportunistic", node.gpus, data_workers="spawn")
     gang.goes_on(3)
     assert [(gpu, one.rank) for gpu, one in gang.rows()] == [(node.gpus[0], 0), (node.gpus[1], 1)]
     stops = node.fault("agent.boundary", "stop", 80)  # in a mini-batch, for all that others know

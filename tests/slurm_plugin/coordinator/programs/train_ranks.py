@@ -1,7 +1,8 @@
 """A training program of several processes that knows nothing of sharing: each prints a line with the loss of each step.
 
 Its ranks are torchrun's or srun's. Arguments: how many steps, the width of the model, milliseconds of waiting for data
-before each step, and where the lines go: LOSSES.RANK. DataLoader workers of both kinds are there, too.
+before each step, and where the lines go: LOSSES.RANK. DataLoader workers are there, too: forked ones, and where a fifth
+argument is `spawn`, spawned ones. Those load torch anew; without them their batch is made here, the same one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,9 @@ def main() -> None:
     torch.manual_seed(rank)
     rows = TensorDataset(torch.randn(64, width))
     # Before there are threads, which a forked process would lack.
-    loaders = [DataLoader(rows, 64, num_workers=1, multiprocessing_context=kind) for kind in ("fork", "spawn")]
+    forked = DataLoader(rows, 64, num_workers=1, multiprocessing_context="fork")
+    spawned: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"} if "spawn" in sys.argv[5:] else {}
+    loaders = [forked, DataLoader(rows, 64, **spawned)]
     batch = torch.cat([next(iter(loader))[0] for loader in loaders])
     torch.manual_seed(0)
     if "MASTER_ADDR" in os.environ:

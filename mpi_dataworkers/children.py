@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,35 @@ def begin_child(parent: int) -> bool:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     return True
+
+
+def stop_at_signals(stop: Callable[[], object]) -> None:
+    """Call a function when this process is to end; what user code forks has Python's own handlers, and ends at once.
+
+    So `multiprocessing`'s `terminate()` and `Pool` work in samples. While a process is forked the signals wait: Python
+    forgets in the new one what has come for a handler of its parent.
+    """
+    held = threading.local()
+
+    def handle(*_: object) -> None:
+        stop()
+
+    def before() -> None:
+        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+
+    def after_in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        after()
+
+    for number in END_SIGNALS:
+        signal.signal(number, handle)
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 def go_first() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
 import sys
 import threading
 import traceback
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
+from hetstream.mpi_dataworkers.children import stop_at_signals
 from hetstream.mpi_dataworkers.errors import ServiceEnded, ServiceError
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
@@ -98,7 +98,6 @@ def _work(address_file: Path, cache_bytes: int, num_threads: int, trainers: _Tra
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     options = WorkerOptions(cache_bytes, num_threads, over_mpi=True)
     worker = DataWorker(service, WorkerStart(secrets.token_hex(16)), options, partial(has_ended, address_file))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.stop())
+    stop_at_signals(worker.stop)
     trainers.tell(worker)
     worker.run()

@@ -37,6 +37,7 @@ from hetstream.mpi_dataworkers.children import (
     end_group,
     fork_child,
     is_signalled,
+    stop_at_signals,
 )
 from hetstream.mpi_dataworkers.errors import ServiceEnded
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
@@ -365,8 +366,7 @@ class _Supervisor:
         keep_freed_memory()
         try:
             worker = DataWorker(self._service, start, self._options, self._has_ended, page, self._exchange, loaded)
-            for number in END_SIGNALS:
-                signal.signal(number, lambda *_: worker.stop())
+            stop_at_signals(worker.stop)
             worker.run()
             if worker.wants_renewal:
                 return FRESH_PROCESS

@@ -27,6 +27,7 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.forks import ForksEndHere
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
@@ -446,7 +447,8 @@ def make_step(
     while True:
         kept, their_seeds = leave_out(indices, seeds, without(policy, failures.left_out))
         try:
-            batch = pipeline.make_batch(kept, their_seeds, watched, form=form) if len(kept) else None
+            with ForksEndHere():
+                batch = pipeline.make_batch(kept, their_seeds, watched, form=form) if len(kept) else None
             return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
         except SampleError as error:
             if failures.note("", describe_failure(error), policy) is Verdict.RAISE:

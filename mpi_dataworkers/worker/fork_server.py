@@ -33,11 +33,11 @@ from hetstream.mpi_dataworkers.children import (
     is_signalled,
     is_stopped,
 )
+from hetstream.mpi_dataworkers.forks import ForksEndHere
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
-from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
 from hetstream.mpi_dataworkers.worker.watch import Answer, StackFile, WorkPage
 

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.forks import ForksEndHere
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import (
@@ -42,7 +43,6 @@ from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.earlier import EarlierStage
-from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
 from hetstream.mpi_dataworkers.worker.gather import Gatherer
 from hetstream.mpi_dataworkers.worker.indices import indices_of, place_of
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone

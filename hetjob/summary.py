@@ -92,7 +92,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
     made = "all of them" if 0 < local == steps else f"{local} steps"
     taken = f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}"
-    return f"{taken}{_moved(loaders, steps)}, {processes}"
+    return f"{taken}{_moved(loaders, steps)}{_compared(loaders)}, {processes}"
 
 
 def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:
@@ -101,6 +101,14 @@ def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:
     if not steps or not (moved or spared):
         return ""
     return f", moved operators add {moved / steps:,.0f} bytes to a batch and spare {spared / steps:,.0f}"
+
+
+def _compared(loaders: Sequence[Mapping[str, Any]]) -> str:
+    """The evidence that data workers make what the program makes; empty where no loader was asked for it."""
+    compared, differing = (
+        sum(loader.get(name, 0) for loader in loaders) for name in ("compared_steps", "differing_steps")
+    )
+    return f", {compared} steps compared with the program's own, {differing} differed" if compared else ""
 
 
 def _companions(summary: Mapping[str, Any]) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 from hetstream.base.imports import when_imported
 from hetstream.base.own_job import other_job
 
-_MARK = "_hetstream_stands_in"
+# On a loader class that was patched. Of torch's it has, by class, what torch's iterators were before: programs and
+# libraries change them for their own loaders, and those of hetstream (`PlainLoader`) are to be torch's.
+MARK = "_hetstream_stands_in"
 
 
 def install() -> None:
@@ -42,7 +44,7 @@ def _patch(module: ModuleType) -> None:
     or make an iterator without it.
     """
     loader_kind: Any = module.DataLoader
-    if _MARK in vars(loader_kind):
+    if MARK in vars(loader_kind):
         return
     get_iterator = loader_kind._get_iterator
 
@@ -55,6 +57,8 @@ def _patch(module: ModuleType) -> None:
         return iterator
 
     iterator_kind: Any = module._BaseDataLoaderIter
+    kinds = iterator_kind, module._SingleProcessDataLoaderIter, module._MultiProcessingDataLoaderIter
+    as_torch = {kind: dict(vars(kind)) for kind in kinds}
     begin = iterator_kind.__init__
 
     @functools.wraps(begin)
@@ -66,14 +70,14 @@ def _patch(module: ModuleType) -> None:
 
     loader_kind._get_iterator = _get_iterator
     iterator_kind.__init__ = __init__
-    setattr(loader_kind, _MARK, True)
+    setattr(loader_kind, MARK, as_torch)
     _announce()
 
 
 def _patch_ours(module: ModuleType) -> None:
     """Look on where our DataLoader begins to iterate: it streams by itself, and the model's forward is to move, too."""
     loader_kind: Any = module.DataLoader
-    if _MARK in vars(loader_kind):
+    if MARK in vars(loader_kind):
         return
     begin = loader_kind.__iter__
 
@@ -84,7 +88,7 @@ def _patch_ours(module: ModuleType) -> None:
         return iterator
 
     loader_kind.__iter__ = __iter__
-    setattr(loader_kind, _MARK, True)
+    setattr(loader_kind, MARK, True)
 
 
 def _follow(connection: Any, num_workers: int) -> None:

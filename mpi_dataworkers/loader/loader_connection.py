@@ -25,6 +25,7 @@ from hetstream.mpi_dataworkers.config import (
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
 from hetstream.mpi_dataworkers.loader import batch_stages, optimizer_calls
+from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
@@ -64,7 +65,8 @@ class ServiceOptions:
         buffer_bytes: finished batches to hold ahead of the training loop; None: what the environment says.
         skipped: what becomes of samples that fail.
         divides: the ranks divide the data among them.
-        local_after_failure: a step whose pipeline no data worker can use is made here; else it raises.
+        canary: compares some steps with the program's own.
+        local_after_failure: what data workers raise is looked at: where the program does not, `Differs` is raised.
     """
 
     service: str | None
@@ -74,6 +76,7 @@ class ServiceOptions:
     buffer_bytes: int | None = None
     skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(ErrorPolicy(), None))
     divides: bool = False
+    canary: Canary | None = None
     local_after_failure: bool = False
 
 
@@ -93,6 +96,7 @@ class LoaderConnection:
         local_workers: with persistent_workers, torch's worker processes, which are kept from pass to pass.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
+        canary: as given.
         has_features: its batch stage is a part of the loader's features; no forward stage goes with it.
         closed: it has left the service, or the interpreter ends.
     """
@@ -104,7 +108,7 @@ class LoaderConnection:
         self.pipeline = pipeline
         self.skipped = options.skipped
         self.shared = options.shared
-        self.local_after_failure = options.local_after_failure
+        self.canary, self.local_after_failure = options.canary, options.local_after_failure
         self.timeout_s = timeout_s
         self.min_window = min_window
         # The client, which may outlive this object, holds these two, and not this object.
@@ -193,6 +197,8 @@ class LoaderConnection:
             self.sent_pipelines.with_stages(self.sent_pipelines.last, pipeline)
         self.pipeline = pipeline
         self.local_workers = None  # the processes that it kept have the stages before
+        if self.canary is not None:
+            self.canary.forget_witness()
 
     def deliver(self, step: int, batch: Any, again: Callable[[], MakesAgain | None] | None = None) -> Any:
         """What the program gets of a batch: without the `extra` of a `StagedBatch`, and changed by `on_extra`.

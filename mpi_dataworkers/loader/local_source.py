@@ -11,7 +11,14 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.loader.local_workers import FailedStep, LocalWorkers, ShardEnd, early_end, read_shards
+from hetstream.mpi_dataworkers.loader.local_workers import (
+    FailedStep,
+    LocalWorkers,
+    ShardEnd,
+    early_end,
+    read_shards,
+    request_of,
+)
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
@@ -102,8 +109,7 @@ class LocalSource:
 def _steps_to_make(connection: LoaderConnection, order: Order, seeds: PassSeeds, first_step: int) -> Iterator[Any]:
     """What torch's processes are given for each step."""
     for step in itertools.count(first_step):
-        indices = order.indices(step)
-        if indices is None:
+        request = request_of(order, step, seeds, connection.skipped.policy)
+        if request is None:
             return
-        their_seeds = order.seeds(step, indices, seeds)
-        yield seeds, step, indices, their_seeds, connection.skipped.policy, order.form(step)
+        yield request

@@ -9,6 +9,8 @@ Both give for each step the `MadeStep` and a snapshot of the shard's reader, or 
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +21,13 @@ import torch.utils.data
 from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.mpi_dataworkers.hook.patch import MARK
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.step_indices import Order
 from hetstream.mpi_dataworkers.loader.user_errors import made_at
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
+from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
@@ -63,7 +68,19 @@ class ShardEnd:
     """In the place of a step: the shard whose turn it was has no more."""
 
 
-class _StepDataset(torch.utils.data.Dataset[Any]):
+# What a `StepDataset` is asked for: the seeds of the pass, the step, and what `make_step` takes beside the pipeline.
+StepRequest = tuple[Any, ...]
+
+
+def request_of(order: Order, step: int, seeds: PassSeeds, policy: ErrorPolicy) -> StepRequest | None:
+    """What makes a step in one of torch's processes; None after the last. Draws the program's sampler up to it."""
+    indices = order.indices(step)
+    if indices is None:
+        return None
+    return seeds, step, indices, order.seeds(step, indices, seeds), policy, order.form(step)
+
+
+class StepDataset(torch.utils.data.Dataset[Any]):
     """Steps as elements: lets torch's own worker processes run the pipeline, a batch an element."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -72,26 +89,47 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
         self._here: Pipeline | None = None  # in the trainer
 
     def __getitem__(self, request: Any) -> Any:
+        try:
+            return self.make(request)
+        except SampleError as error:
+            return FailedStep(error.user_error(), in_trainer=self._entered is None)
+
+    def make(self, request: StepRequest) -> tuple[MadeStep, bytes]:
+        """Make a step.
+
+        Raises:
+            SampleError: user code raised for it.
+        """
         seeds, step, *work = request
         info = torch.utils.data.get_worker_info()
         if info is not None and self._entered is None:
             self._entered = EnteredPipeline(self._pipeline, info.id, is_torchs=True)
-        try:
-            if self._entered is not None:
-                return make_step(self._entered.enter(seeds, step), *work), b""
-            if self._here is None:
-                self._here = self._pipeline.with_own_generators()
-                if seeds.workers is not None:
-                    self._here = with_origins_of(self._here, seeds.workers)
-            with generators_kept(self._here.own_generators):
-                return make_step(self._here, *work), b""
-        except SampleError as error:
-            return FailedStep(error.user_error(), in_trainer=self._entered is None)
+        if self._entered is not None:
+            return make_step(self._entered.enter(seeds, step), *work), b""
+        if self._here is None:
+            self._here = self._pipeline.with_own_generators()
+            if seeds.workers is not None:
+                self._here = with_origins_of(self._here, seeds.workers)
+        with generators_kept(self._here.own_generators):
+            return make_step(self._here, *work), b""
 
 
 def no_collate(batch: Any) -> Any:
     """The batch as it is: torch's own DataLoader gets whole ones."""
     return batch
+
+
+@functools.cache
+def _iterator_class(kind: Any) -> Any:
+    """A class of torch's iterators, of which nothing is changed."""
+    base = torch_dataloader._BaseDataLoaderIter
+    as_torch = vars(torch_dataloader.DataLoader).get(MARK) or {each: vars(each) for each in (base, kind)}
+    methods, of_base = (
+        {name: value for name, value in as_torch[each].items() if isinstance(value, types.FunctionType)}
+        for each in (kind, base)
+    )
+    # Behind `kind`, whose `super()` looks for the next class: there the methods of torch's base hide what it has now.
+    return type(kind.__name__, (kind, type(base.__name__, (base,), of_base)), methods)
 
 
 class PlainLoader(_TorchLoader):  # type: ignore[misc]
@@ -100,8 +138,8 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
     _iterator: Any
 
     def _get_iterator(self) -> Any:
-        kind = torch_dataloader._MultiProcessingDataLoaderIter
-        return kind(self) if self.num_workers else torch_dataloader._SingleProcessDataLoaderIter(self)
+        several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter
+        return _iterator_class(several if self.num_workers else single)(self)
 
     def __iter__(self) -> Any:
         if not self.persistent_workers:
@@ -124,7 +162,7 @@ class BeginWorker:
         enter_worker(self.pipeline, self.base_seed, worker_id, begins=True)
 
 
-class _CurrentSteps:
+class CurrentSteps:
     """The sampler of torch's DataLoader: the steps of the pass that began last."""
 
     def __init__(self) -> None:
@@ -143,10 +181,10 @@ class LocalWorkers:
     """
 
     def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any]) -> None:
-        self._steps = _CurrentSteps()
+        self._steps = CurrentSteps()
         self._current: weakref.ref[object] | None = None
         self._loader = PlainLoader(
-            _StepDataset(pipeline),
+            StepDataset(pipeline),
             batch_size=None,
             sampler=self._steps,
             collate_fn=no_collate,

@@ -82,6 +82,11 @@ def _combination_rules(options: LoaderOptions) -> Iterator[str]:
     is_divided = options.is_iterable or options.asks_for_shards or options.sharing is not None
     if options.gpu_stage is not None and is_divided:
         yield "gpu_stage with an IterableDataset, sharding, visitation, in_order or sharing: give batch_stage instead"
+    if options.verify is True and (is_divided or options.gpu_stage is not None):
+        yield (
+            "verify with an IterableDataset, sharding, visitation, in_order, sharing or gpu_stage: no step of it can "
+            "be made here alone"
+        )
     if options.quarantine_dir is not None and options.on_error != "quarantine":
         yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
     if options.pipeline_name is not None and options.sharing is None:

@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.config import (
     service_from_environment,
 )
 from hetstream.mpi_dataworkers.loader.batch_stages import picklable_stage
+from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.device import check_device, is_cuda_missing
 from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.feature_options import features_or_none
@@ -120,6 +121,8 @@ class LoaderOptions:
             counts.
         quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
             HETSTREAM_QUARANTINE_DIR, else no file is written.
+        verify: have a worker process of torch make two steps of the first pass and one of each later pass, too, and
+            compare; a difference raises `PipelineError`, which names the field and both values.
         batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
             workers or here; what it returns is the batch. Random generators are seeded before it from (seed, epoch,
             step). `set_batch_stage` changes it between two steps.
@@ -184,6 +187,7 @@ class LoaderOptions:
     max_attempts: int = field(default=3, metadata=must_be(whole(1, 100)))
     sample_timeout_s: float = field(default=300.0, metadata=must_be(seconds_limit))
     quarantine_dir: str | os.PathLike[str] | None = field(default=None, metadata=must_be(folder))
+    verify: bool = field(default=False, metadata=must_be(among(True, False)))
 
     batch_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
     gpu_stage: Callable[[Any], Any] | None = field(default=None, metadata=must_be(picklable_stage))
@@ -286,6 +290,7 @@ class LoaderOptions:
             buffer_bytes=self.buffer_bytes,
             skipped=SkippedSamples(self.error_policy(), self.quarantine_file(identity), not self.is_iterable),
             divides=not self.is_listed and identity.world_size > 1,
+            canary=Canary(self.persistent_workers, self.multiprocessing_context) if self.verify else None,
         )
 
     def torch_keywords(self, world_size: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.loader.canary import ComparedPass, Differs
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
@@ -21,15 +22,16 @@ from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionReque
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead
 from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
-from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error, summary_of
+from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error
 from hetstream.mpi_dataworkers.ops.iterable import Shard
-from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, generators_kept
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, describe_failure, generators_kept
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
+    Failure,
     ListedOrder,
     PlannedOrder,
     ShardOrder,
@@ -66,12 +68,20 @@ class RemoteSource:
         self._sessions: list[LoaderSession] = []  # of each slot
         self._readers: dict[int, ShardReader | RankReader] = {}  # of shards whose steps are made here
         self._apart: dict[int, StepsApart] = {}  # of shards with steps that a data worker was at when it was lost
+        self._compared: ComparedPass | None = None
+        self._differs: tuple[int, str] | None = None  # what `Differs` says; it would hold this object in its frames
 
     def begin(self) -> None:
         """Open the sessions; batches start to come at once."""
         for slot in self.shards.slots:
             self._sessions.append(self._open_session(slot))
         self._draw(taking=False)
+        connection, order = self._connection, self.shards.order
+        if connection.canary is not None and order is not None:
+            policy, num_known = connection.skipped.policy, order.num_known
+            self._compared = ComparedPass(
+                connection.canary, connection.pipeline, self.shards, policy, num_known, connection.pinned
+            )
 
     def _open_session(self, slot: Slot) -> LoaderSession:
         """Open a session at a shard's position."""
@@ -110,6 +120,8 @@ class RemoteSource:
         self._sent = connection.sent_pipelines.with_stages(self._sent, connection.pipeline)
         self._readers.clear()
         self._close_apart(*self._apart)
+        if self._compared is not None:  # its process has the stages before
+            self._compared.close()
         if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
             for session in self._sessions:
                 self._client.close_session(session)
@@ -135,6 +147,9 @@ class RemoteSource:
     def _draw(self, taking: bool) -> None:
         if self._sampler is not None:
             self._sampler.draw(self._client, self._sessions[0], taking)
+            order = self.shards.order
+            if self._compared is not None and order is not None and self._compared.wanted < order.num_known:
+                self._compared.ask(order.num_known)
 
     def _go_on_as_child(self) -> None:
         """In a process that was forked in the middle of the pass: go on from there with a session of its own."""
@@ -150,17 +165,38 @@ class RemoteSource:
         """Wait for the next step; see `StepSource`."""
         shards = self.shards
         while shards.slots:
+            if self._differs is not None:
+                raise Differs(*self._differs)
             slot_index, step = self._next_step()
             if isinstance(step, Ended):
                 self._end_shard(slot_index, step)
                 continue
             next_step = self._sessions[slot_index].buffer.position
             if isinstance(step, Delivered):
+                if self._compared is not None and self._compared.due < next_step:
+                    self._compare(self._compared, next_step - 1, step)
                 shards.took(slot_index, next_step, step.snapshot)
                 return step
             shards.took(slot_index, next_step)
             raise rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, next_step - 1)
         return None
+
+    def _compare(self, compared: ComparedPass, number: int, step: Delivered) -> None:
+        """Compare a step with the program's own, if it is one of those to compare.
+
+        Raises:
+            Differs: it is another.
+        """
+        difference = compared.difference(number, step)
+        if difference is not None:
+            self._connection.count(compared_steps=1, differing_steps=bool(difference))
+        if difference:
+            self._differ(number, difference)
+
+    def _differ(self, number: int, reason: str) -> NoReturn:
+        self._end_comparing()
+        self._differs = number, reason
+        raise Differs(number, reason)
 
     def _next_step(self) -> tuple[int, Step | Ended]:
         """The next step, or the end of a shard, and the number of its slot."""
@@ -170,12 +206,28 @@ class RemoteSource:
         chosen, step = self._take_from(candidates)
         slot_index = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
-            return slot_index, self._made_instead(slot_index, step)
-        if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.local_after_failure:
-            self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
-            return slot_index, self._made_here(slot_index, step.step) or step
-        self._client.say_streaming()
+            number = step.step
+            made = self._made_instead(slot_index, step)
+            if isinstance(made, LocalFailure):
+                self._look_at_failure(number, describe_failure(made.error))
+            return slot_index, made
+        if isinstance(step, BatchFailed):
+            self._look_at_failure(step.step, step.failure)
+        else:
+            self._client.say_streaming()
         return slot_index, step
+
+    def _look_at_failure(self, step: int, failure: Failure) -> None:
+        """Raise what user code raised only if it would have raised it without data workers.
+
+        Raises:
+            Differs: it may not be raised.
+        """
+        if not self._connection.local_after_failure or self._compared is None:
+            return
+        if why := self._compared.failed(step, failure):
+            self._connection.count(compared_steps=1, differing_steps=1)
+            self._differ(step, why)
 
     def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
         """Wait for the next step of one of the sessions, and count the steps that were lost before it.
@@ -291,6 +343,7 @@ class RemoteSource:
 
     def close(self) -> None:
         """Close the sessions."""
+        self._end_comparing()
         self._close_apart(*self._apart)
         sessions, self._sessions = self._sessions, []
         for session in sessions:
@@ -298,6 +351,11 @@ class RemoteSource:
 
     def abandon(self) -> None:
         """Have the connection's thread close the sessions."""
+        self._end_comparing()
         self._close_apart(*self._apart)
         for session in self._sessions:
             self._client.abandon(session)
+
+    def _end_comparing(self) -> None:
+        if self._compared is not None:
+            self._compared.close()

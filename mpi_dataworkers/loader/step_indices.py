@@ -69,6 +69,11 @@ class PlannedSteps:
         self.wire_order = order_of(plan, rank)
         self._plan = plan
 
+    @property
+    def num_known(self) -> int:
+        """Steps whose samples are known now."""
+        return self.num_steps
+
     def indices(self, step: int) -> Indices | None:
         """Sample indices of a step, or None after the last."""
         return self._plan.indices(step, self.wire_order.rank) if step < self.num_steps else None
@@ -129,6 +134,11 @@ class ListedSteps:
         self._digests = {0: b""}  # of all that was drawn before a step
         self._next = 0
         self._last: tuple[int, TakenStep] | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Steps that were drawn."""
+        return self._next
 
     def indices(self, step: int) -> Indices | None:
         """Sample indices of a step, or None after the last.
@@ -245,6 +255,11 @@ class PartlyListedSteps(ListedSteps):
         self.reason = self._refusal(drawn).rstrip(".")
         self.unlisted = itertools.chain([drawn], self._iterator)
         self.num_steps = self._next
+
+    def from_step(self, step: int) -> Iterator[Any]:
+        """What the sampler gives from a step on that was not taken: what was drawn already, and then the others."""
+        drawn = [self._forms[number].given(self._drawn[number]) for number in range(step, self._next)]
+        return itertools.chain(drawn, self._iterator if self.unlisted is None else self.unlisted)
 
 
 Order = PlannedSteps | ListedSteps

@@ -22,9 +22,10 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.loader.canary import Canary, Differs
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
+from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
@@ -140,7 +141,13 @@ def _make(loader: Any, service: str | None) -> LoaderConnection:
         # Every rank's sampler speaks for itself, so ranks need not meet, and must not collide.
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
     # Alone the program works, so what fails in data workers does not end it.
-    options = ServiceOptions(service=service, identity=identity, description={}, local_after_failure=True)
+    options = ServiceOptions(
+        service=service,
+        identity=identity,
+        description={},
+        canary=Canary(loader.persistent_workers),
+        local_after_failure=True,
+    )
     return make_connection(loader, options, begins=loader.num_workers > 0)
 
 
@@ -193,6 +200,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._sent = sent
         self._streamed: PassIterator | None = None
         self._plain: Iterator[Any] | None = None
+        self._torchs: tuple[PlainLoader, CurrentSteps] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
         super().__init__(loader)
@@ -238,32 +246,43 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             source = LocalSource(connection, shards, self._options)
         self._streamed = PassIterator(connection, source, owner=self._kept)
         if self._order.num_steps == 0 and self._order.unlisted is not None:
-            self._go_on_locally(self._order.unlisted)
+            self._go_on_locally(self._order.unlisted, self._order.reason)
 
     def _next_data(self) -> Any:
         if self._streamed is not None:
             try:
+                if self._kept.connection is None:  # another iterator of this loader has left the service
+                    self._go_on_locally(self._order.from_step(self._streamed.shards.position), "")
+                    return self._next_data()
                 return next(self._streamed)
+            except Differs as found:
+                self._go_on_locally(self._order.from_step(found.step), str(found))
             except StopIteration:
                 if self._order.unlisted is None:
                     raise
-            self._go_on_locally(self._order.unlisted)
+                self._go_on_locally(self._order.unlisted, self._order.reason)
         if self._plain is None:
             raise StopIteration
         return next(self._plain)
 
-    def _go_on_locally(self, unlisted: Iterator[Any]) -> None:
+    def _go_on_locally(self, steps: Iterator[Any], reason: str) -> None:
         """From here on torch makes the steps, in this pass and in those that follow."""
         if self._streamed is not None:
             self._streamed.close()
             self._streamed = None
-        _say_local(type(self._dataset).__name__, self._order.reason)
+        if self._kept.connection is not None:
+            _say_local(type(self._dataset).__name__, reason)
         self._kept.stay_local()
-        self._plain = self._made_by_torch(unlisted)
+        self._plain = self._made_by_torch(steps)
 
     def _made_by_torch(self, steps: Iterator[Any]) -> Iterator[Any]:
-        generator = torch.Generator()
-        generator.set_state(self._before_base_seed)  # it gives torch's worker processes the base seed of this pass
-        sampler = {"batch_sampler": steps} if self._auto_collation else {"batch_size": None, "sampler": steps}
-        options = self._options | {"persistent_workers": False, "generator": generator, "collate_fn": self._collate_fn}
-        return iter(PlainLoader(self._dataset, **sampler, **options))
+        if self._torchs is None:
+            generator = torch.Generator()
+            generator.set_state(self._before_base_seed)  # it gives torch's worker processes the base seed of this pass
+            current = CurrentSteps()
+            sampler = {"batch_sampler": current} if self._auto_collation else {"batch_size": None, "sampler": current}
+            options = self._options | {"generator": generator, "collate_fn": self._collate_fn}
+            self._torchs = PlainLoader(self._dataset, **sampler, **options), current
+        torchs, current = self._torchs
+        current.steps = steps
+        return iter(torchs)

@@ -222,6 +222,8 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elapsed_s: time inside sessions, with the waits; of the open one, up to its last step.
         moved_bytes: of what operators that a partitioner has moved have computed, in these batches.
         spared_bytes: of these batches' tensors that were not sent, because only such operators read them.
+        compared_steps: that were made from the program's own objects, too, and compared.
+        differing_steps: those of them that were not the same.
     """
 
     epochs: int = 0
@@ -240,6 +242,8 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: int = 0
     moved_bytes: int = 0
     spared_bytes: int = 0
+    compared_steps: int = 0
+    differing_steps: int = 0
 
 
 class EmbeddingLookups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

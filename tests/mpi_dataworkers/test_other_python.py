@@ -267,11 +267,13 @@ def test_under_the_hook_what_data_workers_cannot_import_is_made_in_the_trainer(t
     (tmp_path / "train.py").write_text(program)
     done = run(tmp_path, sys.executable, "train.py")
     assert (done.returncode, done.stdout) == (0, "sum 780\n"), done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if "working locally, because data workers cannot" in line]
+    (said,) = [line for line in done.stderr.splitlines() if "stays local: step 0 of data workers" in line]
+    assert "the step: PipelineError: " in said
     assert "No module named 'compiled_for_gpu_nodes'" in said
+    assert said.endswith(" in place of 4 samples")
     assert f"on {os.uname().nodename}, {sys.prefix}/bin/python" in said
     assert str(this_interpreter()).partition(", ")[2] in said, "the versions"
-    assert "10 steps, 40 samples, all of them made in the trainer" in done.stderr
+    assert "1 steps compared with the program's own, 1 differed" in done.stderr
     (loader,) = json.loads((tmp_path / "summary.json").read_text())["loaders"]
     line = next(number for number, text in enumerate(program.splitlines(), 1) if text.startswith("for batch in"))
     assert loader["title"] == f"Numbers train.py:{line}", "where the program iterates, not where torch does"

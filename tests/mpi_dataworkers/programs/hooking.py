@@ -27,8 +27,8 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         changed.setattr(_Iterator, "__init__", _Iterator.__init__)
         changed.setattr(OurDataLoader, "__iter__", OurDataLoader.__iter__)
         for kind in (DataLoader, OurDataLoader):
-            changed.setattr(kind, patch._MARK, True, raising=False)
-            delattr(kind, patch._MARK)
+            changed.setattr(kind, patch.MARK, True, raising=False)
+            delattr(kind, patch.MARK)
         changed.setenv("HETSTREAM_IN_PROCESS_LOADERS", "1")
         if service is not None:
             changed.setenv("HETSTREAM_SERVICE", service)

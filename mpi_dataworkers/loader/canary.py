@@ -1,0 +1,306 @@
+"""The canary: compares some steps of data workers with what torch's own worker process makes of them.
+
+What can differ in another process is not known beforehand: a library's registry, a global switch, what `__getstate__`
+leaves out, a file on another node. So it is looked for in each run. When a pass begins, one worker process is started
+as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps of torch's
+first worker, in each later pass one step at random. What it makes is compared before the program gets the step. What
+a data worker raises is looked at in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
+from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, request_of
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.user_errors import summary_of
+from hetstream.mpi_dataworkers.loader.witness import Made, NotMade, Witness
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, generators_kept
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Of a loader: what a program sets up at its first sample shows at the second step.
+_FIRST_STEPS = 2
+_NEVER = sys.maxsize
+# What ended a data worker is not tried in a child of the trainer.
+_DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
+# Of processes that were forked in mid-pass: torch would join there what is no child of theirs.
+_left_alone: list[Witness] = []
+
+
+class Differs(PipelineError):
+    """Data workers make of a step something else than the program.
+
+    Args:
+        step: its number in the pass; it was not given to the program.
+        reason: what differs, on one line.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+class Canary:
+    """Chooses the steps of a loader that are compared, and remembers what its comparisons have found.
+
+    Args:
+        is_kept: the loader has `persistent_workers`.
+        multiprocessing_context: of the loader.
+    """
+
+    def __init__(self, is_kept: bool = False, multiprocessing_context: Any = None) -> None:
+        self._is_kept, self._context = is_kept, multiprocessing_context
+        self._kept: Witness | None = None
+        self._random = random.Random()  # the program's own generators are left alone
+        self._num_compared = self._most_steps = 0
+        self._varying: set[str] = set()
+        self._said: set[str] = set()
+
+    def steps_of_pass(self, first: int, distance: int) -> list[int]:
+        """Steps to compare in a pass that begins with step `first`; torch's first worker makes each `distance`-th."""
+        if self._num_compared < _FIRST_STEPS:
+            return [first + distance * number for number in range(_FIRST_STEPS - self._num_compared)]
+        return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
+
+    def witness(self, pipeline: Pipeline) -> Witness:
+        """The process of a pass that begins."""
+        if self._kept is not None:
+            return self._kept
+        made = Witness(pipeline, self._is_kept, self._context)
+        self._kept = made if self._is_kept else None
+        return made
+
+    def forget_witness(self) -> None:
+        """Begin with a new process: the pipeline has other stages."""
+        self._kept = None
+
+    def other_witness(self, pipeline: Pipeline) -> Witness:
+        """A process beside that of the pass."""
+        return Witness(pipeline, False, self._context)
+
+    def difference(self, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
+        """How a step of data workers differs from torch's own; empty where it does not.
+
+        What torch's own worker makes anew at each attempt, a time or a number of the system, says nothing.
+
+        Args:
+            found: of data workers.
+            expected: of torch's own worker.
+            once_more: gives the same of another worker.
+
+        Raises:
+            NotMade: it cannot.
+        """
+        if found.failure is None and expected.failure is not None and expected.failure.is_final:
+            raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
+        differences = self._compared(found, expected)
+        if differences:
+            again = once_more()
+            if _outcome(again) != _outcome(expected):  # it fails at times
+                differences = self._compared(found, again)
+            elif varying := {each.field for each in self._compared(again, expected)}:
+                self._varying |= varying
+                self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
+        return next((str(each) for each in differences if each.field not in self._varying), "")
+
+    def _compared(self, found: Made, expected: Made) -> list[Difference]:
+        outcomes = _outcome(found), _outcome(expected)
+        if outcomes[0] != outcomes[1]:
+            return [Difference("the step", *map(_summary, (found, expected)))]
+        if found.failure is not None and expected.failure is not None:
+            is_same = found.failure.text == expected.failure.text
+            return [] if is_same else self._new([Difference("its exception", *map(_summary, (found, expected)))])
+        try:
+            with generators_kept():
+                comparison = compare(found.batch, expected.batch)
+        except Exception as error:
+            raise NotMade(f"{type(error).__name__}: {error}") from error
+        if comparison.not_compared:
+            self.say(f"no rule compares {', '.join(comparison.not_compared[:3])}", "no rule")
+        return self._new(comparison.differences)
+
+    def _new(self, differences: list[Difference]) -> list[Difference]:
+        return [each for each in differences if each.field not in self._varying]
+
+    def compared(self) -> None:
+        """Note that a step was compared."""
+        self._num_compared += 1
+
+    def end(self, num_steps: int) -> None:
+        """End a pass of which so many steps were taken."""
+        self._most_steps = max(self._most_steps, num_steps)
+
+    def say(self, line: str, about: str = "") -> None:
+        """Say what is not compared, once for each thing that it is about."""
+        if about not in self._said:
+            self._said.add(about)
+            _log.warning("hetstream: not all of a step can be compared with the program's own: %s", line)
+
+
+class ComparedPass:
+    """The steps of one pass that are compared.
+
+    Args:
+        canary: of the loader.
+        pipeline: of the program.
+        shards: the steps.
+        policy: what becomes of samples that fail.
+        num_known: steps below it can be asked for.
+        pinned: puts a batch into pinned memory where the loader pins.
+
+    Attributes:
+        due: a step from this one on is to be given to `difference`.
+        wanted: `ask` is to be called when this step can be asked for.
+    """
+
+    def __init__(
+        self,
+        canary: Canary,
+        pipeline: Pipeline,
+        shards: PassShards,
+        policy: ErrorPolicy,
+        num_known: int,
+        pinned: Callable[[Any], Any],
+    ) -> None:
+        self._canary, self._pipeline, self._policy, self._pinned = canary, pipeline, policy, pinned
+        self._shards, self._first = shards, shards.position
+        self._process = os.getpid()
+        self._steps = canary.steps_of_pass(self._first, pipeline.num_workers)  # to compare, in order
+        self._num_asked = self._num_missed = 0  # of these; of all that were made here
+        self._witness: Witness | None = None
+        self._is_kept = False  # for more failures
+        if self._steps:
+            self._witness = canary.witness(pipeline)
+            self._do(lambda witness: witness.begin(self._requests(num_known)))
+        self._note_next()
+
+    def _requests(self, num_known: int) -> list[StepRequest]:
+        """Of the steps that can be asked for by now, and were not."""
+        steps = [step for step in self._steps[self._num_asked :] if step < num_known]
+        self._num_asked += len(steps)
+        return [self._request(step) for step in steps]
+
+    def _request(self, step: int) -> StepRequest:
+        shards = self._shards
+        request = None if shards.order is None else request_of(shards.order, step, shards.seeds, self._policy)
+        assert request is not None
+        return request
+
+    def _note_next(self) -> None:
+        self.due = self._steps[0] if self._steps else _NEVER
+        self.wanted = self._steps[self._num_asked] if self._num_asked < len(self._steps) else _NEVER
+
+    def _do(self, work: Callable[[Witness], _T]) -> _T | None:
+        """Let the worker process do something; where it cannot, compare no more in this pass, and give None."""
+        try:
+            if self._witness is not None and os.getpid() == self._process:
+                return work(self._witness)
+        except NotMade as error:
+            self._canary.say(str(error))
+        self._drop()
+        return None
+
+    def _drop(self) -> None:
+        """Compare no more in this pass."""
+        self._steps, self._num_asked = [], 0
+        if self._witness is not None and os.getpid() != self._process:
+            _left_alone.append(self._witness)
+        self._witness = None
+        self._note_next()
+
+    def ask(self, num_known: int) -> None:
+        """Ask for steps that can be asked for by now."""
+
+        def ask_all(witness: Witness) -> None:
+            for request in self._requests(num_known):
+                witness.ask(request)
+
+        self._do(ask_all)
+        self._note_next()
+
+    def difference(self, step: int, delivered: Delivered) -> str | None:
+        """How a step that was delivered differs from the program's own, on one line.
+
+        Returns:
+            The line; "" where nothing differs, None where the step was not compared.
+        """
+        is_compared = False
+        while self._steps and self._steps[0] <= step:
+            is_compared = self._steps.pop(0) == step and self._num_asked > 0
+            self._num_asked = max(0, self._num_asked - 1)
+        found: str | None = None
+        if is_compared:
+            made = Made.of(delivered.num_samples, delivered.payload)
+            found = self._do(lambda witness: self._difference(witness, step, made))
+        if found is not None and delivered.origin != "local":
+            self._canary.compared()
+        elif found is not None:  # made here of what data workers were sent, it says nothing of their processes
+            self._num_missed += 1
+            self._steps.append(max([step, *self._steps]) + (self._pipeline.num_workers << self._num_missed - 1))
+        if not self._steps and not self._is_kept:
+            self._drop()
+        self._note_next()
+        return found
+
+    def _difference(self, witness: Witness, step: int, found: Made) -> str:
+        expected = self._as_pinned(witness.made(step))
+        difference = self._canary.difference(found, expected, lambda: self._once_more(witness, step))
+        return difference and f"step {step} of data workers is not the program's own: {difference}"
+
+    def _once_more(self, witness: Witness, step: int) -> Made:
+        """What another process, started now, makes of a step after all that the first one made before it."""
+        other = self._canary.other_witness(self._pipeline)
+        other.begin(witness.requests.up_to(step))
+        return self._as_pinned(other.made(step))
+
+    def _as_pinned(self, made: Made) -> Made:
+        return made if made.batch is None else msgspec.structs.replace(made, batch=self._pinned(made.batch))
+
+    def failed(self, step: int, failure: Failure) -> str:
+        """Look at what a data worker raised.
+
+        Returns:
+            Why it may not be raised, on one line; "" where the program would raise the same.
+        """
+        if failure.error_type == _DIED:
+            return ""
+        self._is_kept = True
+        if self._witness is None:
+            self._process = os.getpid()
+            self._witness = self._canary.other_witness(self._pipeline)
+            self._do(lambda witness: witness.begin([self._request(step)]))
+        elif not self._witness.has(step):
+            self._do(lambda witness: witness.ask(self._request(step)))
+        found = Made(0, None, failure)
+        difference = self._do(lambda witness: self._difference(witness, step, found))
+        return f"data workers cannot make step {step}: {summary_of(failure)}" if difference is None else difference
+
+    def close(self) -> None:
+        """End the pass, which may be in its middle."""
+        self._canary.end(self._shards.position - self._first)
+        self._drop()
+
+
+def _outcome(made: Made) -> tuple[Any, ...]:
+    """What became of a step, but for the batch and the text of an exception."""
+    return (made.num_samples,) if made.failure is None else made.failure.error_type
+
+
+def _summary(made: Made) -> str:
+    """The same on one line, and the text."""
+    if made.failure is None:
+        return f"{made.num_samples} samples"
+    return f"{made.failure.error_type[1]}: {summary_of(made.failure)}"

@@ -1,0 +1,219 @@
+"""One of torch's own worker processes, which makes steps that are compared with those of data workers; see `canary`."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.data._utils import signal_handling
+
+from hetstream.mpi_dataworkers.children import go_first
+from hetstream.mpi_dataworkers.loader.local_workers import (
+    PlainLoader,
+    StepDataset,
+    StepRequest,
+    no_collate,
+)
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.wire.messages import Failure
+
+_signals: Any = signal_handling
+
+# For a step. torch's own loader would wait without end.
+_TIMEOUT_S = 300.0
+
+
+class NotMade(Exception):
+    """There is nothing to compare with: the worker process died, or gave no step in time."""
+
+
+class Made(msgspec.Struct, frozen=True):
+    """What became of a step.
+
+    Attributes:
+        num_samples: in the batch.
+        batch: as the program gets it; None without samples, and where it raised.
+        failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
+    """
+
+    num_samples: int
+    batch: Any
+    failure: Failure | None = None
+
+    @classmethod
+    def of(cls, num_samples: int, payload: Any) -> Made:
+        """A step that was made. What moved operators add to it may differ in its last bits from host to host."""
+        return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload)
+
+
+def _made_of(answer: Any) -> Made:
+    """A step from the answer of `_WitnessSteps`, a child of this process."""
+    if isinstance(answer, Failure):
+        return Made(0, None, answer)
+    loaded = pickle.loads(answer)
+    return Made.of(loaded.num_samples, loaded.batch)
+
+
+class _WitnessSteps(StepDataset):
+    """The steps of a witness. What its samples print and write is shown by data workers, and not twice."""
+
+    _has_begun = False
+
+    def __getitem__(self, request: Any) -> Any:
+        if not self._has_begun:
+            self._has_begun = True
+            go_first()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in (1, 2):
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+        if request is None:
+            return None
+        is_made = False
+        try:
+            made, _ = self.make(request)
+            is_made = True
+            # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
+            return bytes(ForkingPickler.dumps(made))
+        except Exception as error:  # noqa: BLE001, user code may raise anything
+            return describe_failure(error, is_final=is_made)
+
+
+class _Requests:
+    """The steps that a witness is asked for: what torch's loader draws from its sampler, two steps ahead.
+
+    Beside the witness, not of it: torch's loader holds it, and must not hold the witness, with which the process ends.
+
+    Attributes:
+        asked: in the life of the process.
+        under_way: of this pass, with None in the place of a step that nobody had asked for yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[StepRequest] = []
+        self.under_way: collections.deque[int | None] = collections.deque()
+        self._to_ask: collections.deque[StepRequest] = collections.deque()
+
+    def begin(self, requests: Sequence[StepRequest]) -> None:
+        """Forget those of the pass before."""
+        self.under_way.clear()
+        self._to_ask = collections.deque(requests)
+
+    def add(self, request: StepRequest) -> None:
+        """Ask for one more."""
+        self._to_ask.append(request)
+
+    def __iter__(self) -> Iterator[StepRequest | None]:
+        while True:
+            request = self._to_ask.popleft() if self._to_ask else None
+            self.under_way.append(None if request is None else request[1])
+            if request is not None:
+                self.asked.append(request)
+            yield request
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.under_way or any(step == request[1] for request in self._to_ask)
+
+    def up_to(self, step: int) -> list[StepRequest]:
+        """All that were asked for up to a step of this pass."""
+        last = max(place for place, request in enumerate(self.asked) if request[1] == step)
+        return self.asked[: last + 1]
+
+
+class Witness:
+    """One of torch's own worker processes: it makes steps from the program's own objects as they are when it starts.
+
+    It works while the program goes on, and `made` waits for it.
+
+    Args:
+        pipeline: of the program.
+        is_kept: it outlives a pass, as with `persistent_workers`.
+        multiprocessing_context: of the loader.
+
+    Attributes:
+        requests: what it was asked for.
+    """
+
+    def __init__(self, pipeline: Pipeline, is_kept: bool, multiprocessing_context: Any) -> None:
+        self.requests = _Requests()
+        self._loader = PlainLoader(
+            _WitnessSteps(pipeline),
+            batch_size=None,
+            sampler=self.requests,
+            collate_fn=no_collate,
+            generator=torch.Generator(),  # its own, so that the program's generators are not advanced
+            num_workers=1,
+            prefetch_factor=2,
+            persistent_workers=is_kept,
+            multiprocessing_context=multiprocessing_context,
+        )
+        self._made: dict[int, Made] = {}
+        self._answers: Iterator[Any] = iter(())
+
+    def begin(self, requests: Sequence[StepRequest]) -> None:
+        """Begin a pass with some of its steps; starts the process, or goes on with the one that was kept.
+
+        Raises:
+            NotMade: it cannot be started.
+        """
+        self._made.clear()
+        self.requests.begin(requests)
+        try:
+            self._answers = iter(self._loader)
+        except Exception as error:  # of torch or the system; with start method "spawn" also of what it pickles
+            raise NotMade(f"no worker process can be started: {error}") from error
+        # As else its death would be an exception of torch in whatever the trainer does then.
+        iterator: Any = self._answers
+        if iterator._worker_pids_set:
+            _signals._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+
+    def ask(self, request: StepRequest) -> None:
+        """Have one more step of the pass made.
+
+        Raises:
+            NotMade: as `made`.
+        """
+        self.requests.add(request)
+        if self.requests.under_way[0] is None:
+            self._take()
+
+    def has(self, step: int) -> bool:
+        """Whether a step of this pass was asked for."""
+        return step in self._made or step in self.requests
+
+    def made(self, step: int) -> Made:
+        """Wait for a step that was asked for.
+
+        Raises:
+            NotMade: the process died, gave no answer in time, or makes the steps of another pass by now.
+        """
+        if not self.has(step):
+            raise NotMade("another iteration of this loader has begun")
+        while step not in self._made:
+            self._take()
+        return self._made[step]
+
+    def _take(self) -> None:
+        """Take the oldest answer; torch's loader then draws the next request."""
+        iterator: Any = self._answers
+        # torch's own wait does not end when the process does, unless its death may be an exception anywhere.
+        worker, answers = iterator._workers[0], iterator._worker_result_queue._reader
+        if answers not in connection.wait([answers, worker.sentinel], _TIMEOUT_S):
+            ended = "gave no step in time" if worker.is_alive() else f"ended with exit code {worker.exitcode}"
+            raise NotMade(f"torch's own worker process {ended}")
+        try:
+            answer = next(self._answers)
+            step = self.requests.under_way.popleft()
+            if step is not None:
+                self._made[step] = _made_of(answer)
+        except Exception as error:  # of torch, and of user code that makes the batch's objects anew
+            raise NotMade(f"{type(error).__name__}: {error}".partition("\n")[0]) from error

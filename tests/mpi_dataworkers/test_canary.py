@@ -1,0 +1,124 @@
+"""What data workers make is compared with what the program makes, in each run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetstream import DataLoader as OwnLoader
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.hook import environment
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [("unsent.py", []), ("left.py", []), ("left.py", ["spawn"])],
+    ids=["what it has set up", "how it reads", "how it starts processes"],
+)
+def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
+    program: str, arguments: list[str], three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    source = (PROGRAMS / program).read_text()
+    plain = run_program(source, tmp_path, *arguments)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    found = run_program(source, tmp_path, *arguments, **environment(three.name, {}))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr
+    assert "Traceback" not in found.stderr
+
+
+class Sound:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index) + torch.rand(())
+
+
+class Forgetful(Sound):
+    """Its pickle is another one."""
+
+    factor = 3
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"factor": 1}
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.tensor(index * self.factor)}
+
+
+class Timed(Sound):
+    """No process makes its samples twice."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"at": time.time_ns(), "x": index}
+
+
+class Unfinished(Sound):
+    """One of torch's own worker processes of this trainer ends of it."""
+
+    def __init__(self) -> None:
+        self.trainer = os.getpid()
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getppid() == self.trainer and multiprocessing.parent_process() is not None:
+            os._exit(3)
+        return index
+
+
+def test_verify_of_our_own_loader_names_what_differs(three: Any) -> None:
+    with OwnLoader(Forgetful(), batch_size=4, service=three.name, verify=True) as loader:
+        steps = iter(loader)
+        for _ in range(2):  # no other step comes in its place
+            with pytest.raises(PipelineError, match="step 0 of data workers is not the program's own") as raised:
+                next(steps)
+        assert str(raised.value).endswith("batch['x'].flatten()[1]: 1 in place of 3 (3 of 4 elements differ)")
+        assert loader.stats()["differing_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said", "num_compared"),
+    [
+        (Timed(), "batch['at'][] is another one each time that torch's own worker makes it", 2),
+        (Unfinished(), "torch's own worker process ended with exit code 3", 0),
+    ],
+)
+def test_what_cannot_be_compared_is_said_once_and_harms_nobody(
+    dataset: Any, said: str, num_compared: int, three: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OwnLoader(dataset, batch_size=2, service=three.name, verify=True, collate_fn=as_they_are) as loader:
+        assert [len(list(loader)) for _ in range(3)] == [6, 6, 6]
+        assert loader.stats()["differing_steps"] == 0
+        assert loader.stats()["compared_steps"] >= num_compared
+    lines = [message for message in caplog.messages if "not all of a step can be compared" in message]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def as_they_are(samples: list[Any]) -> Any:
+    return samples if isinstance(samples[0], int) else {"at": [sample["at"] for sample in samples]}
+
+
+def test_verify_compares_two_steps_of_the_first_pass_and_one_of_each_later_one(three: Any) -> None:
+    with OwnLoader(Sound(), batch_size=2, service=three.name, verify=True, shuffle=True) as loader:
+        for pass_number in range(4):
+            assert len([*loader]) == 6
+            stats = loader.stats()
+            streamed = stats["steps"] - stats["local_steps"]
+            if streamed == 6 * (pass_number + 1):  # else the first were made here, and there was nothing to compare
+                assert (stats["compared_steps"], stats["differing_steps"]) == (2 + pass_number, 0)
+
+
+@pytest.mark.parametrize("keywords", [{"sharing": "lossless"}, {"in_order": False}, {"gpu_stage": abs}])
+def test_verify_is_refused_where_no_step_can_be_made_alone(keywords: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError, match="verify with an IterableDataset"):
+        OwnLoader(Sound(), batch_size=2, verify=True, **keywords)

@@ -59,6 +59,7 @@ class Suite:
         loader: what takes the place of torchdata's StatefulDataLoader, as `module.Class`; "" to leave it.
         data_workers: under `hetstream run` with so many; None without.
         plain: the suite without hetstream that this one is compared with.
+        is_in_process: its loaders have num_workers=0: they stay local unless the user asks otherwise.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Suite:
     loader: str = ""
     data_workers: int | None = None
     plain: str = ""
+    is_in_process: bool = False
 
     @property
     def is_scripts(self) -> bool:
@@ -102,9 +104,10 @@ SUITES = {
             ("accelerate/test_data_loader.py",),
             data_workers=2,
             plain="accelerate",
+            is_in_process=True,
         ),
         Suite("accelerate-scripts", "accelerate.test_utils.scripts with two ranks", _SCRIPTS),
-        Suite("accelerate-scripts-hook", "the same under the hook", _SCRIPTS, "", 2, "accelerate-scripts"),
+        Suite("accelerate-scripts-hook", "the same under the hook", _SCRIPTS, "", 2, "accelerate-scripts", True),
         Suite("speechbrain", "SpeechBrain's test_dataloader.py", ("speechbrain/test_dataloader.py",)),
         Suite(
             "speechbrain-hook",
@@ -259,6 +262,7 @@ def _run_python(
     command = [sys.executable, *arguments]
     if suite.data_workers is not None:
         command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--data-workers", str(suite.data_workers)]
+        command += ["--stream-in-process-loaders"] * suite.is_in_process
         command += ["--json", str(directory / _SUMMARY), "--", sys.executable, *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
     # No display, no network, and no GPU, so that each run is like the other.

@@ -45,6 +45,7 @@ _OURS = os.path.dirname(os.path.abspath(hetstream.__file__))
 _LIBRARY_SETTINGS = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     ("PIL.Image", "MAX_IMAGE_PIXELS"),
+    ("torch.utils.data._utils.collate", "default_collate_fn_map"),
 )
 
 

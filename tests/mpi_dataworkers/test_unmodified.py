@@ -21,6 +21,7 @@ import torch
 from hooking import assert_no_local_step, connection_of, hooked, sent_pipelines_of
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.hook import environment, patch
@@ -328,6 +329,24 @@ def test_a_class_that_makes_its_own_iterators_stays_local_and_says_so_once(caplo
         "DataLoader._get_iterator for one"
     )
     assert said == f"hetstream: a DataLoader over Numbers stays local: {reason}"
+
+
+class Points(programs.Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return slice(index, index + 1)
+
+
+def of_slices(batch: list[slice], *, collate_fn_map: Any = None) -> Any:
+    del collate_fn_map
+    return torch.tensor([each.start for each in batch])
+
+
+def test_what_a_program_registers_for_collating_is_there(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, slice, of_slices)
+    with hooked(three.name, monkeypatch):
+        loader = DataLoader(Points(4), 2, num_workers=1)
+        assert epochs(loader, 2) == [[[0, 1], [2, 3]]] * 2
+        assert_no_local_step(loader)
 
 
 def test_iter_may_be_wrapped_as_libraries_do(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,7 +402,9 @@ class Node:
     def is_usable(self) -> bool:
         """Whether new jobs can start on it as soon as there is room."""
         # On a node in maintenance the jobs of that reservation start, as on others that are reserved.
-        return self.states <= (STARTS_JOBS | MAINTENANCE if self.reservation else STARTS_JOBS)
+        allowed = STARTS_JOBS | MAINTENANCE if self.reservation else STARTS_JOBS
+        # One that is coming up does not answer yet, and 24.11 says so.
+        return self.states <= (allowed | {"NOT_RESPONDING"} if "POWERING_UP" in self.states else allowed)
 
     @property
     def starts_jobs(self) -> bool:

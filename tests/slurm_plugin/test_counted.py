@@ -64,6 +64,12 @@ def test_each_word_of_a_node(word: str, starts: bool) -> None:
     assert Explainer(snapshot).explain(job).fits_on == (("n",) if starts else ())
 
 
+def test_a_node_that_is_coming_up_need_not_answer_yet() -> None:
+    for states, starts in (({"MIXED", "POWERING_UP", "NOT_RESPONDING"}, True), ({"MIXED", "NOT_RESPONDING"}, False)):
+        node = Node("n", frozenset(states), ("gpu",), 16, 4, 1000, 200, (Gres("gpu", "", 4),), (Gres("gpu", "", 1),))
+        assert node.starts_jobs == starts
+
+
 def test_marks_behind_a_state_are_words() -> None:
     """As the compact forms of Slurm write them."""
     marks = {"IDLE*": False, "IDLE~": True, "IDLE#": True, "IDLE%": False, "IDLE$": False, "MIXED@": True,

@@ -154,6 +154,13 @@ def test_hdf5(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_compared(tmp_path: Path) -> None:
+    rows = run("compared", tmp_path, "hetstream, compared,torch")
+    assert {"hetstream, compared", "torch DataLoader"} <= set(rows)
+    assert all(row["value"] is not None for row in rows.values()), rows
+
+
+@pytest.mark.slow
 def test_coordinated(tmp_path: Path) -> None:
     rows = run("coordinated", tmp_path, "hetstream")
     assert all(row["value"] is not None for row in rows.values()), rows

@@ -35,6 +35,7 @@ from hetstream.slurm_plugin.devcluster.record import ClusterRecord
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from tests.huge_pages import move_into_huge_pages
 
 pytest_plugins = ("tests.skips",)
 
@@ -93,6 +94,12 @@ def pytest_collection_finish() -> None:
     """Modules and tests are there until the end: collecting garbage, as leak checks do, does not look at them again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_forks() -> None:
+    """Before each module, as what is written to while a child lives is in small pages afterwards."""
+    move_into_huge_pages()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import os
 import resource
@@ -19,15 +20,20 @@ from hetstream.base import web
 from hetstream.base.places import Places
 from hetstream.base.web import Document, WebServer
 
-LARGE = Document("text/plain", "x" * (64 << 20))
+
+@functools.cache
+def document(path: str) -> Document | None:
+    """What the server shows; the large one is made when it is first asked for."""
+    contents = {"/": lambda: "here\n", "/large": lambda: "x" * (64 << 20)}
+    return Document("text/plain", contents[path]()) if path in contents else None
 
 
 @pytest.fixture
 def server() -> Iterator[WebServer]:
-    shown = {"/": Document("text/plain", "here\n"), "/large": LARGE}
-    server = WebServer("127.0.0.1", 0, lambda path, _: shown.get(path))
+    server = WebServer("127.0.0.1", 0, lambda path, _: document(path))
     yield server
     server.close()
+    document.cache_clear()
 
 
 def connect(server: WebServer) -> socket.socket:

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import torch
+import without_compiler  # noqa: F401
 
 steps, width, wait_ms = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 torch.set_num_threads(1)  # sums of floats depend on it

@@ -26,18 +26,17 @@ from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import Made, NotMade, Witness
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, generators_kept
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Of a loader: what a program sets up at its first sample shows at the second step.
+# Of a loader; until so many were compared, those of the next pass are its first ones, too.
 _FIRST_STEPS = 2
 _NEVER = sys.maxsize
-# What ended a data worker is not tried in a child of the trainer.
+# A step that has ended data workers may end whoever makes it.
 _DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
-# Of processes that were forked in mid-pass: torch would join there what is no child of theirs.
-_left_alone: list[Witness] = []
 
 
 class Differs(PipelineError):
@@ -66,13 +65,16 @@ class Canary:
         self._kept: Witness | None = None
         self._random = random.Random()  # the program's own generators are left alone
         self._num_compared = self._most_steps = 0
-        self._varying: set[str] = set()
         self._said: set[str] = set()
 
     def steps_of_pass(self, first: int, distance: int) -> list[int]:
-        """Steps to compare in a pass that begins with step `first`; torch's first worker makes each `distance`-th."""
+        """Steps to compare in a pass that begins with step `first`; torch's first worker makes each `distance`-th.
+
+        Of a loader the first two of all, as what differs seldom shows in one, and the second of that worker, as what
+        a program sets up at its first sample shows there.
+        """
         if self._num_compared < _FIRST_STEPS:
-            return [first + distance * number for number in range(_FIRST_STEPS - self._num_compared)]
+            return sorted({first, first + 1, first + distance})
         return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
 
     def witness(self, pipeline: Pipeline) -> Witness:
@@ -87,9 +89,9 @@ class Canary:
         """Begin with a new process: the pipeline has other stages."""
         self._kept = None
 
-    def other_witness(self, pipeline: Pipeline) -> Witness:
+    def other_witness(self, pipeline: Pipeline, has_limit: bool = False) -> Witness:
         """A process beside that of the pass."""
-        return Witness(pipeline, False, self._context)
+        return Witness(pipeline, False, self._context, has_limit)
 
     def difference(self, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
         """How a step of data workers differs from torch's own; empty where it does not.
@@ -106,15 +108,14 @@ class Canary:
         """
         if found.failure is None and expected.failure is not None and expected.failure.is_final:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
-        differences = self._compared(found, expected)
+        differences, varying = self._compared(found, expected), set[str]()
         if differences:
             again = once_more()
             if _outcome(again) != _outcome(expected):  # it fails at times
                 differences = self._compared(found, again)
             elif varying := {each.field for each in self._compared(again, expected)}:
-                self._varying |= varying
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
-        return next((str(each) for each in differences if each.field not in self._varying), "")
+        return next((str(each) for each in differences if each.field not in varying), "")
 
     def _compared(self, found: Made, expected: Made) -> list[Difference]:
         outcomes = _outcome(found), _outcome(expected)
@@ -122,7 +123,7 @@ class Canary:
             return [Difference("the step", *map(_summary, (found, expected)))]
         if found.failure is not None and expected.failure is not None:
             is_same = found.failure.text == expected.failure.text
-            return [] if is_same else self._new([Difference("its exception", *map(_summary, (found, expected)))])
+            return [] if is_same else [Difference("its exception", *map(_summary, (found, expected)))]
         try:
             with generators_kept():
                 comparison = compare(found.batch, expected.batch)
@@ -130,10 +131,7 @@ class Canary:
             raise NotMade(f"{type(error).__name__}: {error}") from error
         if comparison.not_compared:
             self.say(f"no rule compares {', '.join(comparison.not_compared[:3])}", "no rule")
-        return self._new(comparison.differences)
-
-    def _new(self, differences: list[Difference]) -> list[Difference]:
-        return [each for each in differences if each.field not in self._varying]
+        return comparison.differences
 
     def compared(self) -> None:
         """Note that a step was compared."""
@@ -182,6 +180,7 @@ class ComparedPass:
         self._num_asked = self._num_missed = 0  # of these; of all that were made here
         self._witness: Witness | None = None
         self._is_kept = False  # for more failures
+        self._made: tuple[int, Made] | None = None  # what was compared last
         if self._steps:
             self._witness = canary.witness(pipeline)
             self._do(lambda witness: witness.begin(self._requests(num_known)))
@@ -216,8 +215,6 @@ class ComparedPass:
     def _drop(self) -> None:
         """Compare no more in this pass."""
         self._steps, self._num_asked = [], 0
-        if self._witness is not None and os.getpid() != self._process:
-            _left_alone.append(self._witness)
         self._witness = None
         self._note_next()
 
@@ -255,8 +252,17 @@ class ComparedPass:
         self._note_next()
         return found
 
+    def untouched(self, step: int, payload: Any) -> Any:
+        """The batch of a step that was compared, for the program: torch's own worker's, if to compare is to change."""
+        made = self._made
+        if made is None or made[0] != step or made[1].untouched is None:
+            return payload
+        batch = self._pinned(Made.of(0, made[1].untouched[0]).batch)
+        return StagedBatch(batch, payload.extra) if type(payload) is StagedBatch else batch
+
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
         expected = self._as_pinned(witness.made(step))
+        self._made = step, expected
         difference = self._canary.difference(found, expected, lambda: self._once_more(witness, step))
         return difference and f"step {step} of data workers is not the program's own: {difference}"
 
@@ -275,18 +281,19 @@ class ComparedPass:
         Returns:
             Why it may not be raised, on one line; "" where the program would raise the same.
         """
-        if failure.error_type == _DIED:
-            return ""
+        has_died = failure.error_type == _DIED
         self._is_kept = True
-        if self._witness is None:
+        if self._witness is None or has_died:
             self._process = os.getpid()
-            self._witness = self._canary.other_witness(self._pipeline)
+            self._witness = self._canary.other_witness(self._pipeline, has_died)
             self._do(lambda witness: witness.begin([self._request(step)]))
         elif not self._witness.has(step):
             self._do(lambda witness: witness.ask(self._request(step)))
         found = Made(0, None, failure)
         difference = self._do(lambda witness: self._difference(witness, step, found))
-        return f"data workers cannot make step {step}: {summary_of(failure)}" if difference is None else difference
+        if difference is None:  # the process has ended, too, or nobody knows
+            return "" if has_died else f"data workers cannot make step {step}: {summary_of(failure)}"
+        return difference
 
     def close(self) -> None:
         """End the pass, which may be in its middle."""

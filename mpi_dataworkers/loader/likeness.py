@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ _NAMED = (type, types.BuiltinFunctionType, types.FunctionType, types.ModuleType)
 _LONGEST_TEXT = 80
 # Of a batch that differs everywhere these say enough.
 _MOST_DIFFERENCES = 1000
-_NUMBER = re.compile(r"\[\d+\]")
 # From where to where a tensor's values lie.
 _Span = tuple[int, int]
 
@@ -51,8 +49,8 @@ class Difference:
 
     @property
     def field(self) -> str:
-        """The path, with nothing of which sample or element it is."""
-        return _NUMBER.sub("[]", self.path.partition(".flatten()")[0])
+        """The path of the tensor, array or other value, with nothing of which element it is."""
+        return self.path.partition(".flatten()")[0]
 
 
 @dataclass
@@ -118,6 +116,14 @@ class _Pair:
         return "an object that is there before" if id(value) in self._counterparts else "an object of its own"
 
     def _within(self, found: Any, expected: Any, path: str) -> Iterator[Difference]:
+        try:
+            yield from self._by_kind(found, expected, path)
+        except RecursionError:
+            raise
+        except Exception:  # noqa: BLE001, a class of user code refuses what is done with it here
+            self.not_compared.append(f"{path} of {_name(type(found))}")
+
+    def _by_kind(self, found: Any, expected: Any, path: str) -> Iterator[Difference]:
         if isinstance(found, torch.UntypedStorage | torch.TypedStorage):
             yield from self.differences(_bytes_in(found), _bytes_in(expected), path)
         elif isinstance(found, torch.Tensor) and not _is_made_of_others(found):
@@ -313,7 +319,9 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    # What torch calls contiguous has any stride where there is one element.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _own_state(array: Any) -> Any:

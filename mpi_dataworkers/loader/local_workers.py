@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import types
 import weakref
 from collections.abc import Iterator
@@ -124,10 +125,17 @@ def _iterator_class(kind: Any) -> Any:
     """A class of torch's iterators, of which nothing is changed."""
     base = torch_dataloader._BaseDataLoaderIter
     as_torch = vars(torch_dataloader.DataLoader).get(MARK) or {each: vars(each) for each in (base, kind)}
-    methods, of_base = (
+    of_kind, of_base = (
         {name: value for name, value in as_torch[each].items() if isinstance(value, types.FunctionType)}
         for each in (kind, base)
     )
+
+    def end(iterator: Any) -> None:
+        # In a process that was forked since, or where it could not begin, there is nothing to end.
+        if vars(iterator).get("_of_process") == os.getpid():
+            kind.__del__(iterator)
+
+    methods: dict[str, Any] = of_kind | ({"__del__": end} if hasattr(kind, "__del__") else {})
     # Behind `kind`, whose `super()` looks for the next class: there the methods of torch's base hide what it has now.
     return type(kind.__name__, (kind, type(base.__name__, (base,), of_base)), methods)
 
@@ -139,7 +147,9 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
 
     def _get_iterator(self) -> Any:
         several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter
-        return _iterator_class(several if self.num_workers else single)(self)
+        iterator = _iterator_class(several if self.num_workers else single)(self)
+        iterator._of_process = os.getpid()
+        return iterator
 
     def __iter__(self) -> Any:
         if not self.persistent_workers:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
+
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.loader.canary import ComparedPass, Differs
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
@@ -174,15 +176,15 @@ class RemoteSource:
             next_step = self._sessions[slot_index].buffer.position
             if isinstance(step, Delivered):
                 if self._compared is not None and self._compared.due < next_step:
-                    self._compare(self._compared, next_step - 1, step)
+                    step = self._as_compared(self._compared, next_step - 1, step)
                 shards.took(slot_index, next_step, step.snapshot)
                 return step
             shards.took(slot_index, next_step)
             raise rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, next_step - 1)
         return None
 
-    def _compare(self, compared: ComparedPass, number: int, step: Delivered) -> None:
-        """Compare a step with the program's own, if it is one of those to compare.
+    def _as_compared(self, compared: ComparedPass, number: int, step: Delivered) -> Delivered:
+        """Compare a step with the program's own, if it is one of those to compare; gives it as the program gets it.
 
         Raises:
             Differs: it is another.
@@ -192,6 +194,9 @@ class RemoteSource:
             self._connection.count(compared_steps=1, differing_steps=bool(difference))
         if difference:
             self._differ(number, difference)
+        if difference is None:
+            return step
+        return msgspec.structs.replace(step, payload=compared.untouched(number, step.payload))
 
     def _differ(self, number: int, reason: str) -> NoReturn:
         self._end_comparing()

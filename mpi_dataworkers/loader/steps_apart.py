@@ -16,7 +16,7 @@ import socket
 import struct
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,13 @@ def _left_bytes() -> int:
         return left_bytes
     resident_bytes = int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
     return min(left_bytes, max(_LEAST_BYTES, int((task_bytes - 2 * resident_bytes) * _SHARE)))
+
+
+@contextlib.contextmanager
+def limited_to_rest() -> Iterator[None]:
+    """Let this process, a child of the trainer, take no more memory than is left."""
+    with limits.limited(_left_bytes(), _NO_LIMIT_S):
+        yield
 
 
 class _Page(Watched):
@@ -198,7 +205,7 @@ class StepsApart:
                 self._page.at_sample(-1)
                 frames: Sequence[Any] = ()
                 try:
-                    with limits.limited(_left_bytes(), _NO_LIMIT_S):
+                    with limited_to_rest():
                         found = self._make(policy, self._page, *request)
                         answer: Any = None
                         if found is not None:

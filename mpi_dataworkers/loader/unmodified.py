@@ -90,7 +90,11 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
     kept = _kept_by(loader)
     if kept is None:
         _keep(loader, None)  # what pickles the loader itself, as a collate_fn of its own does, sees no change later
-        kept = _keep(loader, _adopt(loader))
+        try:
+            kept = _keep(loader, _adopt(loader))
+        except BaseException:  # Ctrl-C: the next iterator tries again
+            vars(loader).pop(_KEPT, None)
+            raise
     sent = _sent_now(kept, loader)
     return as_torch(loader) if kept.connection is None else StreamedLoaderIter(loader, kept, sent)
 
@@ -250,17 +254,20 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
 
     def _next_data(self) -> Any:
         if self._streamed is not None:
+            left: tuple[Iterator[Any], str] | None = None
             try:
-                if self._kept.connection is None:  # another iterator of this loader has left the service
-                    self._go_on_locally(self._order.from_step(self._streamed.shards.position), "")
-                    return self._next_data()
-                return next(self._streamed)
+                if self._kept.connection is not None:
+                    return next(self._streamed)
+                # Another iterator of this loader has left the service, and has said why.
+                left = self._order.from_step(self._streamed.shards.position), ""
             except Differs as found:
-                self._go_on_locally(self._order.from_step(found.step), str(found))
+                left = self._order.from_step(found.step), str(found)
             except StopIteration:
                 if self._order.unlisted is None:
                     raise
-                self._go_on_locally(self._order.unlisted, self._order.reason)
+                left = self._order.unlisted, self._order.reason
+            # Here, where none of these is the context of what the program's own samples raise.
+            self._go_on_locally(*left)
         if self._plain is None:
             raise StopIteration
         return next(self._plain)

@@ -6,6 +6,7 @@ import collections
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -21,8 +22,10 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     StepRequest,
     no_collate,
 )
+from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
 from hetstream.mpi_dataworkers.wire.messages import Failure
 
 _signals: Any = signal_handling
@@ -42,11 +45,14 @@ class Made(msgspec.Struct, frozen=True):
         num_samples: in the batch.
         batch: as the program gets it; None without samples, and where it raised.
         failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
+        untouched: of a batch with objects of classes, another one: to compare an object is to ask it what it holds,
+            and that may change it.
     """
 
     num_samples: int
     batch: Any
     failure: Failure | None = None
+    untouched: tuple[Any] | None = None
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
@@ -58,14 +64,26 @@ def _made_of(answer: Any) -> Made:
     """A step from the answer of `_WitnessSteps`, a child of this process."""
     if isinstance(answer, Failure):
         return Made(0, None, answer)
-    loaded = pickle.loads(answer)
-    return Made.of(loaded.num_samples, loaded.batch)
+    num_samples, batch, other = answer
+    # Now: what tensors share comes from the process, which may end.
+    untouched = None if other is None else (pickle.loads(other),)
+    return msgspec.structs.replace(Made.of(num_samples, pickle.loads(batch)), untouched=untouched)
+
+
+def _pickled(batch: Any) -> tuple[bytes, bytes | None]:
+    """A batch in pickled form, and with objects of classes a second time."""
+    once = bytes(ForkingPickler.dumps(batch))
+    return once, bytes(ForkingPickler.dumps(batch)) if holds_objects(flatten(batch)[0]) else None
 
 
 class _WitnessSteps(StepDataset):
     """The steps of a witness. What its samples print and write is shown by data workers, and not twice."""
 
     _has_begun = False
+
+    def __init__(self, pipeline: Pipeline, has_limit: bool) -> None:
+        super().__init__(pipeline)
+        self._has_limit = has_limit
 
     def __getitem__(self, request: Any) -> Any:
         if not self._has_begun:
@@ -79,10 +97,11 @@ class _WitnessSteps(StepDataset):
             return None
         is_made = False
         try:
-            made, _ = self.make(request)
+            with limited_to_rest() if self._has_limit else nullcontext():
+                made, _ = self.make(request)
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
-            return bytes(ForkingPickler.dumps(made))
+            return made.num_samples, *_pickled(made.batch)
         except Exception as error:  # noqa: BLE001, user code may raise anything
             return describe_failure(error, is_final=is_made)
 
@@ -137,15 +156,18 @@ class Witness:
         pipeline: of the program.
         is_kept: it outlives a pass, as with `persistent_workers`.
         multiprocessing_context: of the loader.
+        has_limit: it may take as much memory as is left, for steps that have ended data workers.
 
     Attributes:
         requests: what it was asked for.
     """
 
-    def __init__(self, pipeline: Pipeline, is_kept: bool, multiprocessing_context: Any) -> None:
+    def __init__(
+        self, pipeline: Pipeline, is_kept: bool, multiprocessing_context: Any, has_limit: bool = False
+    ) -> None:
         self.requests = _Requests()
         self._loader = PlainLoader(
-            _WitnessSteps(pipeline),
+            _WitnessSteps(pipeline, has_limit),
             batch_size=None,
             sampler=self.requests,
             collate_fn=no_collate,
@@ -207,9 +229,12 @@ class Witness:
         iterator: Any = self._answers
         # torch's own wait does not end when the process does, unless its death may be an exception anywhere.
         worker, answers = iterator._workers[0], iterator._worker_result_queue._reader
-        if answers not in connection.wait([answers, worker.sentinel], _TIMEOUT_S):
-            ended = "gave no step in time" if worker.is_alive() else f"ended with exit code {worker.exitcode}"
-            raise NotMade(f"torch's own worker process {ended}")
+        ready = connection.wait([answers, worker.sentinel], _TIMEOUT_S)
+        if answers not in ready:
+            if worker.sentinel not in ready:
+                raise NotMade(f"torch's own worker process gave no step in {_TIMEOUT_S:g} s")
+            worker.join()
+            raise NotMade(f"torch's own worker process ended with exit code {worker.exitcode}")
         try:
             answer = next(self._answers)
             step = self.requests.under_way.popleft()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hooking import hooked
+from torch.utils.data import DataLoader as TorchLoader
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.base.errors import OptionsError
@@ -88,7 +90,7 @@ def test_verify_of_our_own_loader_names_what_differs(three: Any) -> None:
 @pytest.mark.parametrize(
     ("dataset", "said", "num_compared"),
     [
-        (Timed(), "batch['at'][] is another one each time that torch's own worker makes it", 2),
+        (Timed(), "batch['at'][0] is another one each time that torch's own worker makes it", 2),
         (Unfinished(), "torch's own worker process ended with exit code 3", 0),
     ],
 )
@@ -116,6 +118,29 @@ def test_verify_compares_two_steps_of_the_first_pass_and_one_of_each_later_one(t
             streamed = stats["steps"] - stats["local_steps"]
             if streamed == 6 * (pass_number + 1):  # else the first were made here, and there was nothing to compare
                 assert (stats["compared_steps"], stats["differing_steps"]) == (2 + pass_number, 0)
+
+
+class Interrupting(Sound):
+    """Somebody presses Ctrl-C while it is sent for the first time."""
+
+    met = 0
+
+    def __reduce__(self) -> Any:
+        Interrupting.met += 1
+        if Interrupting.met == 1:
+            raise KeyboardInterrupt
+        return Interrupting, ()
+
+
+def test_a_loader_that_was_interrupted_when_it_began_streams_when_it_begins_again(
+    three: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooked(three.name, monkeypatch):
+        loader: Any = TorchLoader(Interrupting(), 4, num_workers=1)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        assert len(list(loader)) == 3
+        assert vars(loader)["_hetstream"].connection is not None
 
 
 @pytest.mark.parametrize("keywords", [{"sharing": "lossless"}, {"in_order": False}, {"gpu_stage": abs}])

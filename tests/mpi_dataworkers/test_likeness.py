@@ -217,6 +217,22 @@ def test_strides_count_where_they_lead_to_elements() -> None:
     assert "strides" in str(compare(one, other).differences[0])
 
 
-def test_a_field_is_the_same_for_each_sample() -> None:
-    found = compare([{"at": 1}, {"at": 2}], [{"at": 3}, {"at": 4}])
-    assert {difference.field for difference in found.differences} == {"batch[]['at']"}
+def test_a_field_is_a_value_and_not_an_element_of_it() -> None:
+    found = compare([torch.zeros(3), {"at": 1}], [torch.ones(3), {"at": 2}])
+    assert [difference.field for difference in found.differences] == ["batch[0]", "batch[1]['at']"]
+
+
+def test_a_value_that_refuses_costs_its_own_comparison_alone() -> None:
+    class Strict(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, *arguments: Any, **keywords: Any) -> Any:
+            raise TypeError("nothing is allowed")
+
+    found = compare([torch.zeros(2).as_subclass(Strict), 1], [torch.zeros(2).as_subclass(Strict), 2])
+    assert [str(each) for each in found.differences] == ["batch[1]: 1 in place of 2"]
+    assert len(found.not_compared) == 1
+
+
+def test_one_element_has_any_stride() -> None:
+    assert compare(torch.arange(2.0)[::2], torch.arange(2.0)[::2]).differences == []
+    assert compare(torch.arange(2.0)[::2], torch.arange(1.0, 3.0)[::2]).differences

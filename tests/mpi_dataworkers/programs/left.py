@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -55,6 +57,56 @@ class Registered(Sent):
         return torch.tensor([index])
 
 
+class BesideRandom(Counting):
+    """What data workers do not have decides about one field; another one is random in each process."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng().random(), index * (self.found or 1)
+
+
+class Record:
+    """Writing it down changes it, which making it anew puts right."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+        self.double = [2 * x]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__
+        state.pop("double", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.double = [2 * self.x]
+
+
+class Records(Sent):
+    def __getitem__(self, index: int) -> Any:
+        return Record(index)
+
+
+class Ending(Sent):
+    """It ends any process but the trainer's own and its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trainer = os.getpid()
+
+    def __getitem__(self, index: int) -> Any:
+        if self.trainer not in (os.getpid(), os.getppid()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return torch.tensor([index])
+
+
+def doubles(records: list[Record]) -> list[int]:
+    return [record.double[0] for record in records]
+
+
+def as_it_is(samples: list[Any]) -> list[Any]:
+    return samples
+
+
 def refuse(index: int) -> Any:
     raise ValueError(f"refused: {index}")
 
@@ -93,6 +145,9 @@ def main() -> None:
     print("of a sample, kept", [list(steps_of(each)) for each in [loader_of(Sent(), persistent_workers=True)] * 2])
     KINDS["later"] = refuse
     print("of a sample here", list(steps_of(loader_of(Registered()))))
+    print("beside what is random", [[y for _, y in batch] for batch in loader_of(BesideRandom(), collate_fn=as_it_is)])
+    print("records", [doubles(batch) for batch in loader_of(Records(), collate_fn=as_it_is)])
+    print("where data workers end", list(steps_of(loader_of(Ending()))))
     KINDS["later"] = lambda index: torch.tensor([index])
     whole = loader_of(Sent(), num_workers=1)
     forked = iter(whole)

@@ -17,7 +17,8 @@ CLUSTER_BENCHMARKS := sched opp simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
-PEERS ?= ../shared/peers
+# Folders of peers' files: some that are given, and those that test-peers collects; CLONES=DIR: from clones.
+PEERS ?= ../shared/peers build/peers
 PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
@@ -106,12 +107,13 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	@# Each release of these is for one release of torch, which they would replace by a build for GPUs.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(TORCHREC)
 	@# Without torchvision, which timm imports: of timm a function is read from its file.
-	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite monai timm
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai timm skorch==1.4.0
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready
+	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
 	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py
-	$(PEERS_VENV)/bin/python tests/peers/suites.py --peers $(PEERS)
+	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.
 packages: venv

@@ -1,8 +1,8 @@
 """Peers' own test suites, run against hetstream: what passes, what fails, and what is excluded for which reason.
 
-    python tests/peers/suites.py [--peers DIR] [--write] [SUITE ...]
+    python tests/peers/suites.py [--peers DIR ...] [--write] [SUITE ...]
 
-The peers' files are no part of this project. They are read from DIR (see docs/peers.md), adapted in a temporary
+The peers' files are no part of this project. They are read from each DIR (see docs/peers.md), adapted in a temporary
 directory, where the import of the loader is replaced, and run there by pytest in a process of its own. The outcome of
 each test is compared with `expected/SUITE.json`; a test that did not do what is expected runs once more by itself
 before it is believed. A suite under the hook of which no step was streamed has failed, too: it would show nothing.
@@ -36,12 +36,17 @@ DOCUMENT = ROOT / "docs" / "peers.md"
 # Of each suite when it last ran as a whole, with which packages, and how many of its steps data workers made.
 RECORDED = HERE / "expected" / "recorded.json"
 BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream run`
-_PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain")
+# Folders of peers' files: those that are given, and those that suite_files.py collects.
+PEERS = (ROOT.parent / "shared" / "peers", BUILD / "peers")
+_PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
 _SCRIPT_LIMIT_S = 600
+# A suite with fewer steps of data workers says little about them: the document calls it hollow.
+_FEW_STEPS = 100
 _SUMMARY = "summary.json"
+_PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".")
 _BEGIN, _END = "<!-- written by tests/peers/suites.py -->", "<!-- end -->"
 _IMPORT = re.compile(r"^( *)from torchdata\.stateful_dataloader import (.*\bStatefulDataLoader\b.*)$", re.MULTILINE)
 
@@ -80,9 +85,14 @@ class Suite:
         """Where the expected outcomes are."""
         return HERE / "expected" / f"{self.name}.json"
 
-    def missing(self, peers: Path) -> list[Path]:
-        """Its files that are not in the folder of peers; modules come with their package."""
-        return [] if self.is_scripts else [peers / file for file in self.files if not (peers / file).is_file()]
+    def missing(self, peers: Sequence[Path]) -> list[str]:
+        """Its files that are in no folder of peers; modules come with their package."""
+        return [] if self.is_scripts else [file for file in self.files if home(file, peers) is None]
+
+
+def _with_hook(name: str, title: str, files: tuple[str, ...]) -> tuple[Suite, Suite]:
+    """A suite whose loaders have num_workers=0, and the same under the hook."""
+    return Suite(name, title, files), Suite(f"{name}-hook", "the same under the hook", files, "", 2, name, True)
 
 
 # Not its test_incremental_state.py, which tests classes of its own and makes no loader.
@@ -116,6 +126,8 @@ SUITES = {
             data_workers=2,
             plain="speechbrain",
         ),
+        *_with_hook("ignite", "ignite's test_deterministic.py", ("ignite/tests/ignite/engine/test_deterministic.py",)),
+        *_with_hook("skorch", "skorch's test_dataset.py", ("skorch/skorch/tests/test_dataset.py",)),
     )
 }
 
@@ -157,6 +169,11 @@ def adapt(source: str, loader: str) -> str:
     return _IMPORT.sub(replaced, source)
 
 
+def home(file: str, peers: Sequence[Path]) -> Path | None:
+    """The first folder of peers that has a file; None if none has."""
+    return next((folder for folder in peers if (folder / file).is_file()), None)
+
+
 def excluded(suite: str) -> dict[str, list[str]]:
     """Reasons why tests of a suite are not run, each with the patterns of their names."""
     reasons: dict[str, list[str]] = json.loads((HERE / "excluded.json").read_text()).get(suite, {})
@@ -180,12 +197,14 @@ def expected(suite: str) -> dict[str, Outcomes]:
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
-def run(suite: Suite, peers: Path, only: Sequence[str] = (), with_excluded: bool = False) -> dict[str, Outcomes]:
+def run(
+    suite: Suite, peers: Sequence[Path], only: Sequence[str] = (), with_excluded: bool = False
+) -> dict[str, Outcomes]:
     """Run a suite.
 
     Args:
         suite: which one.
-        peers: folder of the peers' files.
+        peers: folders of the peers' files.
         only: names of tests; none for all.
         with_excluded: run those that are excluded, too.
     """
@@ -198,52 +217,57 @@ def run(suite: Suite, peers: Path, only: Sequence[str] = (), with_excluded: bool
                 found[file] = {name: "excluded" if is_excluded(name, reasons) else _run_script(suite, file)}
             continue
         with tempfile.TemporaryDirectory(prefix="hetstream-peers-") as directory:
-            found[file] = _run_file(suite, peers / file, Path(directory), only, reasons)
+            found[file] = _run_file(suite, home(file, peers) or peers[0], file, Path(directory), only, reasons)
     return found
 
 
 def _run_file(
-    suite: Suite, file: Path, directory: Path, only: Sequence[str], reasons: Mapping[str, Sequence[str]]
+    suite: Suite, peers: Path, file: str, directory: Path, only: Sequence[str], reasons: Mapping[str, Sequence[str]]
 ) -> Outcomes:
-    source = file.read_text()
-    (directory / file.name).write_text(adapt(source, suite.loader) if suite.loader else source)
-    for name, text in _STANDINS.get(file.parent.name, {}).items():
-        (directory / name).write_text(text)
-    collected = _collect(suite, directory, file.name)
-    wanted = [name for name in collected if not is_excluded(name, reasons) and (not only or name in only)]
-    outcomes = {name: "excluded" for name in collected if is_excluded(name, reasons) and not only}
+    peer, _, name = file.partition("/")
+    # All of the peer's: what a test imports beside it, and conftest.py.
+    shutil.copytree(peers / peer, directory, dirs_exist_ok=True)
+    if suite.loader:
+        (directory / name).write_text(adapt((directory / name).read_text(), suite.loader))
+    for standin, text in _STANDINS.get(peer, {}).items():
+        (directory / standin).write_text(text)
+    collected = _collect(suite, directory, name)
+    wanted = [test for test in collected if not is_excluded(test, reasons) and (not only or test in only)]
+    outcomes = {test: "excluded" for test in collected if is_excluded(test, reasons) and not only}
     if wanted:
         chosen = directory / "chosen.txt"
-        chosen.write_text("".join(f"{file.name}::{name}\n" for name in wanted))
+        chosen.write_text("".join(f"{name}::{test}\n" for test in wanted))
         report = directory / "report.xml"
         options = ("-q", "--timeout", str(_TEST_LIMIT_S), f"--junitxml={report}", f"@{chosen.name}")
-        done = _run_python(suite, directory, ("-m", "pytest", "-p", "no:cacheprovider", *options), _FILE_LIMIT_S)
+        done = _run_python(suite, directory, (*_PYTEST, *options), _FILE_LIMIT_S)
         if not report.exists():
-            raise SystemExit(f"{suite.name}: {file.name} did not run to its end:\n{done.stdout[-4000:]}")
-        ran = read_report(report.read_text())
-        outcomes |= {name: ran.get(name, "failed") for name in wanted}
-        _keep(suite, file.stem, directory, done)
+            raise SystemExit(f"{suite.name}: {file} did not run to its end:\n{done.stdout[-4000:]}")
+        ran = read_report(report.read_text(), name)
+        outcomes |= {test: ran.get(test, "failed") for test in wanted}
+        _keep(suite, Path(name).stem, directory, done)
     return outcomes
 
 
 def _collect(suite: Suite, directory: Path, name: str) -> list[str]:
     """Names of all tests of a file, `Class::test` or `test`."""
-    command = ("-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", name)
+    command = (*_PYTEST, "--collect-only", "-q", name)
     done = _run_python(Suite(suite.name, "", suite.files), directory, command, _FILE_LIMIT_S)
-    found = [line.split("::", 1)[1] for line in done.stdout.splitlines() if "::" in line]
+    found = [line.split("::", 1)[1] for line in done.stdout.splitlines() if line.startswith(f"{name}::")]
     if not found:
         raise SystemExit(f"{suite.name}: no tests in {name}:\n{done.stdout[-4000:]}")
     return found
 
 
-def read_report(text: str) -> Outcomes:
-    """What a JUnit report says of each test; one with several entries has passed when all of them have."""
+def read_report(text: str, name: str) -> Outcomes:
+    """What a JUnit report says of each test of a file; one with several entries has passed when all of them have."""
     outcomes: Outcomes = {}
+    module = name.removesuffix(".py").replace("/", ".")
     for case in ElementTree.fromstring(text).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        name = "::".join([*case.attrib["classname"].split(".")[1:], case.attrib["name"]])
-        outcomes[name] = "failed" if "failed" in (outcome, outcomes.get(name)) else outcome
+        classes = case.attrib["classname"].removeprefix(module).split(".")[1:]
+        test = "::".join([*classes, case.attrib["name"]])
+        outcomes[test] = "failed" if "failed" in (outcome, outcomes.get(test)) else outcome
     return outcomes
 
 
@@ -316,7 +340,7 @@ def differences(found: Mapping[str, Outcomes], stored: Mapping[str, Outcomes]) -
                 yield (file, name, *pair)
 
 
-def check(suite: Suite, peers: Path) -> list[str]:
+def check(suite: Suite, peers: Sequence[Path]) -> list[str]:
     """Run a suite and compare it with what is expected: returns what got worse, in words."""
     found = run(suite, peers)
     print_table(suite, found)
@@ -417,7 +441,8 @@ def tables() -> str:
     lines += ["", "| suite | last run as a whole | steps that data workers made | with |", "|---|---|---|---|"]
     runs = recorded()
     for name in (suite.name for suite in known if suite.name in runs):
-        steps = sum(runs[name].get("streamed_steps", {}).values()) or ""
+        number = sum(runs[name].get("streamed_steps", {}).values())
+        steps = "" if number == 0 else str(number) if number >= _FEW_STEPS else f"{number}, hollow"
         lines.append(f"| {name} | {runs[name]['date']} | {steps} | {runs[name]['versions']} |")
     for suite in known:
         named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
@@ -455,7 +480,7 @@ def document_tables() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run peers' test suites against hetstream.")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"default all: {', '.join(SUITES)}")
-    parser.add_argument("--peers", type=Path, default=ROOT.parent / "shared" / "peers", help="folder of their files")
+    parser.add_argument("--peers", type=Path, action="append", metavar="DIR", help="a folder of their files")
     parser.add_argument("--write", action="store_true", help="store what was found, and write docs/peers.md")
     parser.add_argument("--document", action="store_true", help="run nothing; write docs/peers.md")
     parser.add_argument("--all", action="store_true", help="run what is excluded, too; store nothing")
@@ -468,9 +493,10 @@ def main() -> int:
     if arguments.document:
         write_document()
         return 0
-    peers = arguments.peers.resolve()
+    peers = [folder.resolve() for folder in arguments.peers or PEERS]
+    places = " and ".join(map(str, peers))
     if all(suite.missing(peers) for suite in SUITES.values() if not suite.is_scripts):
-        parser.error(f"{peers} has none of the peers' files: docs/peers.md says which belong there")
+        parser.error(f"{places}: none of the peers' files is there; docs/peers.md says which belong there")
     worse: list[str] = []
     for name in arguments.suites or SUITES:
         suite = SUITES[name]
@@ -479,7 +505,7 @@ def main() -> int:
         if not suite.files:
             continue
         if missing := suite.missing(peers):
-            print(f"\n{name}: skipped, there is no {', '.join(map(str, missing))}")
+            print(f"\n{name}: skipped, there is no {', '.join(missing)} in {places}")
             continue
         if arguments.all or ((arguments.only or arguments.file) and not arguments.write):
             found = run(suite, peers, arguments.only, arguments.all)

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.peers import suite_files
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -39,6 +41,25 @@ SOME = (
     "TestJsonSerDe_shard3::test_json_serde_multi_process",
     "TestStateInitializationDataset::test_inline",
 )
+
+
+def test_collected_files_lie_as_in_their_repository_and_each_collected_suite_has_its_own(tmp_path: Path) -> None:
+    files = {file.file(tmp_path).relative_to(tmp_path).as_posix() for file in suite_files.stored_addresses()}
+    assert len(files) == len(suite_files.stored_addresses())
+    collected = {file.partition("/")[0] for file in files}
+    wanted = {file for suite in suites.SUITES.values() for file in suite.files if file.partition("/")[0] in collected}
+    assert wanted
+    assert wanted <= files
+    assert {f"{peer}/LICENSE" for peer in collected} <= files
+
+
+def test_a_file_is_taken_from_the_first_folder_that_has_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, name in ((first, "a.py"), (second, "a.py"), (second, "b.py")):
+        (folder / "peer").mkdir(parents=True, exist_ok=True)
+        (folder / "peer" / name).touch()
+    found = [suites.home(f"peer/{name}.py", (first, second)) for name in "abc"]
+    assert found == [first, second, None]
 
 
 def test_the_document_says_what_is_stored() -> None:
@@ -98,13 +119,13 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 def test_a_report_is_read_with_the_worst_of_each_test() -> None:
     report = """<testsuites><testsuite>
-    <testcase classname="test_x.TestA" name="test_one"/>
-    <testcase classname="test_x.TestA" name="test_two"><failure message="no"/></testcase>
-    <testcase classname="test_x.TestA" name="test_two"/>
-    <testcase classname="test_x" name="test_three[0]"><skipped/></testcase>
-    <testcase classname="test_x" name="test_four"><error message="teardown"/></testcase>
+    <testcase classname="tests.test_x.TestA" name="test_one"/>
+    <testcase classname="tests.test_x.TestA" name="test_two"><failure message="no"/></testcase>
+    <testcase classname="tests.test_x.TestA" name="test_two"/>
+    <testcase classname="tests.test_x" name="test_three[0]"><skipped/></testcase>
+    <testcase classname="tests.test_x" name="test_four"><error message="teardown"/></testcase>
     </testsuite></testsuites>"""
-    assert suites.read_report(report) == {
+    assert suites.read_report(report, "tests/test_x.py") == {
         "TestA::test_one": "passed",
         "TestA::test_two": "failed",
         "test_three[0]": "skipped",
@@ -132,12 +153,12 @@ def test_suites_whose_files_are_absent_are_left_out_with_the_reason(
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="2"):
         suites.main()
-    assert "has none of the peers' files" in capsys.readouterr().err
+    assert "none of the peers' files is there" in capsys.readouterr().err
 
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "test_data_loader.py").touch()
     assert suites.main() == 0
-    assert f"speechbrain: skipped, there is no {tmp_path}/speechbrain/test_dataloader.py" in capsys.readouterr().out
+    assert f"speechbrain: skipped, there is no speechbrain/test_dataloader.py in {tmp_path}" in capsys.readouterr().out
 
 
 def test_what_is_worse_than_stored_fails_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +168,16 @@ def test_what_is_worse_than_stored_fails_the_gate(tmp_path: Path, monkeypatch: p
     one, *_, other = outcomes
     asked: list[list[str]] = []
 
-    def run(_suite: object, _peers: Path, only: list[str] = []) -> dict[str, dict[str, str]]:  # noqa: B006
+    def run(_suite: object, _peers: list[Path], only: list[str] = []) -> dict[str, dict[str, str]]:  # noqa: B006
         asked.append(only)
         return {file: outcomes | {one: "failed", other: "passed" if only else "failed"}}
 
     monkeypatch.setattr(suites, "run", run)
-    assert suites.check(suite, tmp_path) == [f"speechbrain: {file} {one}: passed is expected, failed was found"]
+    assert suites.check(suite, [tmp_path]) == [f"speechbrain: {file} {one}: passed is expected, failed was found"]
     assert asked == [[], [one, other]], "what fails is run once more by itself before it is believed"
 
     monkeypatch.setattr(suites.Suite, "expectation", tmp_path / "nothing.json")
-    assert suites.check(suite, tmp_path) == [
+    assert suites.check(suite, [tmp_path]) == [
         "speechbrain: nothing is stored to compare it with; --write stores what is found"
     ]
 
@@ -169,13 +190,13 @@ def test_a_suite_under_the_hook_that_was_not_streamed_fails_the_gate(
     monkeypatch.setattr(suites, "BUILD", tmp_path)
     monkeypatch.setattr(suites, "run", lambda suite, _peers: suites.expected(suite.name))
     hollow = [f"speechbrain-hook: {file}: data workers made no step"]
-    assert suites.check(suite, tmp_path) == hollow, "it left no summary"
+    assert suites.check(suite, [tmp_path]) == hollow, "it left no summary"
 
     summary = tmp_path / "peers-speechbrain-hook-test_dataloader.json"
     summary.write_text('{"loaders": [{"steps": 2, "local_steps": 2}, {"steps": 0, "local_steps": 0}]}')
-    assert suites.check(suite, tmp_path) == hollow, "the program made all steps itself"
+    assert suites.check(suite, [tmp_path]) == hollow, "the program made all steps itself"
 
     summary.write_text('{"loaders": [{"steps": 2, "local_steps": 2}, {"steps": 3, "local_steps": 1}]}')
     assert suites.streamed_steps(suite, file) == 2
-    assert suites.check(suite, tmp_path) == []
-    assert suites.check(plain, tmp_path) == [], "without the hook there is nothing to stream"
+    assert suites.check(suite, [tmp_path]) == []
+    assert suites.check(plain, [tmp_path]) == [], "without the hook there is nothing to stream"

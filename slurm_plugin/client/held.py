@@ -8,14 +8,32 @@ nothing says that a job is alone, and its own record is asked for.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from hetstream.slurm_plugin.client.array_tasks import num_tasks
 from hetstream.slurm_plugin.client.counted import held_by
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import PARTITION_DOWN, Gres, Job, Node, Partition, gpu_share, total
-from hetstream.slurm_plugin.client.parse_text import said_of_jobs
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import (
+    PARTITION_DOWN,
+    Gres,
+    Job,
+    Node,
+    NodeShare,
+    Partition,
+    Reservation,
+    gpu_share,
+    total,
+)
+from hetstream.slurm_plugin.client.parse_text import records_of_jobs, said_of_jobs
+
+# What a job holds on nodes of which it has as much of each (slurm_sprint_job_info).
+_GROUP = re.compile(r"(?<!\S)Nodes=(\S+) CPU_IDs=([-,\d]+) Mem=(\d+) GRES=(\S*)")
+# From so many characters on 22.05 has cut them (tmp1 in slurm_sprint_job_info).
+_CUT_IDS = 127
 
 
 def with_held_gpus(
@@ -69,28 +87,101 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
     return replace(job, gres_held=gpus) if is_more or job.gpus_in_doubt else job
 
 
-def with_shared_cpus(jobs: Sequence[Job], nodes: Iterable[Node], partitions: Iterable[Partition]) -> tuple[Job, ...]:
+def with_shared_cpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition]) -> tuple[Job, ...]:
     """The jobs, with which share of their CPUs counts as their own where a partition gives CPUs to several jobs.
 
-    A node says how many CPUs are in use, each once: its jobs have them in proportion to what each was given.
+    A node of such a partition says how many CPUs are in use, each once: where several jobs are, they have them in
+    proportion to what each was given there.
+
+    Args:
+        jobs: with `shares` where `spread_in_question` asks for them.
+        nodes: all nodes.
+        partitions: all partitions.
     """
-    if all(partition.jobs_per_cpu < 2 for partition in partitions):
+    sharing = {partition.name for partition in partitions if partition.jobs_per_cpu > 1}
+    if not sharing:
         return tuple(jobs)
-    given = Counter[str]()
+    given, num_jobs = dict.fromkeys((node.name for node in nodes), 0.0), Counter[str]()
     for job in jobs:
         if held_by(job).cpus:
-            given.update({name: job.num_cpus / len(job.nodes) for name in job.nodes})
+            num_jobs.update(job.nodes)
+            for name, cpus in job.cpus_on_nodes():
+                given[name] = given.get(name, 0.0) + cpus
     shares = {
         node.name: node.cpus_allocated / given[node.name]
         for node in nodes
-        if node.cpus_allocated and given[node.name] > node.cpus_allocated
+        if num_jobs[node.name] > 1
+        and 0 < node.cpus_allocated < given[node.name]
+        and not sharing.isdisjoint(node.partitions)
     }
     return tuple(
-        replace(job, cpu_share=sum(shares.get(name, 1.0) for name in job.nodes) / len(job.nodes))
+        replace(job, cpu_share=sum(cpus * shares.get(name, 1.0) for name, cpus in job.cpus_on_nodes()) / job.num_cpus)
         if job.holds_resources and not shares.keys().isdisjoint(job.nodes)
         else job
         for job in jobs
     )
+
+
+def spread_in_question(
+    jobs: Iterable[Job], nodes: Iterable[Node], partitions: Iterable[Partition], reservations: Iterable[Reservation]
+) -> frozenset[int]:
+    """Numbers of the running jobs of which a figure needs to know how many CPUs they have on each of their nodes.
+
+    squeue says how many on all together. It matters where several jobs are given the same CPUs, where a partition gives
+    so many of a node and no more, and to a reservation of some cores.
+    """
+    sharing = {partition.name for partition in partitions if partition.jobs_per_cpu > 1}
+    limited = {partition.name for partition in partitions if partition.max_cpus_per_node is not None}
+    reserved = {reservation.name for reservation in reservations if reservation.is_active and reservation.cpus}
+    shared = {node.name for node in nodes if not sharing.isdisjoint(node.partitions)}
+    return frozenset(
+        job.job_id
+        for job in jobs
+        if job.holds_resources and not job.shares and 1 < len(job.nodes) < job.num_cpus
+        and not (shared.isdisjoint(job.nodes) and limited.isdisjoint(job.partitions)
+                 and reserved.isdisjoint(job.reservations))
+    )  # fmt: skip
+
+
+def with_shares(jobs: Iterable[Job], asked: Collection[int], text: str) -> tuple[Job, ...]:
+    """The jobs, those that were asked about with what they hold on each node, where nothing leaves that in doubt.
+
+    Args:
+        jobs: all.
+        asked: numbers of those in question.
+        text: the records of `scontrol --details --oneliner show job`.
+    """
+    records = records_of_jobs(text) if asked else {}
+    return tuple(
+        replace(job, shares=_shares(job, records.get(job.job_id, []))) if job.job_id in asked else job for job in jobs
+    )
+
+
+def _shares(job: Job, records: Sequence[str]) -> tuple[NodeShare, ...]:
+    groups = _GROUP.findall(records[0]) if len(records) == 1 else []
+    shown: list[tuple[str, int, int, str]] = []
+    for names, ids, memory_mb, gres in groups:
+        if len(ids) >= _CUT_IDS:
+            return ()
+        shown += [(name, num_tasks(ids), int(memory_mb), gres) for name in _expanded(names)]
+    # A user may have written a group into the job's name: it has a node twice, or one that is not the job's.
+    if sorted(name for name, *_ in shown) != sorted(job.nodes):
+        return ()
+    # All threads of a core are shown, whether they are CPUs or not.
+    threads = sum(num for _, num, *_ in shown) / job.num_cpus
+    try:
+        return tuple(
+            NodeShare(name, round(num / threads), memory_mb, parse_gres(gres)) for name, num, memory_mb, gres in shown
+        )
+    except ValueError:
+        return ()
+
+
+def _expanded(names: str) -> tuple[str, ...]:
+    try:
+        return expand(names)
+    except ValueError:
+        return ()
 
 
 def with_closed_partitions(nodes: Iterable[Node], partitions: Iterable[Partition]) -> tuple[Node, ...]:

@@ -7,7 +7,7 @@ The same model comes from every Slurm from 22.05 on. Times are seconds since the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -126,7 +126,7 @@ class Job:
         cpus_per_gpu: `--cpus-per-gpu` or its partition's DefCpuPerGPU. Of a pending job they are not in `num_cpus`.
         uid: of its user, by number; None where the source does not say. Owners are compared by it where it is known.
         nodes: where it runs.
-        shares: what it holds on each node; empty unless details were asked for.
+        shares: what it holds on each node; empty unless details were asked for, or `held.spread_in_question` did.
         start_s: when it started; of a pending job, when Slurm plans to start it.
         time_limit_s: None if it has none.
         required_nodes: `--nodelist` or `--nodefile`: these and, where it wants more, others.
@@ -283,6 +283,12 @@ class Job:
         if name == "gpu" and self.gpus_requested is not None and self.gres_held is None:
             return self.gpus_requested
         return max(total(self.amounts(name), name), int(name == "gpu" and self.gpus_in_doubt))
+
+    def cpus_on_nodes(self) -> Iterator[tuple[str, float]]:
+        """Each of its nodes with the CPUs that it has there; on each as many where nothing says how many."""
+        known: Mapping[str, float] = {share.node: share.cpus for share in self.shares}
+        even = self.num_cpus / max(1, len(self.nodes))
+        return ((name, known.get(name, even)) for name in self.nodes)
 
     @property
     def gpus(self) -> float:

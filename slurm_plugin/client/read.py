@@ -2,18 +2,19 @@
 
 Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything; a sixth while
 jobs wait, before 24.05 for the nodes that they exclude, and with 26.05 for which of them want whole nodes; one more
-while jobs with licenses wait. Jobs come from `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in
-JSON, which only says more about running jobs: what they hold on each node. Nodes come as JSON where `scontrol` has it,
-from 23.02 on. Where pyslurm is installed and of slurmctld's release, it reads jobs and nodes instead; see
-`pyslurm_backend.py`.
+while jobs with licenses wait, and one where what jobs hold on each of their nodes decides a figure. Jobs come from
+`squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
+what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed and
+of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from hetstream.base.errors import HetstreamError
@@ -24,10 +25,12 @@ from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backen
 from hetstream.slurm_plugin.client.held import (
     in_question,
     parse_held,
+    spread_in_question,
     with_closed_partitions,
     with_gpu_shares,
     with_held_gpus,
     with_shared_cpus,
+    with_shares,
     with_told_gpus,
 )
 from hetstream.slurm_plugin.client.hidden import hidden_from_me
@@ -88,8 +91,11 @@ class CommandReader:
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
         hidden = hidden_from_me(config, self._environ)
         seen = Snapshot(time.time(), version, source, self._with_licenses(jobs), nodes, (), config, hidden=hidden)
-        jobs = self._with_told_gpus(seen)
+        records = functools.cache(self._records)
+        jobs = self._with_told_gpus(seen, records)
         reservations, partitions = with_members(self._reservations(), jobs), self._partitions()
+        asked = spread_in_question(jobs, nodes, partitions, reservations)
+        jobs = self._with_shares(jobs, asked, records)
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
         return Snapshot(
@@ -140,21 +146,34 @@ class CommandReader:
             return jobs
         return with_short_licenses(jobs, parse_licenses(self._run("scontrol", "--oneliner", "show", "licenses")))
 
-    def _with_told_gpus(self, seen: Snapshot) -> tuple[Job, ...]:
+    def _with_shares(
+        self, jobs: tuple[Job, ...], asked: Collection[int], records: Callable[[], str]
+    ) -> tuple[Job, ...]:
+        """The jobs, those that were asked about with what they hold on each node."""
+        try:
+            return with_shares(jobs, asked, records() if asked else "")
+        except SlurmCommandError as exc:  # they count as if they were spread evenly
+            logger.warning("what %d job(s) hold on each of their nodes is not known: %s", len(asked), exc)
+            return jobs
+
+    def _with_told_gpus(self, seen: Snapshot, records: Callable[[], str]) -> tuple[Job, ...]:
         """The jobs, with what Slurm gave to running ones where neither their requests nor their nodes say it."""
         jobs = with_held_gpus(seen.jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
         asked = in_question(jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
         if not asked:
             return jobs
         try:
-            return with_told_gpus(jobs, asked, self.held_gpus(), seen.nodes)[0]
+            return with_told_gpus(jobs, asked, parse_held(records()), seen.nodes)[0]
         except SlurmCommandError as exc:  # they count as in doubt, and all other figures are known
             logger.warning("what %d job(s) hold is not known, and they count as they asked: %s", len(asked), exc)
             return jobs
 
     def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:
         """What jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""
-        return parse_held(self._run("scontrol", "--all", "--details", "--oneliner", "show", "job"))
+        return parse_held(self._records())
+
+    def _records(self) -> str:
+        return self._run("scontrol", "--all", "--details", "--oneliner", "show", "job")
 
     def living_jobs(self, uid: int) -> dict[str, str]:
         """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""

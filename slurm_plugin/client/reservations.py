@@ -9,12 +9,22 @@ the whole node.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import MAINTENANCE, RESERVED, Gres, Job, Node, Reservation, ReservedPart
+from hetstream.slurm_plugin.client.model import (
+    MAINTENANCE,
+    RESERVED,
+    Gres,
+    Job,
+    Node,
+    Reservation,
+    ReservedPart,
+    total,
+)
 from hetstream.slurm_plugin.client.parse_text import record
 from hetstream.slurm_plugin.client.values import moment, text_or_empty, tres, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer
@@ -107,15 +117,16 @@ def with_reservations(
 
 
 def _held(jobs: Iterable[Job], names: Collection[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """CPUs and GPUs that the jobs of reservations hold on each node; of several nodes on each as many."""
+    """CPUs and GPUs that the jobs of reservations hold on each node; on each as many where no `shares` are known."""
     held: dict[tuple[str, str], tuple[int, int]] = {}
     for job in jobs if names else ():
         if job.holds_resources and job.nodes:
             for name in set(job.reservations).intersection(names):
-                for node in job.nodes:
+                even, known = -(-job.count("gpu") // len(job.nodes)), {share.node: share.gres for share in job.shares}
+                for node, has_cpus in job.cpus_on_nodes():
                     cpus, gpus = held.get((name, node), (0, 0))
-                    num = len(job.nodes)
-                    held[name, node] = cpus + -(-job.num_cpus // num), gpus + -(-job.count("gpu") // num)
+                    has_gpus = total(known[node], "gpu") if node in known else even
+                    held[name, node] = cpus + math.ceil(has_cpus), gpus + has_gpus
     return held
 
 

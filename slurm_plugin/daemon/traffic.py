@@ -47,15 +47,15 @@ def traffic(
         leaders: running jobs by number.
         bytes_per_s: what all data workers of a job send, by its number; what is not known is nothing.
     """
-    where: dict[str, list[tuple[int, int]]] = {}  # by trainer: row of the node, CPUs there
+    where: dict[str, list[tuple[int, float]]] = {}  # by trainer: row of the node, CPUs there
     for job in snapshot.jobs:
         name = str(job.het.het_job_id) if job.het and job.het.offset else job.trainer
         owner = leaders.get(name)
         if owner is None or not job.is_running or not bytes_per_s.get(name) or job.count("gpu"):
             continue
         if (job.uid, job.user) == (owner.uid, owner.user):
-            here = [rows[node] for node in job.nodes if node in rows]
-            where.setdefault(name, []).extend((row, job.num_cpus // len(job.nodes)) for row in here)
+            here = [(rows[node], cpus) for node, cpus in job.cpus_on_nodes() if node in rows]
+            where.setdefault(name, []).extend(here)
     used = np.zeros(len(rows))
     for name, places in where.items():
         trainers = [rows[node] for node in leaders[name].nodes if node in rows]

@@ -6,6 +6,7 @@ partition allows is part of the answer: MaxCPUsPerNode, whole nodes (OverSubscri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -333,11 +334,9 @@ class NodeTable:
         return {name: self._given(members) for name, members in by_partition.items()}
 
     def _given(self, jobs: Iterable[Job]) -> Counts:
-        """CPUs that jobs were given on each node; of several nodes each as many."""
-        shares = (
-            (name, -(-job.num_cpus // len(job.nodes))) for job in jobs if job.holds_resources for name in job.nodes
-        )
-        return self.amounts(shares)
+        """CPUs that jobs were given on each node."""
+        shares = (share for job in jobs if job.holds_resources for share in job.cpus_on_nodes())
+        return self.amounts((name, math.ceil(cpus)) for name, cpus in shares)
 
     def _in(self, partitions: Iterable[str]) -> Mask:
         mask = np.zeros(len(self.nodes), dtype=np.bool_)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.counted import held_by
-from hetstream.slurm_plugin.client.held import with_shared_cpus
-from hetstream.slurm_plugin.client.model import Job, Node, Partition
+from hetstream.slurm_plugin.client.held import spread_in_question, with_shared_cpus, with_shares
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Reservation
 from hetstream.slurm_plugin.client.parse_text import parse_partitions
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight import utilisation
@@ -55,6 +55,85 @@ def test_what_jobs_hold_together_is_what_their_node_says() -> None:
     assert sum(held_by(job).cpus for job in found) == pytest.approx(14 + 8)
     assert held_by(found[3]).cpus == 4, "on its node no CPU is given twice"
     assert with_shared_cpus(jobs, nodes, [Partition("p", ())]) == tuple(jobs)
+
+
+def on(job: Job, *cpus: int) -> Job:
+    """The job, with as many CPUs on each of its nodes."""
+    return replace(job, shares=tuple(NodeShare(name, num, 0, ()) for name, num in zip(job.nodes, cpus, strict=True)))
+
+
+def test_cpus_that_nobody_shares_count_as_they_are_though_a_job_has_them_unevenly() -> None:
+    """34 CPUs on three nodes of 16, as 16, 16 and 2, in a partition that shares none, and beside one that does."""
+    nodes = [Node(name, frozenset({"MIXED"}), ("p",), 16, num, 1, 0) for name, num in (("a", 16), ("b", 16), ("c", 2))]
+    plain = running(1, 34, "a", "b", "c")
+    (found,) = with_shared_cpus([plain], nodes, [*SHARED, Partition("q", ("z",), jobs_per_cpu=4)])
+    assert held_by(found).cpus == 34, "no other job is there, whatever its own spread is"
+    beside = [plain, running(2, 4, "c")]
+    nodes[2] = replace(nodes[2], cpus_allocated=6, partitions=("q",))
+    assert [held_by(job).cpus for job in with_shared_cpus(beside, nodes, SHARED)] == [34, 4], "q shares none"
+    nodes[2] = replace(nodes[2], cpus_allocated=6, partitions=("p",))
+    assert [held_by(job).cpus for job in with_shared_cpus([on(plain, 16, 16, 2), beside[1]], nodes, SHARED)] == [34, 4]
+
+
+@given(st.data())
+def test_whatever_the_spread_jobs_hold_what_their_nodes_say(data: st.DataObject) -> None:
+    """Together jobs have the CPUs that are in use, and who is alone on all of its nodes has all that it was given."""
+    names = "abcd"
+    spreads = data.draw(st.lists(st.dictionaries(st.sampled_from(names), st.integers(1, 16), min_size=1), max_size=6))
+    jobs = [on(running(place, sum(one.values()), *one), *one.values()) for place, one in enumerate(spreads)]
+    given_cpus = {name: [one[name] for one in spreads if name in one] for name in names}
+    in_use = {
+        name: data.draw(st.integers(max(num), min(16, sum(num)))) if num else 0 for name, num in given_cpus.items()
+    }
+    nodes = [Node(name, frozenset({"MIXED"}), ("p",), 16, in_use[name], 1, 0) for name in names]
+    found = with_shared_cpus(jobs, nodes, SHARED)
+    assert sum(held_by(job).cpus for job in found) == pytest.approx(sum(in_use.values()))
+    for job in found:
+        if all(len(given_cpus[name]) == 1 for name in job.nodes):
+            assert held_by(job).cpus == job.num_cpus
+
+
+def test_what_a_job_has_on_each_node_by_its_record() -> None:
+    """Of `scontrol --details --oneliner show job`; what a user may have written beside it is in doubt."""
+    job = running(7, 34, "a0", "a1", "b")
+    groups = "Nodes=a[0-1] CPU_IDs=0-15 Mem=100 GRES=gpu:2(IDX:0-1)  Nodes=b CPU_IDs=0,3 Mem=50 GRES= "
+    record = f"JobId=7 JobName=j NumNodes=3 NumCPUs=34 JOB_GRES=gpu:4   {groups} MinCPUsNode=1"
+    (found,) = with_shares([job], {7}, record)
+    assert list(found.cpus_on_nodes()) == [("a0", 16), ("a1", 16), ("b", 2)]
+    assert found.shares[1] == NodeShare("a1", 16, 100, (Gres("gpu", "", 2, (0, 1)),))
+    # Where cores count as CPUs, both threads of each are shown.
+    (found,) = with_shares([replace(job, num_cpus=17)], {7}, record)
+    assert list(found.cpus_on_nodes()) == [("a0", 8), ("a1", 8), ("b", 1)]
+    cut = f"CPU_IDs={','.join(map(str, range(0, 100, 2)))}"[:135]
+    for doubtful in (
+        record.replace("JobName=j", "JobName=x Nodes=a0 CPU_IDs=0 Mem=1 GRES="),
+        record.replace("Nodes=b ", "Nodes=c "),
+        record.replace("CPU_IDs=0,3", "CPU_IDs=0,x"),
+        record.replace("CPU_IDs=0,3", cut),
+        f"{record}\n{record}",
+        "",
+    ):
+        (found,) = with_shares([job], {7}, doubtful)
+        assert list(found.cpus_on_nodes()) == [(name, 34 / 3) for name in job.nodes]
+    assert with_shares([job], set(), record) == (job,)
+
+
+def test_of_which_jobs_the_spread_is_asked() -> None:
+    nodes = [Node(name, frozenset({"MIXED"}), (of,), 16, 9, 1, 0) for name, of in (("n", "p"), ("m", "q"), ("o", "q"))]
+    wide = replace(running(1, 9, "m", "o"), partitions=("q",))
+    cases = [
+        (wide, {}, (), False),
+        (replace(wide, nodes=("n", "m")), {}, (), True),  # one of its nodes shares CPUs
+        (replace(wide, nodes=("n",)), {}, (), False),  # of one node it has all there
+        (replace(wide, nodes=("n", "m"), num_cpus=2), {}, (), False),  # one on each
+        (replace(on(wide, 4, 5), nodes=("n", "m")), {}, (), False),  # known
+        (wide, {"max_cpus_per_node": 8}, (), True),
+        (replace(wide, reservation="r"), {}, (Reservation("r", (), 0, 9, True, cpus=(("m", 4),)),), True),
+        (replace(wide, reservation="r"), {}, (Reservation("r", ("m", "o"), 0, 9, True),), False),
+    ]
+    for job, limits, reservations, is_asked in cases:
+        partitions = (*SHARED, Partition("q", ("m", "o"), **limits))
+        assert spread_in_question([job], nodes, partitions, reservations) == ({1} if is_asked else set()), (job, limits)
 
 
 def test_hours_of_shared_cpus_count_once() -> None:
@@ -125,6 +204,18 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
         assert sum(row["cpus"] for row in jobs["jobs"]) == pytest.approx(14, abs=1e-3)
         frag = told("frag")["summary"]
         assert frag["cpus"] - frag["cpus_free"] == 14
+        # Uneven over nodes of which one shares CPUs, and beside nobody: 34 are 34, and 38 with its neighbours'.
+        options = ["--output=/dev/null", "--mem=100", "--time=60", "-p", "cpu", "-w", "cpu[0-2]", "-N3", "-n34"]
+        for job_id in submitted:
+            slurm.cancel(job_id)
+        wait_until(lambda: not slurm.snapshot().jobs, 60)
+        submitted.append(slurm.submit("#!/bin/sh\nexec sleep 600\n", options))
+        wait_until(lambda: [one.state for one in slurm.snapshot().jobs] == ["RUNNING"], 60, "the uneven one to run")
+        assert told("jobs")["summary"]["cpus_held"] == 34
+        (in_json,) = slurm.snapshot(details=True).jobs
+        (plain,) = slurm.snapshot().jobs
+        assert list(plain.cpus_on_nodes()) == list(in_json.cpus_on_nodes())
+        assert sum(num for _, num in plain.cpus_on_nodes()) == 34
         util = told("util", "--start=now-1second", "--partition=twice")
         assert util["summary"]["cpu_allocated_share"] <= 1.0
         assert any("may be given the same CPUs" in note for note in util["notes"])

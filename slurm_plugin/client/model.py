@@ -33,10 +33,16 @@ RESERVED = "RESERVED"
 # Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
 # Before the first look of the scheduler there is none; with `defer` a submission is looked at later.
 RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
-# slurmctld's own sentence, which it writes in the place of Resources.
-_NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
+# slurmctld's own sentences, which it writes in the place of Resources: that nodes are out of use or others' (schedule
+# in job_scheduler.c), and from 26.05 on why a topology has no room (IS_TOPO_ERROR in select_nodes, ESLURM_TOPO_* in
+# slurm_errno.c).
+_NO_ROOM = re.compile(
+    "Nodes_required_for_job_are_DOWN|Required_nodes_(lack_available_resources|do_not_fit_topology)|"
+    "(No_suitable|Insufficient_resources_in)_topology_unit|No_available_nodes_in_topology|"
+    "Weight-based_selection_could_not_satisfy|Exceeded_maximum_node_limit_during_topology"
+)
 # The only reason that slurmctld gives when it looked for nodes and found too few: select_nodes in node_scheduler.c, and
-# schedule in job_scheduler.c with the sentence above. Whoever comes behind such a job gets Priority without a look.
+# schedule in job_scheduler.c, with the sentences above. Whoever comes behind such a job gets Priority without a look.
 _FOUND_NONE = "Resources"
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
@@ -253,7 +259,7 @@ class Job:
 
         A job without a reason, or with Priority, was not looked at.
         """
-        return self.is_pending and (self.reason == _FOUND_NONE or _says_nodes_are_taken(self.reason))
+        return self.is_pending and (self.reason == _FOUND_NONE or _says_no_room(self.reason))
 
     @property
     def trainer(self) -> str:
@@ -634,11 +640,11 @@ class Cluster(Protocol):
 
 def is_resource_reason(reason: str) -> bool:
     """Whether a pending job with this reason waits for resources or for its turn, and for nothing else."""
-    return reason in RESOURCE_REASONS or _says_nodes_are_taken(reason)
+    return reason in RESOURCE_REASONS or _says_no_room(reason)
 
 
-def _says_nodes_are_taken(reason: str) -> bool:
-    return reason.replace(" ", "_").startswith(_NODES_TAKEN)
+def _says_no_room(reason: str) -> bool:
+    return _NO_ROOM.match(reason.replace(" ", "_")) is not None
 
 
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:

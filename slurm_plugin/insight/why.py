@@ -17,10 +17,10 @@ import numpy as np
 from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from hetstream.slurm_plugin.client.array_tasks import CUT, has_task
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
 from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
-from hetstream.slurm_plugin.insight.reasons import told_by_slurm
+from hetstream.slurm_plugin.insight.reasons import running_in, told_by_slurm
 from hetstream.slurm_plugin.insight.room import OTHER_USERS, Kept, Room
 from hetstream.slurm_plugin.insight.shapes import (
     RESOURCES,
@@ -104,6 +104,7 @@ class Explainer:
         self._hardware = Hardware(snapshot.nodes, snapshot.config)
         self._shapes: dict[Hashable, Shape] = {}
         self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
+        self._running = running_in(snapshot)
         self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
         self._best_tiers: dict[tuple[str, ...], int] = {}
@@ -174,15 +175,21 @@ class Explainer:
             return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
         fits, lacking = self._room(shape, job)
         blockers: list[Blocker] = []
-        said = _said_by_slurm(job)
+        said = self._said_by_slurm(job)
         if said is None:
             blockers += lacking or [self._held_up_by_component(job) or self._in_line(job)]
         elif too_large := self._too_large_for_partition(job):
             blockers += [too_large, said]
         else:
             # Which nodes those are, and what they lack, says more than Slurm's word.
-            blockers += [said, *(lacking if said.kind in ("nodes", "constraints") else ())]
+            says_more = said.kind in ("nodes", "constraints") or job.reason.startswith("ReqNodeNotAvail")
+            blockers += [said, *(lacking if says_more else ())]
         return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
+
+    def _said_by_slurm(self, job: Job) -> Blocker | None:
+        """What it waits for that is no resource."""
+        reason = told_by_slurm(job, self._running)
+        return Blocker(reason.kind, reason.text, reason.next_step) if reason else None
 
     def _shape(self, job: Job) -> Shape:
         key = job.state, request_of(job)
@@ -203,7 +210,7 @@ class Explainer:
         """The component that keeps one which has room from starting: all of them start together."""
         for other in self._other_components(job):
             _, lacking = self._room(self._shape(other), other)
-            first = self._too_large_for_partition(other) or _said_by_slurm(other) or next(iter(lacking), None)
+            first = self._too_large_for_partition(other) or self._said_by_slurm(other) or next(iter(lacking), None)
             if first is not None:
                 text = f"there is room now, but it starts together with {other.label}, and that waits: {first.text}"
                 return Blocker("component", text, first.next_step or f"hetstream why {other.label}")
@@ -222,7 +229,7 @@ class Explainer:
 
     def conversion(self, job: Job) -> Verdict:
         """Whether data workers would let a pending job start now."""
-        said = _said_by_slurm(job)
+        said = self._said_by_slurm(job)
         if said:
             return Verdict(False, f"what it waits for is no resource: {said.text}")
         shape = self._shape(job)
@@ -254,7 +261,7 @@ class Explainer:
         if not job.is_pending:
             return ()
         if not job.waits_for_resources:
-            said = _said_by_slurm(job)
+            said = self._too_large_for_partition(job) or self._said_by_slurm(job)
             return (said.kind,) if said else ()
         return self._lacking(job) or (self._turn(job),)
 
@@ -615,12 +622,6 @@ def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
     ]
 
 
-def _said_by_slurm(job: Job) -> Blocker | None:
-    """What it waits for that is no resource."""
-    reason = told_by_slurm(job)
-    return Blocker(reason.kind, reason.text, reason.next_step) if reason else None
-
-
 def _out_of_use(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
     """Nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
     asks, eligible, possible = _asks(room.shape) + _together(job), _count(room.eligible), _count(room.possible)
@@ -735,13 +736,14 @@ def _not_looked_at(job: Job, now_s: float) -> Blocker:
     elif job.last_sched_eval_s is not None:
         when = f" when it last looked, {duration(max(0.0, now_s - job.last_sched_eval_s))} ago"
         unless = ", unless it was freed since"
+    said = f" (Slurm says: {job.reason})" if job.reason not in RESOURCE_REASONS else ""
     planned = ""
     if job.start_s is not None and job.start_s > now_s:
         planned = f", and plans its start in {duration(job.start_s - now_s)}"
     return Blocker(
         NOT_LOOKED_AT,
         f"no job is ahead, and all that is looked at here has room, but {who} found none{when}{planned}: for something "
-        f"that is not looked at here{unless}",
+        f"that is not looked at here{said}{unless}",
         f"scontrol show job {job.job_id}; scontrol show node",
     )
 

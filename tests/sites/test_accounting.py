@@ -72,6 +72,22 @@ def test_limits_strand_nothing_and_only_a_lack_of_cpus_is_advised_about(site: An
     assert (advice["job"], advice["cpus_freed"], advice["gpus_unlocked"], advice["step"]) == (starved, 10, 2, directive)
 
 
+def test_jobs_that_exceed_a_limit_alone_wait_for_nobody(site: Any) -> None:
+    jobs = {
+        site.submit("--qos=two-gpus", "--gpus=3", "-c2", *SMALL): "QOSMaxGRESPerUser",
+        site.submit("--account=eight-cpus", "-pcpu", "-c9", *SMALL): "AssocGrpCpuLimit",
+    }
+    site.settle(**{job: f"PENDING {reason}" for job, reason in jobs.items()})
+    for job in jobs:
+        ((kind, text),) = site.blockers(job)
+        assert (kind, "more than the limit by itself" in text) == ("limit", True)
+        assert "hold all" not in text
+    site.settle(**{site.submit("--qos=two-gpus", "--gpus=1", "-c2", *SMALL): "RUNNING"})
+    for job in jobs:
+        ((_, text),) = site.blockers(job)
+        assert "or it asks for more than the limit by itself" in text
+
+
 def test_utilisation_is_what_sacct_says(site: Any) -> None:
     """A job of 2 CPUs and 1 GPU that computes for 2 seconds, and one of 4 CPUs of another account, which sleeps."""
     begin_s = float(math.ceil(time.time()))

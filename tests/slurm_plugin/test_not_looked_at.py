@@ -48,10 +48,11 @@ def blocker(job: Job, *others: Job, **how: Any) -> Blocker:
 def test_who_slurm_has_looked_at_waits_for_what_is_not_looked_at(reason: str) -> None:
     job = pending(reason)
     found = blocker(job)
+    said = "" if reason == "Resources" else f" (Slurm says: {reason})"
     assert found == Blocker(
         "not looked at",
         "no job is ahead, and all that is looked at here has room, but Slurm found none when it last looked, 00:00:20 "
-        "ago: for something that is not looked at here, unless it was freed since",
+        f"ago: for something that is not looked at here{said}, unless it was freed since",
         "scontrol show job 7; scontrol show node",
     )
     lines = report_of("7", [job], snapshot(job)).lines

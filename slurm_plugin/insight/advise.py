@@ -113,7 +113,7 @@ def _oversized(ended_job: EndedJob) -> Advice:
 
 
 def _pending(snapshot: Snapshot) -> Iterable[Advice]:
-    explainer, hardware = Explainer(snapshot), Hardware(snapshot.nodes, snapshot.config)
+    explainer, hardware = Explainer(snapshot), Hardware(snapshot.nodes, snapshot.config, snapshot.partitions)
     for job in snapshot.jobs:
         if not job.waits_for_resources or not job.count("gpu"):
             continue
@@ -131,7 +131,7 @@ def _pending(snapshot: Snapshot) -> Iterable[Advice]:
 
 
 def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
-    shapes = pending_shapes(alike_jobs(snapshot.jobs), Hardware(snapshot.nodes, snapshot.config))
+    shapes = pending_shapes(alike_jobs(snapshot.jobs), Hardware(snapshot.nodes, snapshot.config, snapshot.partitions))
     # Nodes whose GPUs want CPUs, and how many GPUs.
     with_room = NodeTable(
         (node for node in snapshot.nodes if node.starts_jobs and node.gpus_free()),

@@ -153,7 +153,7 @@ def measure(
     """
     found, known = list(nodes), list(jobs)
     usable = [node for node in found if node.starts_jobs]
-    shapes = pending_shapes(alike_jobs(known) if alike is None else alike, Hardware(found, config))
+    shapes = pending_shapes(alike_jobs(known) if alike is None else alike, Hardware(found, config, partitions))
     table = NodeTable(usable, partitions, known)
     measured, assumed = measure_table(table, shapes)
     measured.sort(

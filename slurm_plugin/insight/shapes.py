@@ -15,10 +15,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetstream.slurm_plugin.client.constraint import for_one_node
-from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, total
+from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Partition, total
 
 RESOURCES = ("GPUs", "CPUs", "memory")
 Layout = tuple[int, int, int]
+# CPUs of a node that jobs without GPUs may have (RestrictedCoresPerGPU).
+_BESIDE_GPUS = "beside GPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,19 @@ class Hardware:
     Args:
         nodes: all of them, in use or not.
         config: `scontrol show config`.
+        partitions: all of them; what each gives of a node at the most counts.
 
     Attributes:
         unit: see `Shape`; by SelectType and SelectTypeParameters (slurm.conf(5)).
         counts_memory: whether Slurm keeps count of memory.
     """
 
-    def __init__(self, nodes: Iterable[Node] = (), config: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[Node] = (),
+        config: Mapping[str, str] | None = None,
+        partitions: Iterable[Partition] = (),
+    ) -> None:
         kinds = (config or {}).get("SelectTypeParameters", "CR_CORE_MEMORY").upper()
         self.unit = next((name for name in ("socket", "core", "CPU") if f"CR_{name.upper()}" in kinds), "core")
         if (config or {}).get("SelectType", "").endswith("linear"):
@@ -112,17 +120,22 @@ class Hardware:
         self.counts_memory = "MEMORY" in kinds
         # Of each partition, and under the empty name of all: the most that a node has.
         self._most: dict[str, Counter[tuple[str, str]]] = {}
+        limits = {partition.name: partition for partition in partitions}
         for node in nodes:
-            has = Counter({("CPUs", ""): node.cpus, ("cores", ""): node.cpus // node.cpus_per_core})
+            has = Counter[tuple[str, str]]()
             for gres in node.gres:
                 has[gres.name, ""] += gres.count
                 if gres.type:
                     has[gres.name, gres.type] += gres.count
             for name in ("", *node.partitions):
-                self._most[name] = self._most.get(name, Counter()) | has
+                given = _given(node, limits.get(name))
+                self._most[name] = self._most.get(name, Counter()) | has | given
 
     def most(self, partitions: Sequence[str]) -> Counter[tuple[str, str]]:
-        """The most that a node of these partitions has, by name and type; of `CPUs` and `cores`, too."""
+        """The most that a node of these partitions has, by name and type; of `CPUs` and `cores`, too.
+
+        These are of jobs with GPUs; those of others are under the type `beside GPUs`.
+        """
         found = Counter[tuple[str, str]]()
         for name in partitions or ("",):
             found |= self._most.get(name, Counter())
@@ -130,6 +143,20 @@ class Hardware:
 
 
 UNKNOWN_HARDWARE = Hardware()
+
+
+def _given(node: Node, partition: Partition | None) -> Counter[tuple[str, str]]:
+    """CPUs and cores of a node that the jobs of a partition may have at the most, with GPUs and without."""
+    cpus = node.cpus
+    if partition is not None and partition.max_cpus_per_node is not None:
+        cpus = min(cpus, partition.max_cpus_per_node)
+    if partition is not None and partition.max_cpus_per_socket is not None and node.layout[0]:
+        cores = partition.max_cpus_per_socket // node.cpus_per_core
+        cpus = min(cpus, node.layout[0] * cores * node.cpus_per_core)
+    found = Counter[tuple[str, str]]()
+    for kind, num in (("", cpus), (_BESIDE_GPUS, min(cpus, node.cpus - node.gpu_cores * node.cpus_per_core))):
+        found["CPUs", kind], found["cores", kind] = num, num // node.cpus_per_core
+    return +found
 
 
 def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -293,7 +320,9 @@ def _likely_nodes(job: Job, hardware: Hardware) -> int:
     # slurmctld counts threads as cores in some estimates, but gives no task more than one node.
     likely = max(least, min(job.likely_nodes, job.num_tasks))
     most = hardware.most(job.partitions)
-    cpus = most["cores" if job.layout[2] == 1 or job.tasks_per_core == 1 else "CPUs", ""]
+    unit = "cores" if job.layout[2] == 1 or job.tasks_per_core == 1 else "CPUs"
+    has_gpus = any(gres.name in ("gpu", *SHARING) for gres in job.gres_asked) or job.count("gpu")
+    cpus = most[unit, "" if has_gpus else _BESIDE_GPUS]
     if job.num_tasks > 1 and cpus:
         per_task = job.cpus_per_task if _tasks_are_whole(job) else 1
         likely = max(likely, _share(job.num_tasks if per_task > 1 else job.num_cpus, max(1, cpus // per_task)))

@@ -101,7 +101,7 @@ class Explainer:
 
     def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
         self._snapshot = snapshot
-        self._hardware = Hardware(snapshot.nodes, snapshot.config)
+        self._hardware = Hardware(snapshot.nodes, snapshot.config, snapshot.partitions)
         self._shapes: dict[Hashable, Shape] = {}
         self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
         self._running = running_in(snapshot)
@@ -379,7 +379,7 @@ class Explainer:
             elif not is_even:
                 blockers.append(_lack_together(kind, self._least(job)[0], shape))
             elif room.short_alone():
-                blockers.append(_lack(kind, room, wanted))
+                blockers.append(_lack(kind, room, _at_once(job, shape)))
             else:
                 blockers.append(Blocker(kind, f"{' and '.join(room.short())} are not free on the same node(s)"))
         if blockers and wanted > 1:
@@ -653,7 +653,7 @@ def _too_large(least: Least, floor: Room, job: Job) -> Blocker:
     asks = f"{least.num_nodes} node(s) with {_asks(floor.shape)}{_together(job)}"
     text = f"it needs {asks}; {possible} of {eligible} that it may use have that at all"
     if floor.is_enough(floor.possible):
-        most = f"{least.max_nodes} of them" if least.max_nodes else "all of them"
+        most = f"{min(least.max_nodes, possible)} of them" if least.max_nodes else "all of them"
         text = f"it needs {_all_of(least)}; of {possible} node(s) that it may use {most} together have less"
     return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
 
@@ -689,21 +689,30 @@ def _kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
     return Blocker(OTHER_USERS, text, "squeue -w " + names)
 
 
-def _lack(resource: str, room: Room, wanted: int) -> Blocker:
+def _at_once(job: Job, shape: Shape) -> str:
+    """On how many nodes it needs what each of them must have; empty of one."""
+    if shape.num_nodes < 2:
+        return ""
+    # Slurm gives each node as many tasks as it has room for, unless each has one or --ntasks-per-node says how many,
+    # which makes as many CPUs the least of a node.
+    is_free = shape.is_guess or (job.num_tasks > shape.num_nodes and job.min_cpus_per_node < shape.cpus)
+    return f", on {shape.num_nodes} at once" + (" if it is divided evenly, which Slurm need not do" if is_free else "")
+
+
+def _lack(resource: str, room: Room, at_once: str) -> Blocker:
     """One resource is short on nodes that have enough of the others."""
     shape = room.shape
     beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
-    more = f", on {wanted} at once" if wanted > 1 else ""
     asked = ", ".join(gres_words(gres) for gres in shape.gres if (gres.name == "gpu") == (resource == "GPUs"))
     if asked and resource in ("GPUs", "GRES"):
         others = _count(room.enough_but(resource))
         where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
-        return Blocker(resource, f"it needs {asked} on a node{more}; {where}")
+        return Blocker(resource, f"it needs {asked} on a node{at_once}; {where}")
     needed, most, name, num_others = room.most_free(resource)
     unit = " MB of memory" if resource == "memory" else f" {resource}"
     where = f"{num_others} node(s) with enough {' and '.join(beside)}"
     whole = f" ({shape.cpus:,} and what is beside them)" if needed > shape.cpus and resource == "CPUs" else ""
-    text = f"it needs {needed:,}{unit}{whole} on a node{more}; of {where} the most free is {most:,} ({name})"
+    text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} the most free is {most:,} ({name})"
     return Blocker(resource, text)
 
 

@@ -194,6 +194,46 @@ def test_a_job_in_two_partitions_runs_in_one() -> None:
     assert found.blockers[0].kind == "size"
 
 
+def test_what_a_partition_gives_of_a_node_decides_on_how_many_a_job_is_likely() -> None:
+    """MaxCPUsPerNode=6, MaxCPUsPerSocket=3 of two sockets, or 10 of 16 CPUs for GPUs: 33 tasks are on six nodes."""
+    job = pending(num_nodes=1, likely_nodes=1, num_cpus=33, num_tasks=33)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"max_cpus_per_node": 6}, {}),
+        ({"max_cpus_per_socket": 3}, {"layout": (2, 8, 1)}),
+        ({}, {"gpu_cores": 10}),
+    ]
+    for limits, keeps in cases:
+        nodes = tuple(replace(node(f"n{number}"), **keeps) for number in range(7))
+        names = tuple(each.name for each in nodes)
+        partitions = (Partition("gpu", names, **limits),)
+        found = Explainer(Snapshot(0.0, "24.11", "t", (job,), nodes, partitions, CORES)).explain(job)
+        assert (found.shape.num_nodes, found.shape.cpus, found.fits_on) == (6, 6, names), limits
+        assert found.blockers[0].kind == "scheduler"
+        (shape,) = measure(nodes, [job], partitions, config=CORES).shapes
+        assert (shape.num_nodes, shape.cpus) == (6, 6), limits
+
+
+def test_an_even_division_is_no_fact_where_slurm_may_divide_otherwise() -> None:
+    """-N3 -n40 with 8, 8 and 16 CPUs free of 16: Slurm gives 16 to each node as long as it has them."""
+    nodes = tuple(node(f"n{number}", used=used) for number, used in enumerate((8, 8, 0)))
+    job = pending(num_nodes=3, num_cpus=40, num_tasks=40, likely_nodes=3, max_nodes=3)
+    text = explain(job, *nodes).blockers[0].text
+    assert "it needs 14 CPUs on a node, on 3 at once if it is divided evenly, which Slurm need not do;" in text
+    for each in (
+        replace(job, num_cpus=42, num_tasks=3, cpus_per_task=14),
+        replace(job, num_cpus=42, num_tasks=42, min_cpus_per_node=14),  # --ntasks-per-node=14
+    ):
+        assert "it needs 14 CPUs on a node, on 3 at once;" in explain(each, *nodes).blockers[0].text
+
+
+def test_no_more_nodes_have_too_little_than_there_are() -> None:
+    job = pending(num_nodes=1, likely_nodes=1, max_nodes=4, num_cpus=40, num_tasks=40)
+    (found,) = explain(job, *FOUR[:2]).blockers
+    assert (found.kind, found.text) == (
+        "size", "it needs 40 CPU(s); of 2 node(s) that it may use 2 of them together have less",
+    )  # fmt: skip
+
+
 def test_memory_of_a_gpu_goes_with_it() -> None:
     job = pending(gres_per_job=(Gres("gpu", "", 2),), memory_per_gpu_mb=3000, memory_mb=6000)
     assert shape_of(job).memory_mb == 6000

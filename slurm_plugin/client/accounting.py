@@ -28,6 +28,9 @@ SACCT_FIELDS = (
     "JobIDRaw", "DBIndex", "User", "Account", "Partition", "State", "Submit", "Start", "End", "ElapsedRaw", "Suspended",
     "AllocCPUS", "AllocTRES", "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "NodeList", "AdminComment", "JobName",
 )  # fmt: skip
+# Jobs that ran, whatever became of them. Without states sacct leaves out running ones that were held for a moment (seen
+# on 26.05); with states it needs an end, or asks of one moment alone (slurmdb_job_cond_def_start_end).
+SACCT_STATES = "R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ"
 # A month of a large site's jobs in one answer is more than slurmdbd gives: each question is for a day at the most, and
 # all of them together have a deadline.
 _DAY_S, _ONE_S, _ALL_S = 86400.0, 120.0, 600.0
@@ -116,7 +119,7 @@ def from_sacct(
         argv = [
             "sacct", "--allusers", "--duplicates", "--noheader", "--parsable2", f"--delimiter={delimiter}",
             f"--format={','.join(SACCT_FIELDS)}", f"--starttime={local_time(begin_s)}",
-            f"--endtime={local_time(until_s)}", "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
+            f"--endtime={local_time(until_s)}", f"--state={SACCT_STATES}",
         ]  # fmt: skip
         left_s = deadline_s - clock()
         hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetstream.base.text import shortened
-from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
+from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, SACCT_STATES, Usage, usages_of
 from hetstream.slurm_plugin.client.values import megabytes, moment, moments, text_or_empty, tres
 from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
 from hetstream.slurm_plugin.simulate.lines import MOST, MOST_SHOWN, Lines, quoted, read
@@ -21,7 +21,7 @@ from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
 
 REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
 EXPORT = (
-    "sacct --allusers --duplicates --parsable2 --starttime=now-30days --format="
+    f"sacct --allusers --duplicates --parsable2 --starttime=now-30days --endtime=now --state={SACCT_STATES} --format="
     "JobID,JobIDRaw,User,Account,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,TotalCPU,"
     "TRESUsageInAve,TimelimitRaw,AdminComment"
 )

@@ -17,6 +17,8 @@ import pytest
 from recorded import Recorded
 
 from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.client.accounting import SACCT_STATES
+from hetstream.slurm_plugin.simulate.sacct import EXPORT
 
 JOBS = "job,submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu\n" + "".join(
     f"j{at},{at * 300},{1200 + 700 * (at % 5)},{1 + at % 2},{(16, 2)[at % 3 == 0]},2\n" for at in range(24)
@@ -99,6 +101,12 @@ def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.Capture
     assert "known of 0" in told.err
     found = document(capsys, *words)
     assert abs(found["summary"]["replay"]["mean_jct"]) < 0.02, "an hour a job, one after the other, as it was"
+
+
+def test_the_export_has_all_jobs_that_ran() -> None:
+    """As `hetstream util` asks for them: without states sacct leaves out running jobs that were held for a moment."""
+    assert f" --endtime=now --state={SACCT_STATES} " in EXPORT
+    assert f"\n{EXPORT} > month.txt\n" in (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text()
 
 
 def test_the_nodes_of_the_site(jobs: str, tmp_path: Path) -> None:

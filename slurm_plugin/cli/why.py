@@ -30,8 +30,9 @@ from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, d
 
 EPILOG = f"""\
 The explanation is worked out from what is free now. It does not look at licenses, topology and constraints that
-are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it, and
-where Slurm finds no room for another thing, that is said.
+are more than one feature, nor at priorities that still change. Jobs that Slurm may preempt, and CPUs that a job
+shares by its own wish (--oversubscribe), count as in use. Slurm's own reason is always shown beside it, and where
+Slurm finds no room for another thing, that is said.
 
 examples:
   hetstream why 8123
@@ -150,7 +151,24 @@ def report_of(
     ]
     summary = {"job": name, "jobs": facts}
     section = Section("blockers", _COLUMNS, blockers, most_lines=0 if is_het else None)
-    return Report(meta_of("why", snapshot), summary, lines, (section,))
+    return Report(meta_of("why", snapshot), summary, lines, (section,), _not_looked_at(snapshot, found))
+
+
+def _not_looked_at(snapshot: Snapshot, found: Sequence[Explanation]) -> list[str]:
+    """What could give room to jobs that have none, and is not looked at."""
+    without = [part.job for part in found if part.job.waits_for_resources and len(part.fits_on) < part.shape.num_nodes]
+    names = {name for job in without for name in job.partitions}
+    by_wish = sorted(
+        partition.name
+        for partition in snapshot.partitions
+        if partition.name in names and partition.jobs_per_cpu > 1 and not partition.all_share
+    )
+    kind = snapshot.config.get("PreemptType", "")
+    preempts = bool(without) and kind.startswith("preempt/") and kind != "preempt/none"
+    return [
+        *([f"jobs that Slurm may preempt ({kind}) are not looked at, and count as in the way"] if preempts else []),
+        *(f"CPUs of partition {name} that a job may share (--oversubscribe) count as in use" for name in by_wish),
+    ]
 
 
 def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Explanation:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -48,6 +49,23 @@ def explain(job: Job, *nodes: Node, others: tuple[Job, ...] = ()) -> Explanation
 
 def kinds(found: Explanation) -> list[str]:
     return [blocker.kind for blocker in found.blockers]
+
+
+def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
+    """Preemption, and OverSubscribe=YES: of jobs without room alone, and only where the site has it."""
+    both, full, free = pending(8, num_nodes=2), node("g0", 4, 4), node("g1", 16, 4)
+    by_wish = Partition("gpu", (), jobs_per_cpu=4)
+
+    def notes(config: Mapping[str, str], partition: Partition, *nodes: Node) -> str:
+        seen = Snapshot(NOW_S, "22.05.8", "test", (both,), nodes, (partition, Partition("cpu", ())), config)
+        return "; ".join(report_of("7", [both], seen).notes)
+
+    preempt = {"PreemptType": "preempt/partition_prio"}
+    assert "may preempt (preempt/partition_prio) are not looked at" in notes(preempt, Partition("gpu", ()), full, free)
+    assert "partition gpu that a job may share (--oversubscribe)" in notes({}, by_wish, full, free)
+    for config in ({}, {"PreemptType": "preempt/none"}, {"PreemptType": "(null)"}):
+        assert notes(config, Partition("gpu", ()), full) == notes(config, replace(by_wish, all_share=True), full) == ""
+    assert notes(preempt, by_wish, free, node("g2", 16, 4)) == ""
 
 
 def test_one_resource_is_lacking() -> None:

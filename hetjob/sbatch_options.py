@@ -50,7 +50,7 @@ LETTERS: Mapping[str, str] = {
     "x": "exclude",
 }  # fmt: skip
 _PATHS = ("chdir", "error", "input", "output")
-_ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters"}
+ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters"}
 
 # Options that came after 22.05: an abbreviation that only they make ambiguous is clear to an older sbatch, and a newer
 # one refuses it.
@@ -195,7 +195,7 @@ def _full_name(name: str, extra: Collection[str]) -> str:
         old = [known for known in matches if known in _IN_22_05]
         found = old or matches
         name = found[0] if len(found) == 1 else name
-    return _ALIASES.get(name, name)
+    return ALIASES.get(name, name)
 
 
 def _following(arguments: Sequence[str], index: int, word: str, origin: str) -> str:

@@ -32,7 +32,14 @@ from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_environment import from_environment, handed_on, taken_variables
-from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
+from hetstream.hetjob.sbatch_options import (
+    ALIASES,
+    TAKES_VALUE,
+    SbatchOption,
+    SbatchOptions,
+    parse_words,
+    plain_words,
+)
 from hetstream.hetjob.script_launches import is_of_srun
 from hetstream.hetjob.shell_values import Unknown
 from hetstream.hetjob.spec import OPTIONS, WITH_VALUE, JobSpec
@@ -113,7 +120,7 @@ def convert_script(
         if silence is None:
             raise
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
-    notes = (*notes, *_note_on_partition(spec, cluster))
+    notes = (*notes, *_notes_on_dashes(all_options), *_note_on_partition(spec, cluster))
     notes += (*_note_on_time(spec, all_options, cluster), *_note_on_own_job(spec, text, name))
     taken = taken_variables(environ)
     # sbatch is called without these, and would have handed them on to the job.
@@ -173,6 +180,20 @@ def _notes_on_lines(text: str, name: str) -> tuple[str, ...]:
             for number in late_directives(text)
         ),
     )
+
+
+def _notes_on_dashes(options: SbatchOptions) -> list[str]:
+    """What to say about long options behind one dash: getopt reads them letter by letter."""
+    found = []
+    for item in options.items:
+        word = item.words[0] if item.words else ""
+        name = word[1:].partition("=")[0]
+        if len(name) > 1 and (name in TAKES_VALUE or name in ALIASES):
+            (taken,) = plain_words([item])
+            found.append(
+                f"{item.origin}: sbatch takes {word} for letters, the first of them {taken}. Did you mean -{word}?"
+            )
+    return found
 
 
 def parse_command_line(

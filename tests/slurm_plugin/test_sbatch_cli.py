@@ -252,6 +252,24 @@ def test_comments_that_were_meant_as_directives_are_noted(shell: Shell, line: st
     assert "hetstream: near.sbatch line 2: a comment, not a directive. A directive begins the line as:" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "meant", "taken"),
+    [
+        ("-tasks-per-node=5", "--tasks-per-node=5", "--time=asks-per-node=5"),
+        ("-output=x.log", "--output=x.log", "--output=utput=x.log"),
+        ("-nodes=1", "--nodes=1", "--ntasks=odes=1"),
+        ("-hold", "--hold", "--help"),
+    ],
+)
+def test_a_long_option_behind_one_dash_is_noted(shell: Shell, word: str, meant: str, taken: str) -> None:
+    script = f"#!/bin/bash\n#SBATCH -c16 {word}\n#HETSTREAM --data-workers=4\nsrun python train.py\n"
+    (shell.directory / "dash.sbatch").write_text(script)
+    done = shell.run("convert", "dash.sbatch")
+    assert f"line 2: sbatch takes {word} for letters, the first of them {taken}. Did you mean {meant}?" in done.stderr
+    (shell.directory / "dash.sbatch").write_text(script.replace(word, "-J train -ptest -Ho out"))
+    assert "sbatch takes" not in shell.run("convert", "dash.sbatch").stderr
+
+
 def test_help_lists_the_options(shell: Shell) -> None:
     done = shell.run("sbatch", "--help")
     assert done.returncode == 0

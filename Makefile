@@ -75,7 +75,7 @@ compiled: venv
 test: venv slurm programs style
 	@mkdir -p build
 	@$(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
-	  $(MAKE) --no-print-directory compiled; \
+	  make --no-print-directory compiled; \
 	  $(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"; tests=$$?; \
 	  wait $$types; types=$$?; cat build/mypy.txt; [ $$types = 0 ] && exit $$tests
 

@@ -76,6 +76,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/children.py": "_state_of adopt_orphans begin_child go_first",
         "mpi_dataworkers/config.py": "environment_at_start",
         "mpi_dataworkers/loader/steps_apart.py": "_left_bytes",
+        "mpi_dataworkers/loader/witness.py": "_WitnessSteps.__getitem__",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
         "mpi_dataworkers/ops/program.py": "_umask",

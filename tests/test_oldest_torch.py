@@ -27,7 +27,7 @@ def test_the_tests_run_on_the_oldest_torch_that_is_declared() -> None:
 
 
 def test_as_many_files_at_a_time_as_in_the_tests_on_the_pinned_torch() -> None:
-    [pinned] = re.findall(r"^\.venv/bin/pytest (.*)-m ", planned(target="test"), re.M)
+    [pinned] = re.findall(r"^\s*\.venv/bin/pytest (.*)-m ", planned(target="test"), re.M)
     [oldest] = re.findall(r"^\.venv-oldest-torch/bin/pytest (.*)-m ", planned(target="test-oldest-torch"), re.M)
     assert oldest == pinned
 

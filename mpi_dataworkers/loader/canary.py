@@ -65,6 +65,8 @@ class Canary:
         self._kept: Witness | None = None
         self._random = random.Random()  # the program's own generators are left alone
         self._num_compared = self._most_steps = 0
+        self._is_over = False
+        self._varying: set[str] = set()  # with kept processes, of the first pass
         self._said: set[str] = set()
 
     def steps_of_pass(self, first: int, distance: int) -> list[int]:
@@ -73,6 +75,8 @@ class Canary:
         Of a loader the first two of all, as what differs seldom shows in one, and the second of that worker, as what
         a program sets up at its first sample shows there.
         """
+        if self._is_over:
+            return []
         if self._num_compared < _FIRST_STEPS:
             return sorted({first, first + 1, first + distance})
         return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
@@ -86,8 +90,9 @@ class Canary:
         return made
 
     def forget_witness(self) -> None:
-        """Begin with a new process: the pipeline has other stages."""
-        self._kept = None
+        """Begin with a new process: the pipeline has other stages. One that was to be kept cannot be begun anew: what the
+        program has changed since, worker processes that it keeps do not see."""
+        self._kept, self._is_over = None, self._is_kept
 
     def other_witness(self, pipeline: Pipeline, has_limit: bool = False) -> Witness:
         """A process beside that of the pass."""
@@ -108,12 +113,14 @@ class Canary:
         """
         if found.failure is None and expected.failure is not None and expected.failure.is_final:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
-        differences, varying = self._compared(found, expected), set[str]()
-        if differences:
+        differences, varying = self._compared(found, expected), self._varying
+        # A process that is started now, in a later pass, is none that was kept.
+        if differences and not (self._is_kept and self._num_compared >= _FIRST_STEPS):
             again = once_more()
             if _outcome(again) != _outcome(expected):  # it fails at times
                 differences = self._compared(found, again)
             elif varying := {each.field for each in self._compared(again, expected)}:
+                self._varying = self._varying | varying if self._is_kept else set()
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
         return next((str(each) for each in differences if each.field not in varying), "")
 

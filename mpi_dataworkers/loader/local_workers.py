@@ -130,9 +130,11 @@ def _iterator_class(kind: Any) -> Any:
         for each in (kind, base)
     )
 
+    own_process = os.getpid  # at the interpreter's end this module has no names any more
+
     def end(iterator: Any) -> None:
         # In a process that was forked since, or where it could not begin, there is nothing to end.
-        if vars(iterator).get("_of_process") == os.getpid():
+        if vars(iterator).get("_of_process") == own_process():
             kind.__del__(iterator)
 
     methods: dict[str, Any] = of_kind | ({"__del__": end} if hasattr(kind, "__del__") else {})

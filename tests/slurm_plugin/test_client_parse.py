@@ -16,7 +16,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import compress, expand
-from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, Snapshot, total
 from hetstream.slurm_plugin.client.read import CommandReader
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
@@ -357,7 +357,8 @@ def test_what_slurm_gave_is_asked_where_a_running_jobs_request_cannot_be_read(tm
     ]
     jobs = parse_json.parse_jobs(json.dumps({"jobs": rows}))
     node = Node("gpu0", frozenset({"MIXED"}), (), 4, 0, 10, 0, gres=(Gres("gpu", "", 4),))
-    found = CommandReader({"PATH": str(tmp_path)})._with_told_gpus(jobs, (node,))
+    reader = CommandReader({"PATH": str(tmp_path)})
+    found = reader._with_told_gpus(Snapshot(0.0, "22.05", "commands", jobs, (node,), ()), reader._records)
     assert [(job.count("gpu"), job.gpus_in_doubt) for job in found] == [(3, False), (0, False), (1, True)]
 
 

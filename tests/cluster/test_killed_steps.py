@@ -32,12 +32,12 @@ def test_a_sample_for_which_slurm_kills_the_data_workers_step_does_not_end_the_t
     command = [str(HETSTREAM), "sbatch", "--parsable", "train.sbatch"]
     subprocess.run(command, cwd=directory, env=dict(devcluster.env), check=True, capture_output=True, timeout=60)
     output = directory / "out.txt"
-    wait_until(lambda: output.exists() and "exit code" in output.read_text(), timeout_s=200, what="the job's end")
+    wait_until(lambda: output.exists() and "\nexit code" in output.read_text(), timeout_s=200, what="the job's end")
     text = output.read_text()
     assert "40 samples, then: " in text, text
     assert "at sample 41 of step 10" in text
-    assert "the trainer ends by itself\nexit code 0" in text
+    assert "the trainer ends by itself\nexit code 0" in text, text
     makers = (directory / "makers").read_text().split("\n")
     assert "trainer" not in makers
     assert "data worker" in makers, release
-    assert makers.count("child") == 3
+    assert makers.count("child") == 4  # the attempts, and one of torch's own worker

@@ -167,7 +167,8 @@ def test_a_program_that_is_to_share_no_gpu_is_not_run(tmp_path: Path, gpu: str) 
 def test_an_agent_of_another_version_ends_with_a_line_or_goes_on_as_if_alone(
     node: Node, guaranteed: Connection
 ) -> None:
-    patched = "from hetstream.hetjob.gpu import pages; pages.VERSION = 99; import runpy"
+    patched = "from hetstream.hetjob.gpu import pages; pages.VERSION = 99; import runpy, sys"
+    patched += f"; sys.path.insert(0, {str(TRAIN.parent)!r})"
     argv = [sys.executable, "-c", f"{patched}; runpy.run_path({str(TRAIN)!r}, run_name='__main__')", "3", "16", "0"]
     line = f"the coordinator of this node's GPUs speaks protocol {VERSION}, and this hetstream protocol 99"
     programs = {}

@@ -90,8 +90,10 @@ class Canary:
         return made
 
     def forget_witness(self) -> None:
-        """Begin with a new process: the pipeline has other stages. One that was to be kept cannot be begun anew: what the
-        program has changed since, worker processes that it keeps do not see."""
+        """Begin with a new process: the pipeline has other stages.
+
+        One that was to be kept cannot be begun anew: kept worker processes do not see what the program has changed since.
+        """
         self._kept, self._is_over = None, self._is_kept
 
     def other_witness(self, pipeline: Pipeline, has_limit: bool = False) -> Witness:

@@ -92,7 +92,7 @@ class Canary:
     def forget_witness(self) -> None:
         """Begin with a new process: the pipeline has other stages.
 
-        One that was to be kept cannot be begun anew: kept worker processes do not see what the program has changed since.
+        One that was to be kept cannot be begun anew: kept workers do not see what the program has changed.
         """
         self._kept, self._is_over = None, self._is_kept
 

@@ -2,9 +2,9 @@
 
 What can differ in another process is not known beforehand: a library's registry, a global switch, what `__getstate__`
 leaves out, a file on another node. So it is looked for in each run. When a pass begins, one worker process is started
-as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps of torch's
-first worker, in each later pass one step at random. What it makes is compared before the program gets the step. What
-a data worker raises is looked at in the same way.
+as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps and step
+`num_workers`, in each later pass one step at random. What it makes is compared before the program gets the step. What a
+data worker raises is looked at in the same way.
 """
 
 from __future__ import annotations
@@ -303,6 +303,11 @@ class ComparedPass:
         if difference is None:  # the process has ended, too, or nobody knows
             return "" if has_died else f"data workers cannot make step {step}: {summary_of(failure)}"
         return difference
+
+    def restart(self, pipeline: Pipeline) -> None:
+        """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""
+        self._drop()
+        self._pipeline = pipeline
 
     def close(self) -> None:
         """End the pass, which may be in its middle."""

@@ -25,8 +25,6 @@ _PLAIN = (
 # Compared by their names: nobody makes them anew.
 _NAMED = (type, types.BuiltinFunctionType, types.FunctionType, types.ModuleType)
 _LONGEST_TEXT = 80
-# Of a batch that differs everywhere these say enough.
-_MOST_DIFFERENCES = 1000
 # From where to where a tensor's values lie.
 _Span = tuple[int, int]
 
@@ -58,7 +56,7 @@ class Comparison:
     """A comparison of two batches.
 
     Attributes:
-        differences: in the order of the batch, the first 1000.
+        differences: all of them, in the order of the batch: of some it may turn out that they say nothing.
         not_compared: paths and types of what could not be compared.
     """
 
@@ -71,8 +69,8 @@ def compare(found: Any, expected: Any) -> Comparison:
     pair = _Pair()
     differences: list[Difference] = []
     try:
-        every = itertools.chain(pair.differences(found, expected, "batch"), pair.of_memory())
-        differences += itertools.islice(every, _MOST_DIFFERENCES)
+        differences += pair.differences(found, expected, "batch")
+        differences += pair.of_memory()
     except RecursionError:
         pair.not_compared.append("a batch that is nested too deeply")
     return Comparison(differences, pair.not_compared)

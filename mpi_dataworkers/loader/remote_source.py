@@ -122,8 +122,8 @@ class RemoteSource:
         self._sent = connection.sent_pipelines.with_stages(self._sent, connection.pipeline)
         self._readers.clear()
         self._close_apart(*self._apart)
-        if self._compared is not None:  # its process has the stages before
-            self._compared.close()
+        if self._compared is not None:
+            self._compared.restart(connection.pipeline)
         if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
             for session in self._sessions:
                 self._client.close_session(session)

@@ -236,3 +236,8 @@ def test_a_value_that_refuses_costs_its_own_comparison_alone() -> None:
 def test_one_element_has_any_stride() -> None:
     assert compare(torch.arange(2.0)[::2], torch.arange(2.0)[::2]).differences == []
     assert compare(torch.arange(2.0)[::2], torch.arange(1.0, 3.0)[::2]).differences
+
+
+def test_what_differs_behind_much_that_differs_is_found() -> None:
+    found = compare([*range(2000), "a"], [*range(1, 2001), "b"])
+    assert [each.field for each in found.differences[-1:]] == ["batch[2000]"]

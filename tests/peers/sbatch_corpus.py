@@ -132,18 +132,30 @@ def _copy(address: Address, git_dir: Path, folder: Path) -> str:
     return ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect, and say what is missing."""
-    parser = argparse.ArgumentParser(description="Collect public sbatch scripts.")
-    parser.add_argument("--into", type=Path, default=FOLDER, metavar="DIR", help=f"the folder ({FOLDER})")
+def collect_as_asked(
+    description: str, addresses: Sequence[Address], folder: Path, what: str, arguments: Sequence[str] | None
+) -> tuple[int, int]:
+    """Collect as the command line says, and print what is missing.
+
+    Returns:
+        How many are in the folder, and how many could not be had.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--into", type=Path, default=folder, metavar="DIR", help=f"the folder ({folder})")
     parser.add_argument("--clones", type=Path, metavar="DIR", help="a folder with clones of the repositories")
     options = parser.parse_args(arguments)
-    addresses = stored_addresses()
     missing = collect(addresses, options.into, options.clones)
     for line in missing:
         print(f"missing: {line}")
     there = sum(address.is_in(options.into) for address in addresses)
-    print(f"{there} of {len(addresses)} scripts are in {options.into}, {len(missing)} could not be had")
+    print(f"{there} of {len(addresses)} {what} are in {options.into}, {len(missing)} could not be had")
+    return there, len(missing)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Collect, and say what is missing."""
+    addresses = stored_addresses()
+    there, _ = collect_as_asked("Collect public sbatch scripts.", addresses, FOLDER, "scripts", arguments)
     return 0 if there >= LEAST_SHARE * len(addresses) else 1
 
 

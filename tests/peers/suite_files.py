@@ -10,7 +10,6 @@ out.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,16 +40,8 @@ def stored_addresses() -> list[SuiteFile]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Collect, and say what is missing."""
-    parser = argparse.ArgumentParser(description="Collect files of other projects' test suites.")
-    parser.add_argument("--into", type=Path, default=FOLDER, metavar="DIR", help=f"the folder ({FOLDER})")
-    parser.add_argument("--clones", type=Path, metavar="DIR", help="a folder with clones of the repositories")
-    options = parser.parse_args(arguments)
-    addresses = stored_addresses()
-    missing = sbatch_corpus.collect(addresses, options.into, options.clones)
-    for line in missing:
-        print(f"missing: {line}")
-    there = sum(address.is_in(options.into) for address in addresses)
-    print(f"{there} of {len(addresses)} files are in {options.into}, {len(missing)} could not be had")
+    what = "Collect files of other projects' test suites."
+    _, missing = sbatch_corpus.collect_as_asked(what, stored_addresses(), FOLDER, "files", arguments)
     return 1 if missing else 0
 
 

@@ -107,7 +107,7 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	@# Each release of these is for one release of torch, which they would replace by a build for GPUs.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(TORCHREC)
 	@# Without torchvision, which timm imports: of timm a function is read from its file.
-	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai timm skorch==1.4.0
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai timm skorch==1.4.0 torch_geometric==2.8.0
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready

@@ -22,6 +22,12 @@ def main() -> None:
     # addsitedir reads the other's .pth files, too: hetstream is installed there as one.
     line = f"import site; site.addsitedir({packages!r})\n"
     (Path(sysconfig.get_path("purelib")) / "base.pth").write_text(line)
+    # Libraries that a package puts beside Python's, as MPICH does, are looked for in this environment's own folder.
+    libraries = Path(packages).parents[1]
+    for library in set(libraries.iterdir()) - {Path(packages).parent}:
+        link = Path(sys.prefix, "lib", library.name)
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
     command = Path(sysconfig.get_path("scripts")) / "hetstream"
     command.write_text(_COMMAND.format(python=sys.executable))
     command.chmod(0o755)

@@ -38,7 +38,8 @@ RECORDED = HERE / "expected" / "recorded.json"
 BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream run`
 # Folders of peers' files: those that are given, and those that suite_files.py collects.
 PEERS = (ROOT.parent / "shared" / "peers", BUILD / "peers")
-_PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch")
+_PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch", "torch-geometric")
+_PACKAGES += ("datasets", "lightning", "monai", "timm")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
@@ -65,6 +66,7 @@ class Suite:
         data_workers: under `hetstream run` with so many; None without.
         plain: the suite without hetstream that this one is compared with.
         is_in_process: its loaders have num_workers=0: they stay local unless the user asks otherwise.
+        tests: patterns of names; other tests of its files make no loader, and are no part of it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Suite:
     data_workers: int | None = None
     plain: str = ""
     is_in_process: bool = False
+    tests: tuple[str, ...] = ("*",)
 
     @property
     def is_scripts(self) -> bool:
@@ -90,9 +93,11 @@ class Suite:
         return [] if self.is_scripts else [file for file in self.files if home(file, peers) is None]
 
 
-def _with_hook(name: str, title: str, files: tuple[str, ...]) -> tuple[Suite, Suite]:
-    """A suite whose loaders have num_workers=0, and the same under the hook."""
-    return Suite(name, title, files), Suite(f"{name}-hook", "the same under the hook", files, "", 2, name, True)
+def _with_hook(name: str, title: str, files: tuple[str, ...], *tests: str) -> tuple[Suite, Suite]:
+    """A suite of which loaders have num_workers=0, and the same under the hook."""
+    plain = Suite(name, title, files, tests=tests or ("*",))
+    hook = replace(plain, name=f"{name}-hook", title="the same under the hook", data_workers=2, plain=name)
+    return plain, replace(hook, is_in_process=True)
 
 
 # Not its test_incremental_state.py, which tests classes of its own and makes no loader.
@@ -101,6 +106,20 @@ _SCRIPTS = tuple(
     f"accelerate.test_utils.scripts.{name}" for name in ("test_script", "test_distributed_data_loop", "test_sync")
 )
 _TORCH = "torch.utils.data.DataLoader"
+# Those of its loaders that need no sampler of its own in C++: pyg-lib has no build on PyPI.
+_PYG = (
+    *(
+        f"pytorch_geometric/test/loader/test_{name}.py"
+        for name in (
+            "dataloader",
+            "dynamic_batch_sampler",
+            "imbalanced_sampler",
+            "random_node_loader",
+            "temporal_dataloader",
+        )
+    ),
+    *(f"pytorch_geometric/test/test_{name}.py" for name in ("edge_index", "index", "hash_tensor")),
+)
 SUITES = {
     suite.name: suite
     for suite in (
@@ -127,6 +146,7 @@ SUITES = {
             plain="speechbrain",
         ),
         *_with_hook("ignite", "ignite's test_deterministic.py", ("ignite/tests/ignite/engine/test_deterministic.py",)),
+        *_with_hook("pyg", "PyTorch Geometric's tests with a loader", _PYG, "*loader*", "*sampler*"),
         *_with_hook("skorch", "skorch's test_dataset.py", ("skorch/skorch/tests/test_dataset.py",)),
     )
 }
@@ -252,7 +272,8 @@ def _collect(suite: Suite, directory: Path, name: str) -> list[str]:
     """Names of all tests of a file, `Class::test` or `test`."""
     command = (*_PYTEST, "--collect-only", "-q", name)
     done = _run_python(Suite(suite.name, "", suite.files), directory, command, _FILE_LIMIT_S)
-    found = [line.split("::", 1)[1] for line in done.stdout.splitlines() if line.startswith(f"{name}::")]
+    names = [line.split("::", 1)[1] for line in done.stdout.splitlines() if line.startswith(f"{name}::")]
+    found = [test for test in names if any(fnmatch.fnmatchcase(test, pattern) for pattern in suite.tests)]
     if not found:
         raise SystemExit(f"{suite.name}: no tests in {name}:\n{done.stdout[-4000:]}")
     return found

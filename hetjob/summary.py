@@ -81,7 +81,8 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
     )
     replaced = summary.get("data_workers_replaced", 0)
-    processes = f"{summary.get('data_workers_seen', 0) - replaced} data worker process(es)"
+    renewed = summary.get("data_workers_renewed", 0)
+    processes = f"{summary.get('data_workers_seen', 0) - replaced - renewed} data worker process(es)"
     if replaced:
         processes += f", {replaced} more in the place of some that died"
     processes += _companions(summary)

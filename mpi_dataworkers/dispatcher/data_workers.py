@@ -235,6 +235,7 @@ class WorkerMessages:
         out = self._rooms.begin_drain(peer, cause)
         if message.renews and worker.slot:
             worker.renews = True
+            tables.workers_renewed += 1
             tables.asked_at[worker.slot] = now
         stops = dict(message.leases)
         for token in sorted(worker.tokens):

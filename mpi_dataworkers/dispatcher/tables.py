@@ -54,6 +54,7 @@ class Tables:
         is_mixed: processes and data workers are two things now: several programs are there, or one makes room.
 
         workers_seen: data worker processes that registered since this start.
+        workers_renewed: those of them that have left for a fresh one in their slot.
         workers_replaced: of them, those that came in the place of one that had died.
         workers_lost: of them, those that went without a word.
         leases_granted, leases_revoked: since this start.
@@ -84,6 +85,7 @@ class Tables:
         self.is_mixed = False
 
         self.workers_seen = 0
+        self.workers_renewed = 0
         self.workers_replaced = 0
         self.workers_lost = 0
         self.leases_granted = 0

@@ -210,7 +210,9 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         super().__init__(loader)
         assert kept.connection is not None
         own = kept.connection.pipeline.with_own_generators().own_generators
-        self._worker_seeds = WorkerSeeds(self._base_seed, 0, [] if own is None else own.digests())
+        self._worker_seeds = WorkerSeeds(
+            self._base_seed, 0, [] if own is None else own.digests(), loader.persistent_workers
+        )
         if self._num_workers > 0:
             # As torch does with worker processes: the sampler's iterator is made a second time.
             self._reset(loader, first_iter=True)

@@ -169,11 +169,13 @@ class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         base_seed: that torch drew; it seeds worker process w with this plus w.
         passes_before: passes that these processes have made already; 0 without persistent_workers.
         generators: a digest of the state of each generator that dataset and `collate_fn` hold when the processes start.
+        are_kept: these processes make the next pass, too, as with persistent_workers.
     """
 
     base_seed: int
     passes_before: int
     generators: list[int]
+    are_kept: bool = False
 
 
 class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

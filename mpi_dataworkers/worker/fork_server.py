@@ -35,7 +35,6 @@ from hetstream.mpi_dataworkers.children import (
 )
 from hetstream.mpi_dataworkers.forks import ForksEndHere
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
@@ -58,12 +57,18 @@ _MOST_REQUEST_BYTES = 1 << 20
 _LOADED, _REFUSED = b"1", b"0"
 
 
-def ask_to_be_forked(page: WorkPage, pickled: PickledPipeline, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+def wish(page: WorkPage, pipeline_id: str, limit_s: float) -> None:
+    """Ask the supervisor to have a pipeline loaded for processes that take this one's place; see `ask_to_be_forked`."""
+    page.wish(pipeline_id, limit_s)
+    os.kill(os.getppid(), signal.SIGCHLD)  # look here now
+
+
+def ask_to_be_forked(page: WorkPage, pipeline_id: str, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
     """Ask the supervisor to have a pipeline loaded once for all processes, and wait until it was, or will not be.
 
     Args:
         page: of this process.
-        pickled: the pipeline; while this process has it, the fork server finds it.
+        pipeline_id: of the pipeline; while a process of this host has its bytes, the fork server finds it.
         limit_s: how long loading may take.
         is_wanted: asked while it waits.
 
@@ -71,9 +76,8 @@ def ask_to_be_forked(page: WorkPage, pickled: PickledPipeline, limit_s: float, i
         Whether this process is to leave with `FRESH_PROCESS`; else it goes on by itself.
     """
     supervisor = os.getppid()
-    if page.wished[0] != pickled.pipeline_id:
-        page.wish(pickled.pipeline_id, limit_s)
-        os.kill(supervisor, signal.SIGCHLD)  # look here now
+    if page.wished[0] != pipeline_id:
+        wish(page, pipeline_id, limit_s)
     while page.answer is Answer.WAIT and is_wanted() and not is_stopped(supervisor):
         time.sleep(_ASK_AGAIN_S)
     if not is_wanted():

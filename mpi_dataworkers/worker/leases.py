@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -28,11 +29,13 @@ class HeldLeases:
             signal handlers, where a second signal may come inside the first: the lock of an Event would then wait for
             itself.
         renews: it leaves so that its supervisor forks a fresh process in its slot.
+        is_spent: whether it is to do so as soon as no session goes on, so that the next pass finds a fresh process.
     """
 
     def __init__(self, dispatcher: DispatcherConnection) -> None:
         self.is_stopping = False
         self.renews = False
+        self.is_spent: Callable[[], bool] = lambda: False
         self._dispatcher = dispatcher
         self._waiting: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         # The lock guards all that follows.
@@ -47,6 +50,11 @@ class HeldLeases:
         """Have the data worker leave after the step that it is making; safe in a signal handler."""
         self.is_stopping = True
         self.release()
+
+    def renew(self) -> None:
+        """Leave, so that the supervisor forks a fresh process in this one's slot."""
+        self.renews = True
+        self.stop()
 
     def release(self) -> None:
         """Let the main thread wait for leases no longer."""
@@ -153,6 +161,9 @@ class HeldLeases:
             self._receivers.pop(session_id, None)
             for token in [t for t, lease in self._held.items() if lease.session.session_id == session_id]:
                 del self._held[token]
+            was_last = not self._receivers
+        if was_last and self.is_spent():
+            self.renew()
 
     def tokens(self) -> list[int]:
         """What is held, for a heartbeat."""

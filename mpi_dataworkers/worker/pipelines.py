@@ -13,11 +13,11 @@ from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
-from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked
+from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, wish
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram, objects_bytes
 from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
-from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.watch import Answer, WorkPage
 
 # A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
 _LOAD_AGAIN_S = 5.0
@@ -46,6 +46,7 @@ class Pipelines:
         leases: loading ends when the lease that it is for is gone.
         page: where the process says what it is doing.
         forks_anew: its supervisor has a large pipeline loaded once for its processes.
+        is_supervised: where it leaves for it, a fresh process takes its place.
         device: what it makes steps with: without a GPU, all but the last stage of a pipeline that needs one.
         worker_number: what the dispatcher calls this data worker now.
     """
@@ -57,11 +58,20 @@ class Pipelines:
         leases: HeldLeases,
         page: WorkPage,
         forks_anew: bool,
+        is_supervised: bool,
         device: Device,
         worker_number: Callable[[], int],
     ) -> None:
         self._pickled_pipelines, self._loaded, self._leases, self._page = pickled_pipelines, loaded, leases, page
-        self._forks_anew, self._device, self._worker_number = forks_anew, device, worker_number
+        self._forks_anew, self._is_supervised = forks_anew, is_supervised
+        self._device, self._worker_number = device, worker_number
+        # Sessions of a program that only knows torch for which user code has run here, and pipelines whose worker
+        # processes torch keeps from pass to pass.
+        self._passes: set[str] = set()
+        self._lasting: set[str] = set()
+        # The small pipeline that its supervisor was asked to load for later processes. It is kept when no loader uses
+        # it any more: it costs nothing, and its fork server has the program's modules.
+        self._prepared = ""
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._entered: EnteredPipeline | None = None  # the last one
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
@@ -85,6 +95,9 @@ class Pipelines:
         pipeline_id = lease.session.pipeline_id
         if self._pickled_pipelines.has_dropped or self._failed_at:
             self._forget_old(pipeline_id)
+        begins = lease.session.worker_seeds is not None and lease.session.session_id not in self._passes
+        if begins:
+            self._begin_pass(lease)
         if self._entered is not None and self._pipelines.get(pipeline_id) is not self._entered:
             self._entered.rest()  # the next one begins with the program's globals
             self._entered = None
@@ -105,6 +118,8 @@ class Pipelines:
             if entered.is_new(seeds, step):
                 self._page.at_sample(-1)
             try:
+                if begins:
+                    self._prepare_fork(lease)
                 self._loaded.enter(self._in_use[pipeline_id])
                 self._entered = entered
                 return entered.enter(seeds, step)
@@ -122,6 +137,30 @@ class Pipelines:
         if pipeline_id in self._write_watches:
             self._write_watches[pipeline_id].check()
 
+    def _begin_pass(self, lease: GrantLease) -> None:
+        """Come to a pass of a program that only knows torch, as a worker process of torch does: with nothing in memory
+        that samples of an earlier pass have left there.
+
+        Of what user code may have changed (its dataset, module globals, what libraries keep) no list is complete, so
+        this process leaves for one that has made no sample. One that cannot leave unpickles the pipeline anew: of the
+        state that samples leave, that of modules then stays. Passes that are open at the same time share a process.
+
+        Raises:
+            ForkedAnew: this process has made samples of a pass that is over.
+            LeaseGone: the lease was revoked while it waited.
+        """
+        if self._passes - self._leases.sessions.keys():
+            if self._is_supervised and not self._lasting:
+                self._wait_for_fork(self._page.shares or self._page.wished[0] or lease.session.pipeline_id, lease)
+                raise ForkedAnew
+            for name in self._pipelines.keys() - self._lasting:
+                self._forget(name)
+            self._passes.clear()
+        self._passes.add(lease.session.session_id)
+        seeds = lease.session.worker_seeds
+        if seeds is not None and seeds.are_kept:
+            self._lasting.add(lease.session.pipeline_id)
+
     def _load(self, pipeline_id: str, lease: GrantLease) -> Pipeline:
         """Have a pipeline: as it was when this process was forked, or unpickled."""
         taken = self._loaded.take(pipeline_id)
@@ -131,7 +170,9 @@ class Pipelines:
             self._page.rest()  # no user code runs while it waits
             found = self._pickled_pipelines.find(pipeline_id, lambda: self._leases.holds(lease.token))
             if self._forks_anew and objects_bytes(found) > max(FORK_FROM_BYTES, self._asked_bytes):
-                self._ask_to_be_forked(found, lease)
+                if self._wait_for_fork(pipeline_id, lease):
+                    raise ForkedAnew
+                self._asked_bytes = objects_bytes(found)
             self._page.at_sample(-1)
             pipeline = self._loaded.load(found)
         self._in_use[pipeline_id] = found
@@ -139,13 +180,33 @@ class Pipelines:
             self._write_watches[pipeline_id] = WriteWatch(found.digest_of_shared)
         return pipeline if self._device == "gpu" else pipeline.before_gpu
 
-    def _ask_to_be_forked(self, pickled: PickledPipeline, lease: GrantLease) -> None:
+    def _wait_for_fork(self, pipeline_id: str, lease: GrantLease) -> bool:
+        """Wait until a fork server has loaded a pipeline; whether this process is to leave for one that it forks."""
         limit_s = lease.session.errors.sample_timeout_s
-        if ask_to_be_forked(self._page, pickled, limit_s, lambda: self._leases.holds(lease.token)):
-            raise ForkedAnew
+        self._page.rest()  # no user code runs while it waits
+        if ask_to_be_forked(self._page, pipeline_id, limit_s, lambda: self._leases.holds(lease.token)):
+            return True
         if not self._leases.holds(lease.token):
             raise LeaseGone
-        self._asked_bytes = objects_bytes(pickled)
+        return False
+
+    def _prepare_fork(self, lease: GrantLease) -> None:
+        """Have the program loaded for the process that takes this one's place after the pass, while the pass goes on.
+
+        One fork server does for all small pipelines of a program: what takes long are the imports.
+        """
+        if self._is_supervised and not self._page.wished[0]:
+            pipeline_id, num_bytes = self._page.shares, self._loaded.kept_bytes
+            if not pipeline_id:
+                pipeline_id = lease.session.pipeline_id
+                num_bytes = objects_bytes(self._in_use[pipeline_id])
+            wish(self._page, pipeline_id, lease.session.errors.sample_timeout_s)
+            if num_bytes <= FORK_FROM_BYTES:
+                self._prepared = pipeline_id
+
+    def is_spent(self) -> bool:
+        """Whether this process is to leave once no session goes on; asked by the control thread."""
+        return bool(self._passes) and self._is_supervised and not self._lasting and self._page.answer is not Answer.WAIT
 
     def _forget_old(self, pipeline_id: str) -> None:
         """Forget what no loader uses, and this pipeline if it could not be loaded some time ago."""
@@ -154,15 +215,16 @@ class Pipelines:
             dropped.add(pipeline_id)
         for name in dropped:
             self._forget(name)
-            if self._page.shares == name:
+            if self._page.shares == name != self._prepared:
                 self._page.shares = ""
                 if not self._pipelines:  # to leave costs what other pipelines have in this process, a cache, say
                     self._asked_bytes = 0
 
     def _forget(self, pipeline_id: str) -> None:
         self._loaded.forget(pipeline_id)
-        if self._page.wished[0] == pipeline_id:
+        if self._page.wished[0] == pipeline_id != self._prepared:
             self._page.wish("")
+        self._lasting.discard(pipeline_id)
         self._pipelines.pop(pipeline_id, None)
         self._write_watches.pop(pipeline_id, None)
         self._failed_at.pop(pipeline_id, None)

@@ -188,7 +188,7 @@ class _Supervisor:
         most = self._files_limit[1]
         with contextlib.suppress(ValueError, OSError):  # beyond what the system gives anybody
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        adopt_orphans(self._options.forks_anew)
+        adopt_orphans(True)
         for _ in range(num_processes):
             self._start(secrets.token_hex(8))
         while self._children or (self._to_start and not self._stopping):

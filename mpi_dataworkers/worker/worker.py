@@ -82,9 +82,11 @@ class DataWorker:
             self._leases,
             self._page,
             options.forks_anew,
+            bool(start.slot),
             options.device,
             lambda: control.number,
         )
+        self._leases.is_spent = pipelines.is_spent
         earlier = None
         if options.make_earlier is not None:
             earlier = options.make_earlier(start.worker_id, self._leases, self._pickled_pipelines.fetch)
@@ -186,10 +188,10 @@ class DataWorker:
         except OtherProgram:
             self._leases.settle(lease.token, FailLease(lease.token, "its process serves another program"))
             self._page.wish("")
-            self._renew()
+            self._leases.renew()
         except ForkedAnew:
             self._leases.give_up(lease.token)
-            self._renew()
+            self._leases.renew()
         except LeaseGone:
             return
         else:
@@ -197,11 +199,6 @@ class DataWorker:
             report = self._steps.finished(lease, time.monotonic() - started - waited_s, waited_s)
             self._leases.settle(lease.token, report)
             reach("worker.after_finish")
-
-    def _renew(self) -> None:
-        """Leave, so that the supervisor forks a fresh process in this one's slot."""
-        self._leases.renews = True
-        self.stop()
 
     def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, Sequence[Leaf]]]) -> float:
         """Send what is ready; how long that waited for the loader or the network."""

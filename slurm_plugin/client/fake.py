@@ -107,7 +107,9 @@ class FakeSlurm:
     def marked_jobs(self, mark: str) -> list[MarkedJob]:
         """The jobs with this word in their comment of which a process runs."""
         self._record("marked_jobs", "squeue", [mark])
-        alive = [job_id for job_id, children in self.jobs.items() if any(child.poll() is None for child in children)]
+        alive = [
+            job_id for job_id, children in list(self.jobs.items()) if any(child.poll() is None for child in children)
+        ]
         found = [(job_id, "PENDING" if job_id in self.waiting else "RUNNING") for job_id in [*alive, *self.waiting]]
         return [
             MarkedJob(job_id, state, 1, *self.times.get(job_id, (0.0, None)))

@@ -83,7 +83,7 @@ class Dispatcher:
                 job_id,
                 self.memory.get(job_id, 0),
             )
-            for job_id in self.slurm.jobs
+            for job_id in list(self.slurm.jobs)
             if job_id not in self.drained | self.slurm.waiting and not self.deaf
         ]
         return Status(1, 9.0, workers, [loader(0.5)], len(workers), 0, 1, 0, 1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,3 +67,13 @@ def pass_over_warnings() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
+
+
+def sleep_in_parts(seconds: float) -> None:
+    """Sleep, and hear of a signal a second later at the most.
+
+    One that comes after Python has looked for signals, and before the system call, does not end `time.sleep`.
+    """
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(1.0, left_s))

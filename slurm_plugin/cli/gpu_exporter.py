@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
+from hetstream.base.signals import sleep_in_parts
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET, coordinator_uid_of
 from hetstream.slurm_plugin.cli.watching import add_public_argument, address_of, interval_of
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"metrics at {server.url}", file=sys.stderr, flush=True)
     try:
         while True:
-            time.sleep(interval_s)
+            sleep_in_parts(interval_s)
             collector.read()
     finally:
         server.close()

@@ -7,13 +7,13 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from hetstream.base.errors import UsageError
+from hetstream.base.signals import sleep_in_parts
 
 Seen = TypeVar("Seen", bound=msgspec.Struct)
 
@@ -69,7 +69,7 @@ def show_again(
                 print("\n".join(render(seen, color)))
             if once:
                 return 0
-            time.sleep(args.interval)
+            sleep_in_parts(args.interval)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.signals import sleep_in_parts
 from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, observe
@@ -66,7 +67,7 @@ class Monitor:
         self._success_s: float | None = None
         self._said_hidden = False
 
-    def readings(self, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> Iterator[Reading]:
+    def readings(self, interval_s: float, sleep: Callable[[float], object] = sleep_in_parts) -> Iterator[Reading]:
         """A reading now, and then one in each interval, without end."""
         while True:
             reading = self.read()

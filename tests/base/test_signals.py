@@ -33,6 +33,14 @@ sys.stdin.readline()
 print(subprocess.run([sys.executable, "-c", "import signal; print(signal.getsignal(10) is signal.SIG_DFL)"],
                      capture_output=True, text=True).stdout.strip(), flush=True)
 """
+SLEEPING = """
+import signal, threading, time
+from hetstream.base.signals import sleep_in_parts
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+print("ready", flush=True)
+sleep_in_parts(600)
+"""
 KEEPING = """
 import sys
 from pathlib import Path
@@ -134,3 +142,14 @@ def test_the_keeper_ends_by_whoever_is_not_slurm(start: Callable[..., subprocess
     process = start(KEEPING, str(tmp_path / "runs"))
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+def test_a_signal_that_does_not_wake_a_sleep_is_heard_soon() -> None:
+    """It comes to another thread, as one that comes just before the system call comes to none that sleeps."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPING], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert b"KeyboardInterrupt" in process.stderr.read()
+        assert process.wait(60) == -signal.SIGINT

@@ -61,9 +61,9 @@ style: venv
 lint: style
 	$(BIN)/mypy
 
-# Three files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there. One of the
-# three waits for Slurm most of the time (tests/sharing_out.py), so that two cores are enough.
-TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 3 --dist loadfile")
+# Four files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there. One of the
+# four waits for Slurm most of the time, and tests wait for programs (tests/sharing_out.py): two cores are enough.
+TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 4 --dist loadfile")
 
 # Tests start thousands of programs: none of them compiles hetstream anew, also where PYTHONDONTWRITEBYTECODE is set. Nor
 # does each test process rewrite the assertions of all tests, which takes it more than all else until its first test.

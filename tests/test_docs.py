@@ -249,6 +249,7 @@ def train(batch):
     assert said_of_steps == [[lines[-2][0]], [one for one, _ in lines[:-1]]]
 
 
+@pytest.mark.slow
 def test_the_loop_with_epochs_and_validation_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     text = (ROOT / "docs/checkpoint.md").read_text()
     [code] = re.findall(r"```python\n(with FlashCheckpointer[^`]*validation_loader.*?)```", text, re.DOTALL)

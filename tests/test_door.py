@@ -85,7 +85,13 @@ def test_the_loader_is_generic() -> None:
     assert run(code) == "hetstream.mpi_dataworkers.loader.data_loader.DataLoader[torch.Tensor]"
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "hetjob", "mpi_dataworkers", "slurm_plugin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hetjob", "mpi_dataworkers", "slurm_plugin")),
+    ],
+)
 def test_a_module_of_the_user_never_meets_ours(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text("MINE = True\n")
     code = f"import {name}; from hetstream import DataLoader, FlashCheckpointer; assert {name}.MINE; "

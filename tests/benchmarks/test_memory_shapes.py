@@ -24,7 +24,13 @@ def test_traces_are_what_they_are_called() -> None:
             assert trace.kind in ("first epoch fills a cache", "freed after each epoch")
 
 
-@pytest.mark.parametrize("options", [GrowthOptions(), TRAINER_OPTIONS], ids=["companions", "trainers"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(GrowthOptions(), id="companions", marks=pytest.mark.slow),
+        pytest.param(TRAINER_OPTIONS, id="trainers"),
+    ],
+)
 def test_with_what_the_loader_says_they_deceive_nobody(options: GrowthOptions) -> None:
     in_time, false = [], []
     for trace in memory_shapes(45, 7):

@@ -64,6 +64,7 @@ def test_tensors(tmp_path: Path) -> None:
         assert float(str(rows[f"{ratio}: least"]["value"])) > 1, "what the ratio is at least, beside it"
 
 
+@pytest.mark.slow
 def test_features_beside_loops(tmp_path: Path) -> None:
     """It measures its own process; each operator has computed the same as the loop, else it fails."""
     rows = run("features", tmp_path, "width 8,256 rows")
@@ -166,7 +167,8 @@ def test_coordinated(tmp_path: Path) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
-@pytest.mark.parametrize("name", ["ckpt_save", pytest.param("ckpt_restore", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ckpt_save", "ckpt_restore"])
 def test_checkpoints(tmp_path: Path, name: str) -> None:
     rows = run(name, tmp_path, "hetstream")
     assert rows["hetstream"]["value"] is not None, rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,26 +27,36 @@ from hetstream.checkpoint.tensors.shards import Parts, RankPart, Whole, open_par
 # What torch says when a program without ranks loads, which is what most of these tests are.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 PROGRAM = Path(__file__).with_name("programs") / "reshard.py"
-PAIRS = ("1:2", "2:1", "4:2", "2:3")
-FLASH_PAIRS = ("flash:2:2", "flash:3:2", "flash:1:2", "reader:2:3", "reader:2:1")
+QUICK = ("1:2", "2:1", "flash:2:2", "flash:1:2", "reader:2:1")
+SLOW = ("4:2", "2:3", "flash:3:2", "reader:2:3")
+
+
+def pairs(is_wanted: Callable[[str], bool]) -> list[Any]:
+    return [
+        pytest.param(pair, marks=pytest.mark.slow if pair in SLOW else ())
+        for pair in (*QUICK, *SLOW)
+        if is_wanted(pair)
+    ]
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the program printed: torch is loaded once for all pairs and ranks."""
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the program printed: torch is loaded once for all ranks and all pairs that are tested."""
     directory = tmp_path_factory.mktemp("pairs")
-    argv = [sys.executable, "-W", "error", str(PROGRAM), str(directory), *PAIRS, *FLASH_PAIRS]
+    tested = [item.callspec.params.get("pair") for item in request.session.items if hasattr(item, "callspec")]
+    pairs = [pair for pair in (*QUICK, *SLOW) if pair in tested]
+    argv = [sys.executable, "-W", "error", str(PROGRAM), str(directory), *pairs]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", pairs(lambda pair: pair[0].isdigit()))
 def test_a_checkpoint_of_some_ranks_is_loaded_by_others(said: str, pair: str) -> None:
     """FSDP2, tensor parallel, two-dimensional meshes, replicas, plain tensors and objects; real gloo ranks."""
     assert f"ok {pair}\n" in said, said
 
 
-@pytest.mark.parametrize("pair", FLASH_PAIRS)
+@pytest.mark.parametrize("pair", pairs(lambda pair: not pair[0].isdigit()))
 def test_a_sharded_program_is_restored_on_other_ranks(said: str, pair: str) -> None:
     """A fresh FSDP2 model, an optimizer without state yet and a DTensor go on as those that were saved."""
     assert f"ok {pair}\n" in said, said

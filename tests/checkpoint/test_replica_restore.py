@@ -172,6 +172,7 @@ def test_after_the_loss_of_a_host(
     assert not (job.directory / "replicas").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_go_back_have_replicas_of_what_they_save_then(job: Job) -> None:
     job.start((0, 1), with_replicas=True)
     job.say("train")

@@ -29,7 +29,7 @@ def site(packing: Any, request: pytest.FixtureRequest, wait_until: WaitUntil) ->
         yield site
 
 
-@pytest.fixture(scope="module", params=["parents", "control groups"])
+@pytest.fixture(scope="module", params=["parents", pytest.param("control groups", marks=pytest.mark.slow)])
 def proctrack_cluster(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[Any]:
     """A cluster for each way in which Slurm finds the processes of a step, its ProctrackType."""
     if request.param == "parents":

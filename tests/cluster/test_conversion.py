@@ -152,7 +152,7 @@ def test_the_trainer_is_the_plain_job_whatever_says_so(
     assert data_workers["Reboot"] == ("1" if "--reboot" in words else "0")
 
 
-@pytest.mark.parametrize("dependency", ["singleton", "afterany:1,singleton"])
+@pytest.mark.parametrize("dependency", ["singleton", pytest.param("afterany:1,singleton", marks=pytest.mark.slow)])
 def test_a_chain_of_jobs_with_one_name_goes_on(
     devcluster: Any, wait_until: Callable[..., None], dependency: str
 ) -> None:
@@ -314,10 +314,10 @@ echo done $?
     ("options", "body"),
     [
         ("-c 8", "srun \\\n  --cpus-per-task=8 \\\n  true"),
-        ("-c 8", 'cmd="srun \\\n -c 8 true"\neval "$cmd"'),
-        ("-c 8", "export SRUN_CPUS_PER_TASK=8\nsrun true"),
+        pytest.param("-c 8", 'cmd="srun \\\n -c 8 true"\neval "$cmd"', marks=pytest.mark.slow),
+        pytest.param("-c 8", "export SRUN_CPUS_PER_TASK=8\nsrun true", marks=pytest.mark.slow),
         ("-c 8", "N=8; srun -c $N true && srun -n 4 -c 2 true"),
-        ("-n 2 --cpus-per-gpu=4", "srun --cpus-per-gpu=4 true"),
+        pytest.param("-n 2 --cpus-per-gpu=4", "srun --cpus-per-gpu=4 true", marks=pytest.mark.slow),
         ("-c 8", "for i in 1 2; do srun --immediate=20 --exact -n1 -c4 sleep 1 & done; wait -n && wait -n"),
     ],
 )

@@ -60,7 +60,7 @@ KINDS = {"activated": activated, "conda": conda, "container": stand_in, "apptain
 @pytest.mark.slurm
 @pytest.mark.parametrize(
     "kind",
-    ["activated", "container", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("conda", "apptainer"))],
+    ["activated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("container", "conda", "apptainer"))],
 )
 def test_data_workers_run_the_scripts_python(devcluster: Any, wait_until: Callable[..., None], kind: str) -> None:
     directory = devcluster.out_dir / f"environment-{kind}"

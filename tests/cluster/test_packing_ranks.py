@@ -156,9 +156,10 @@ def test_two_ranks_beside_two_guaranteed_ranks(site: TwoGpus, tmp_path: Path) ->
 # On one node it is less: there is no other one that could hear too early.
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param((1, 2), id="one node", marks=pytest.mark.slow), pytest.param((2, 1), id="two nodes")],
+    [pytest.param((1, 2), id="one node"), pytest.param((2, 1), id="two nodes")],
     indirect=True,
 )
+@pytest.mark.slow
 def test_a_gang_is_upgraded_where_it_runs(site: TwoGpus, shape: Shape, tmp_path: Path) -> None:
     """All of its GPUs are held before any of its nodes hears of it; its processes go on."""
     nodes, gpus = shape

@@ -209,7 +209,7 @@ def pieced(loaders: Make, read: str, at: dict[int, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("read", READ)
-@pytest.mark.parametrize("steps", [(0, 1, 2), (5, 6, 12), (3, 13)])
+@pytest.mark.parametrize("steps", [(0, 1, 2), (5, 6, 12), pytest.param((3, 13), marks=pytest.mark.slow)])
 def test_another_stage_begins_at_its_step_and_no_batch_is_lost_or_comes_twice(
     three: Any, loaders: Make, read: str, steps: tuple[int, ...]
 ) -> None:

@@ -23,8 +23,11 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @pytest.mark.parametrize(
     ("program", "arguments"),
-    [("unsent.py", []), ("left.py", []), ("left.py", ["spawn"])],
-    ids=["what it has set up", "how it reads", "how it starts processes"],
+    [
+        pytest.param("unsent.py", [], id="what it has set up"),
+        pytest.param("left.py", [], id="how it reads"),
+        pytest.param("left.py", ["spawn"], id="how it starts processes", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
     program: str, arguments: list[str], three: Any, tmp_path: Path, run_program: Any

@@ -166,6 +166,7 @@ def ranks(tmp_path: Path, **request: Any) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_a_compiled_model_on_features_and_learn_the_same(three: Any, tmp_path: Path) -> None:
     """DDP over gloo in two processes, each of which cuts the graph for itself; one learns from the other."""
     plain = ranks(tmp_path, features="")

@@ -91,7 +91,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("streamed", [True, False], ids=["data workers", "none"])
+@pytest.mark.parametrize(
+    "streamed", [pytest.param(True, id="data workers"), pytest.param(False, id="none", marks=pytest.mark.slow)]
+)
 def test_the_programs_own_dataset_makes_its_batches(
     three: Any, tmp_path: Path, run_program: Any, streamed: bool
 ) -> None:

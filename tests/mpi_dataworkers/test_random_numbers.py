@@ -160,6 +160,25 @@ PROPERTIES: dict[str, Callable[[], list[Run]]] = {
 }
 
 
+# Those whose kind another one shows, too: with kept workers, with another worker_init_fn, with other generators.
+SLOW = {
+    "ranks that it adds to NumPy",
+    "ranks in one worker",
+    "one rank's generators twice",
+    "ranks in a number of the dataset",
+    "a rank's number twice",
+    "one seed, kept workers",
+    "seeds of a configuration, kept workers",
+    "a generator for the loader",
+    "own generators, kept workers",
+    "set_random_state, other seeds",
+    "generators of the module, the same seeds",
+    "one rank's globals twice",
+    "in a Subset",
+    "a resumed run, kept workers",
+}
+
+
 def found(name: str) -> list[str]:
     """For each number of a sample whether the two runs have it in common: in all samples, in some, in none."""
     first, second = (run() for run in PROPERTIES[name]())
@@ -168,7 +187,9 @@ def found(name: str) -> list[str]:
     return ["all" if share == 1 else "none" if share == 0 else "some" for share in alike]
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROPERTIES]
+)
 def test_runs_have_the_same_numbers_where_they_have_them_with_torch(
     three: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -180,7 +201,9 @@ def test_runs_have_the_same_numbers_where_they_have_them_with_torch(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    "num_workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("dataset", "init"),
     [

@@ -178,28 +178,35 @@ def infinite(num_workers: int) -> Any:
     return found, epochs(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+PROGRAMS = [
+    shuffled,
+    persistent,
+    eager,
+    left_early_with_a_generator,
+    side_by_side,
+    with_replacement,
+    distributed,
+    drawing,
+    following,
+    endless,
+    once_only,
+    keys,
+    keys_once_only,
+    turning,
+    whole_batches,
+    counting_epochs,
+    filtering,
+    infinite,
+]
+WITHOUT_WORKERS = {shuffled, left_early_with_a_generator, distributed, drawing, once_only, counting_epochs, infinite}
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "num_workers"),
     [
-        shuffled,
-        persistent,
-        eager,
-        left_early_with_a_generator,
-        side_by_side,
-        with_replacement,
-        distributed,
-        drawing,
-        following,
-        endless,
-        once_only,
-        keys,
-        keys_once_only,
-        turning,
-        whole_batches,
-        counting_epochs,
-        filtering,
-        infinite,
+        pytest.param(program, number, marks=() if number or program in WITHOUT_WORKERS else pytest.mark.slow)
+        for program in PROGRAMS
+        for number in (0, 2)
     ],
 )
 def test_order_and_the_programs_own_random_numbers_are_torchs(

@@ -265,9 +265,8 @@ def write_program(folder: Path, expression: str, first: int) -> None:
     (folder / "rows.txt").write_text(" ".join(str(first + number) for number in range(40)))
 
 
-@pytest.mark.parametrize(
-    "is_hurt", [pytest.param(False, id="sound"), pytest.param(True, id="hurt", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_hurt", [False, True], ids=["sound", "hurt"])
 def test_two_programs_on_one_service_get_each_its_own_data(
     is_hurt: bool, tmp_path: Path, zygote: Zygote, start: Start, wait_until: WaitUntil
 ) -> None:

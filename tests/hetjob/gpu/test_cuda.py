@@ -30,7 +30,7 @@ print("trained", torch.cuda.is_initialized())
 """
 
 
-@pytest.mark.parametrize("job_class", ["guaranteed", "opportunistic"])
+@pytest.mark.parametrize("job_class", [pytest.param("guaranteed", marks=pytest.mark.slow), "opportunistic"])
 def test_a_program_that_uses_no_gpu_is_left_alone(job_class: str, tmp_path: Path) -> None:
     settings = {
         "HETSTREAM_GPU": "GPU-1a2b",

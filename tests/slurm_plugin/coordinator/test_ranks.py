@@ -69,6 +69,7 @@ def pauses(node: Node, gang: Gang, goes_on: Callable[[], None]) -> None:
         goes_on()
 
 
+@pytest.mark.slow
 def test_two_ranks_share_two_gpus_beside_a_guaranteed_job_on_one_of_them(node: Node, tmp_path: Path) -> None:
     """Each has an agent, its children have none; a coordinator that dies stops both; what they compute is as alone."""
     coordinator = node.coordinate()

@@ -130,6 +130,9 @@ class _Pair:
         elif isinstance(found, np.ndarray) and not found.dtype.hasobject:
             yield from self._arrays(found, expected, path)
             yield from self.differences(_own_state(found), _own_state(expected), path)
+        elif isinstance(found, np.generic) and type(found) is found.dtype.type and found.dtype == expected.dtype:
+            if len(_places_that_differ(np.asarray(found).reshape(1), np.asarray(expected).reshape(1))):
+                yield _values(path, found, expected)
         elif type(found) in (list, tuple):
             yield from self._sequences(found, expected, path)
         elif type(found) is dict:
@@ -194,6 +197,8 @@ class _Pair:
                 return
         if _steps_of(found.shape, found.stride()) != _steps_of(expected.shape, expected.stride()):
             yield Difference(path, f"strides {found.stride()}", f"strides {expected.stride()}")
+            return
+        if found.is_meta:  # it has no values
             return
         with torch.no_grad():
             own, theirs = (_bytes_of(value.detach()) for value in (found, expected))
@@ -317,7 +322,12 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    resolved = tensor.resolve_conj().resolve_neg()
+    try:
+        dense = resolved.contiguous()
+    except NotImplementedError:  # torch copies no numbers of less than a byte
+        place = resolved.untyped_storage(), resolved.storage_offset(), resolved.shape, resolved.stride()
+        dense = torch.empty(0, dtype=torch.uint8).set_(*place).contiguous()
     # What torch calls contiguous has any stride where there is one element.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._utils
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered
@@ -31,8 +30,9 @@ _SMALL_BYTES = 16 << 10
 # Tensors of this size, on average, leave from where they lie if the transport can do that: a piece more costs less than
 # the copy does.
 _IN_PIECES_FROM_BYTES = 64 << 10
-# What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
-_part_by_template: Any = torch._utils._unflatten_dense_tensors
+# Gives a tensor a shape of as many numbers, where it lies. `view` makes what autograd takes for a view of the other: a
+# change in place of one tensor of a batch would count as a change of its neighbours, and `detach_` would be refused.
+_shape: Any = torch.Tensor.resize_
 _NUMPY_DTYPES = {
     getattr(torch, name): np.dtype(name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -91,8 +91,9 @@ class PackLayout:
     Attributes:
         dtype: of all of them.
         numbers: which they are.
-        lengths: their first dimensions, if they have the `row_shape` in common; else none.
-        templates: tensors of their shapes, if they have not.
+        row_shape: their dimensions after the first, if they have these in common; else none.
+        lengths: their first dimensions, if they have the `row_shape` in common; else how many numbers each has.
+        shapes: of each, if they have not.
         lasts, stops: how they are grouped to be copied: the number after each group's last one, and where it stops.
     """
 
@@ -100,7 +101,7 @@ class PackLayout:
     numbers: list[int]
     lengths: list[int]
     row_shape: list[int]
-    templates: list[torch.Tensor]
+    shapes: list[list[int]]
     lasts: list[int]
     stops: list[int]
 
@@ -116,10 +117,8 @@ class PackLayout:
             # Of a buffer that is no larger, `owned` has made a copy.
             if buffer.nbytes >= _OWN_BELOW_BYTES > some.nbytes:
                 some = some.clone()
-            if self.templates:
-                parts += _part_by_template(some, self.templates[first:last])
-            else:
-                parts += _part(some.view(-1, *self.row_shape) if self.row_shape else some, self.lengths[first:last])
+            some_parts = _part(some.view(-1, *self.row_shape) if self.row_shape else some, self.lengths[first:last])
+            parts += map(_shape, some_parts, self.shapes[first:last]) if self.shapes else some_parts
             begin, first = stop, last
         return parts
 
@@ -157,7 +156,7 @@ class TensorLayout:
             return torch.empty(self.shape, dtype=self.dtype)
         if self._array_of is not None and type(buffer.obj) is bytearray:
             return torch.from_numpy(self._array_of(buffer))
-        return torch.frombuffer(buffer, dtype=self.dtype).reshape(self.shape)
+        return _shape(torch.frombuffer(buffer, dtype=self.dtype), self.shape)  # type: ignore[no-any-return]
 
 
 def pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]]) -> PackLayout:
@@ -168,7 +167,7 @@ def pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]])
     groups = _in_company(sizes, _OWN_BELOW_BYTES // dtype.itemsize) if are_small else ([len(sizes)], [sum(sizes)])
     if all(len(shape) > 0 and shape[1:] == row_shape for shape in shapes):
         return PackLayout(dtype, numbers, [shape[0] for shape in shapes], row_shape, [], *groups)
-    return PackLayout(dtype, numbers, [], [], [torch.empty(shape, device="meta") for shape in shapes], *groups)
+    return PackLayout(dtype, numbers, sizes, [], shapes, *groups)
 
 
 def _in_company(sizes: list[int], limit: int) -> tuple[list[int], list[int]]:

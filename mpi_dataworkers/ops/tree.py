@@ -296,6 +296,8 @@ def _read(spec: bytes) -> _Layout:
     table, packs, tree, *extra = _decoder.decode(spec)
     places, rooms = extra or ([], [])
     dtypes = [getattr(torch, name) for name, _ in table]
+    if not _QUANTIZED.isdisjoint(dtypes):  # torch crashes when one of these gets a shape
+        raise ValueError("a batch's structure names a quantized tensor, which travels as what it is made of")
     shapes = [shape for _, shape in table]
     packed = {index for pack in packs for index in pack}
     layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[index] for index in pack]) for pack in packs]

@@ -57,6 +57,38 @@ def channels_last(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 MAKERS = [twice, views, many, channels_last]
 
 
+def many_alike() -> list[torch.Tensor]:
+    return [torch.full((3, 2), float(number)) for number in range(12)]
+
+
+def many_ragged() -> list[torch.Tensor]:
+    return [torch.full((2, number + 1), float(number)) for number in range(12)]
+
+
+def two_small() -> list[torch.Tensor]:
+    return [torch.ones(2, 3), torch.ones(2, 3)]
+
+
+def two_large() -> list[torch.Tensor]:
+    return [torch.ones(300, 300), torch.ones(300, 300)]
+
+
+def two_that_numpy_lacks() -> list[torch.Tensor]:
+    return [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("make", [many_alike, many_ragged, two_small, two_large, two_that_numpy_lacks])
+def test_for_autograd_each_tensor_is_one_of_its_own(make: Callable[[], list[torch.Tensor]]) -> None:
+    first, *others = travel(make())
+    weight = torch.ones_like(first, requires_grad=True)
+    loss = (first * weight).sum()
+    for other in others:
+        other.mul_(2)  # in place, between forward and backward
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(weight.grad, make()[0])
+    assert [tensor.detach_() is tensor for tensor in (first, *others)] == [True] * (1 + len(others))
+
+
 def everything_changed(batch: Any) -> list[torch.Tensor]:
     """Add to each tensor in turn: with common memory, the others change, too."""
     tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)

@@ -166,8 +166,17 @@ def test_each_dtype_of_torch_is_compared_by_its_bytes(dtype: torch.dtype) -> Non
         storage.fill_(1)
     made = [torch.tensor([], dtype=dtype).set_(storage) for storage in storages]  # type: ignore[call-overload]
     assert compare(*made).differences == []
+    rows = [tensor[: len(tensor) // 2 * 2].reshape(2, -1)[:, 0] for tensor in made]
+    assert compare(*rows).not_compared == [], "nor does it matter how it lies in memory"
     storages[0][0] = 0
     assert "in place of" in str(compare(*made).differences[0])
+    assert "in place of" in str(compare(*rows).differences[0])
+
+
+def test_tensors_without_values_are_compared_by_their_form() -> None:
+    found = compare([torch.empty(2, 3, device="meta")] * 2, [torch.empty(2, 3, device="meta")] * 2)
+    assert (found.differences, found.not_compared) == ([], [])
+    assert "shape" in str(compare(torch.empty(2, device="meta"), torch.empty(3, device="meta")).differences[0])
 
 
 def test_many_views_of_one_memory_take_linear_time() -> None:
@@ -206,8 +215,10 @@ def test_bytes_that_belong_to_no_value_are_not_compared() -> None:
             else:
                 array[:] = 3
         assert compare(*memory).differences == []
+        assert compare(memory[0][1], memory[1][1]).differences == []
     memory[0][1] = 4
     assert "in place of" in str(compare(*memory).differences[0])
+    assert "in place of" in str(compare(memory[0][1], memory[1][1]).differences[0])
 
 
 def test_strides_count_where_they_lead_to_elements() -> None:

@@ -23,11 +23,13 @@ class Seen:
         words: types, dtypes, shapes, strides, gradients, what is one object, plain values.
         memories: for each tensor and array that has numbers the first one whose memory it overlaps.
         digests: of the numbers of each.
+        forms: of each what else there is to it, by name: how it lies in its storage, and whether it is a view.
     """
 
     words: list[str]
     memories: list[int]
     digests: list[str]
+    forms: list[dict[str, Any]]
 
 
 def describe(batch: object) -> Seen:
@@ -52,6 +54,7 @@ class _Description:
         self._alive: list[Any] = []
         self._extents: list[tuple[int, int]] = []
         self._digests: list[str] = []
+        self._forms: list[dict[str, Any]] = []
 
     def of(self, batch: object) -> Seen:
         words = self._any(batch).split(", ")
@@ -63,7 +66,7 @@ class _Description:
                 group = index
             reach = max(reach, stop)
             first[index] = group
-        return Seen(words, [first[index] for index in range(len(first))], self._digests)
+        return Seen(words, [first[index] for index in range(len(first))], self._digests, self._forms)
 
     def _memory(self, start: int, num_bytes: int) -> None:
         if num_bytes:
@@ -130,6 +133,7 @@ class _Description:
             steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             num_bytes = (steps + 1) * tensor.element_size() if tensor.numel() else 0
             self._memory(tensor.data_ptr(), num_bytes)
+            self._forms.append(_form_of_tensor(tensor))
         words += [f"gradient, leaf {tensor.is_leaf}"] * tensor.requires_grad
         words += [f"scheme {tensor.qscheme()}"] if tensor.is_quantized else []
         words += ["conjugate"] * (tensor.is_complex() and tensor.is_conj()) + ["negative"] * tensor.is_neg()
@@ -145,8 +149,25 @@ class _Description:
             content = ""
             self._digests.append(_of_numbers(numbers))
         self._memory(numbers.__array_interface__["data"][0], numbers.nbytes if numbers.flags.forc else 0)
+        if numbers.size:
+            self._forms.append({"flags.owndata": numbers.flags.owndata, "flags.aligned": numbers.flags.aligned})
         seen = f"{numbers.dtype!r} {numbers.dtype.metadata}, {numbers.shape}, {numbers.strides}"
         return f"{seen}, writeable {numbers.flags.writeable}, {content}"
+
+
+def _form_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.numel() == 0:
+        return {"_is_view": tensor._is_view()}
+    storage = tensor.untyped_storage()
+    return {
+        "_is_view": tensor._is_view(),
+        "is_inference": tensor.is_inference(),
+        "is_shared": tensor.is_shared(),
+        "storage_offset": tensor.storage_offset(),
+        "storage.nbytes": storage.nbytes(),
+        "storage.resizable": storage.resizable(),
+        "vars": sorted(vars(tensor)),
+    }
 
 
 def _is_programs(kind: type) -> bool:

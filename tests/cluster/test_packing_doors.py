@@ -634,6 +634,28 @@ def test_a_job_that_is_submitted_from_one_with_a_gpu_shares_none(cluster: Cluste
     assert settings["child"] is None
 
 
+def test_a_job_that_is_submitted_from_an_opportunistic_one_does_not_see_its_gpu(
+    cluster: Cluster, wait_until: WaitUntil
+) -> None:
+    """Slurm takes it away from a job without GPUs: it sees what it sees when it is submitted from outside."""
+    child = "sbatch -pgpu --mem=100 --time=5 --output=/dev/null {0}.sh"
+    for name in ("child", "alone"):
+        text = f"#!/bin/bash\nenv -0 >{name}.new && mv {name}.new {name}.env\n"
+        (cluster.directory / f"{name}.sh").write_text(text)
+    (cluster.directory / "job.sh").write_text(
+        f"#!/bin/bash\nenv -0 >parent.env\n{child.format('child')}\n"
+        f"env -u CUDA_VISIBLE_DEVICES {child.format('alone')}\n"
+    )
+    cluster.place(cluster.submit("-popp"), 1)
+    wait_until(lambda: all((cluster.directory / f"{name}.env").exists() for name in ("child", "alone")), 60, "all jobs")
+    seen = {}
+    for name in ("parent", "child", "alone"):
+        text = (cluster.directory / f"{name}.env").read_text()
+        seen[name] = dict(entry.partition("=")[::2] for entry in text.split("\0")).get("CUDA_VISIBLE_DEVICES")
+    assert seen["parent"] == "1"
+    assert seen["child"] == seen["alone"] != "1"
+
+
 def test_a_job_without_a_place_sees_no_gpu(cluster: Cluster, wait_until: WaitUntil) -> None:
     job = cluster.submit("-popp")
     assert cluster.run("scontrol", "release", job).returncode == 0  # by hand, as root

@@ -38,7 +38,7 @@ def pytest_over(directory: Path, *arguments: str, **environ: str) -> subprocess.
     return subprocess.run(argv, env=environ | root, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2")])
+@pytest.mark.parametrize("processes", [("-n", "2"), pytest.param((), marks=pytest.mark.slow)])
 def test_skips_are_counted_by_reason(processes: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     done = pytest_over(tmp_path, *processes)
@@ -46,7 +46,7 @@ def test_skips_are_counted_by_reason(processes: tuple[str, ...], tmp_path: Path)
     assert "\n    3  lua5.9 is not here: apt-get install lua5.9\n    1  no CUDA device\n" in done.stdout
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2")])
+@pytest.mark.parametrize("processes", [("-n", "2"), pytest.param((), marks=pytest.mark.slow)])
 def test_in_continuous_integration_a_group_that_vanishes_fails(processes: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     done = pytest_over(tmp_path, *processes, CI="true")

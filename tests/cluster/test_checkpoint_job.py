@@ -59,6 +59,7 @@ def test_a_killed_trainer_goes_on_from_memory_and_a_requeued_job_from_disk(devcl
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_what_is_in_memory_is_on_disk_when_a_cancelled_job_is_gone(make_job: MakeJob) -> None:
     job = make_job("cancelled", steps=100_000)
     job.wait_for_steps(2 * SAVE_EVERY + 2)

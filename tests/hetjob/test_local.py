@@ -215,6 +215,7 @@ def test_nothing_outlives_a_killed_runner(running: Run, wait_until: WaitUntil) -
     wait_until(lambda: not any(map(is_alive, family)), timeout_s=30, what="the end of every process")
 
 
+@pytest.mark.slow
 def test_a_real_program_streams(tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
     words = [HETSTREAM, "run", "--data-workers", "2", "--json", "summary.json", sys.executable, program]

@@ -183,10 +183,10 @@ def steady(gap_ms: float, kernels: int, jitter: float = 0.0) -> Callable[[], Gua
     ("guaranteed", "kernel_ms", "least"),
     [
         (steady(70, 60), 0.5, 0.85),
-        (steady(50, 100), 0.5, 0.85),
+        pytest.param(steady(50, 100), 0.5, 0.85, marks=pytest.mark.slow),
         (steady(30, 140), 0.5, 0.85),
         (steady(50, 100, jitter=0.5), 0.5, 0.85),
-        (steady(20, 40), 0.2, 0.85),
+        pytest.param(steady(20, 40), 0.2, 0.85, marks=pytest.mark.slow),
         (steady(5, 10), 0.1, 0.85),
         (steady(50, 100), 3.0, 0.85),
     ],

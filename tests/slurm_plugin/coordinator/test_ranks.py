@@ -172,6 +172,7 @@ def test_what_ranks_claim_wrongly_is_one_line(node: Node) -> None:
     assert len(goes_on.losses) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_says_another_number_of_ranks_than_the_others_is_refused(node: Node) -> None:
     node.coordinate()
     ready = node.directory / "ready"

@@ -41,6 +41,17 @@ def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
     assert "Traceback" not in found.stderr
 
 
+def test_a_program_finds_its_own_objects_where_its_samples_note_their_ids(
+    three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    source = (PROGRAMS / "noted_ids.py").read_text()
+    plain = run_program(source, tmp_path)
+    assert (plain.returncode, plain.stdout.count(" 12 True\n")) == (0, 12), plain.stdout + plain.stderr
+    found = run_program(source, tmp_path, **environment(three.name, {}))
+    assert (found.returncode, found.stdout) == (0, plain.stdout), found.stderr
+    assert found.stderr.count("step 0 of data workers is not the program's own: batch[0][1]") >= 5
+
+
 class Sound:
     def __len__(self) -> int:
         return 12

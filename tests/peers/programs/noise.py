@@ -134,6 +134,28 @@ def monai_random_state() -> list[Any]:
     return runs
 
 
+def monai_inverse() -> list[Any]:
+    from monai.data import DataLoader as MonaiLoader
+    from monai.data import Dataset as MonaiDataset
+    from monai.data import decollate_batch
+    from monai.transforms import Compose, EnsureChannelFirstd, Invertd, RandFlipd, SpatialPadd
+
+    images = [{"image": np.arange(12, dtype=np.float32).reshape(3, 4) + number} for number in range(4)]
+    there = Compose(
+        [
+            EnsureChannelFirstd("image", channel_dim="no_channel"),
+            RandFlipd("image", prob=0.5, spatial_axis=0),
+            SpatialPadd("image", (6, 6)),
+        ]
+    )
+    back = Invertd(keys="pred", transform=there, orig_keys="image", nearest_interp=False, to_tensor=True)
+    found = []
+    for batch in MonaiLoader(MonaiDataset(images, there), batch_size=2, num_workers=2):
+        batch["pred"] = batch["image"] * 1.0
+        found += [back(sample)["pred"][0].tolist() for sample in decollate_batch(batch)]
+    return [found, [image["image"].tolist() for image in images]]
+
+
 def monai_other_seeds() -> list[Any]:
     from monai.data import DataLoader as MonaiLoader
     from monai.data import Dataset as MonaiDataset

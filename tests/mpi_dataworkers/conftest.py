@@ -122,7 +122,7 @@ class Service:
         registered = self.log("dispatcher").count("registered") + processes
         worker = self._begin("worker.log", *words)
         self.workers.append(worker)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self.log("dispatcher").count("registered") < registered:
             assert time.monotonic() < deadline, f"data workers did not register: {self.log('worker')}"
             time.sleep(0.02)

@@ -94,6 +94,7 @@ class WorkerMessages:
         if message.slot:
             tables.slots.setdefault(message.slot, set()).add(peer)
             tables.asked_at.pop(message.slot, None)
+            out += self._rooms.has_ended(slot=message.slot)
         host, pid, num_held = message.host, message.pid, len(message.held)
         event = events.DataWorkerRegistered(data_worker=number, host=host, pid=pid, num_held=num_held, cause=cause)
         out += [*tables.tell(event), RememberWorker(peer), Send(peer, WorkerRegistered(number))]
@@ -272,6 +273,8 @@ class WorkerMessages:
         number, host, pid = worker.number, worker.host, worker.pid
         event = events.DataWorkerLost(data_worker=number, host=host, pid=pid, orderly=orderly, cause=reason)
         out: list[Instruction] = [*tables.tell(event), ForgetWorker(peer)]
+        if not (orderly and worker.renews):
+            out += self._rooms.has_ended(peer)
         for lease in [lease for lease in tables.leases.values() if lease.worker == peer]:
             session = tables.sessions.get(lease.session_id)
             if orderly and lease.status is LeaseStatus.SENT:

@@ -79,6 +79,7 @@ class LeaseLifecycle:
         tables.leases[token] = Lease(token, spec.session_id, peer, first, stop, now, shift, cached, begun_at=now)
         session.tokens.add(token)
         worker.tokens.add(token)
+        tables.loaders[session.loader].served_by.add(peer)
         if cached:
             worker.cached_tokens.add(token)
         tables.note_load(peer)
@@ -95,6 +96,7 @@ class LeaseLifecycle:
         if session is not None:
             steps = range(lease.first, lease.stop)
             session.tokens.add(lease.token)
+            tables.loaders[session.loader].served_by.add(lease.worker)
             session.retries.difference_update(steps)
             session.requeued = [step for step in session.requeued if step not in steps]
             if lease.stop > session.frontier:

@@ -19,6 +19,7 @@ from hetstream.mpi_dataworkers.dispatcher.matching import cannot_be_one_job, con
 from hetstream.mpi_dataworkers.dispatcher.notices import Notices
 from hetstream.mpi_dataworkers.dispatcher.reachability import Reachability
 from hetstream.mpi_dataworkers.dispatcher.records import LeaseStatus, LoaderRecord, Session
+from hetstream.mpi_dataworkers.dispatcher.rooms import Rooms
 from hetstream.mpi_dataworkers.dispatcher.shared_streams import SharedStreams
 from hetstream.mpi_dataworkers.dispatcher.sharing import different_under_one_name
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
@@ -28,6 +29,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     CloseSession,
     DropPipeline,
     DropSession,
+    EndProcesses,
     ExtendSession,
     LeaveLoader,
     ListedOrder,
@@ -59,10 +61,14 @@ class LoaderMessages:
         _reachability: tells loaders how many data workers they have.
         _streams: the streams that sessions share.
         _notices: tells users what they should know.
+        _rooms: ends processes.
     """
 
-    def __init__(self, tables: Tables, reachability: Reachability, streams: SharedStreams, notices: Notices) -> None:
+    def __init__(
+        self, tables: Tables, reachability: Reachability, streams: SharedStreams, notices: Notices, rooms: Rooms
+    ) -> None:
         self._tables = tables
+        self._rooms = rooms
         self._reachability = reachability
         self._streams = streams
         self._notices = notices
@@ -73,6 +79,7 @@ class LoaderMessages:
             LoaderHeartbeat: self._heartbeat,
             ReportProgress: self._report_progress,
             CloseSession: self._close_session,
+            EndProcesses: lambda peer, _, __: self._rooms.end_processes(peer),
             LeaveLoader: self._leave,
         }
 

@@ -186,6 +186,9 @@ class LoaderRecord:
         training: how far the program's training loop is, as it said last.
         optimizer: what it has counted of its optimizers' steps, likewise.
         features: where its feature graph is cut, likewise.
+        served_by: data workers that had leases of it.
+        awaited: slots of the data workers that are to end before the loader is told so, by peer id; None: it has not
+            asked.
     """
 
     registration: RegisterLoader
@@ -201,12 +204,15 @@ class LoaderRecord:
     training: TrainingProgress | None = None
     optimizer: OptimizerCalls | None = None
     features: FeatureCut | None = None
+    served_by: set[str] = field(default_factory=set)
+    awaited: dict[str, str] | None = None
 
     def go_on_from(self, known: LoaderRecord) -> None:
         """It was there before, as `known`: what it was told then it is not told again."""
         self.registered_at = known.registered_at
         self.warned_alone, self.warned_unshared = known.warned_alone, known.warned_unshared
         self.warned_unfit = known.warned_unfit
+        self.served_by, self.awaited = known.served_by, known.awaited
 
 
 @dataclass(frozen=True)

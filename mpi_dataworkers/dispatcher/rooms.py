@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.dispatcher.records import Session, WorkerRecord
 from hetstream.mpi_dataworkers.dispatcher.shared_streams import SharedStreams
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
 from hetstream.mpi_dataworkers.programs import serves
-from hetstream.mpi_dataworkers.wire.messages import AddProcess, DrainWorker, RenewWorker
+from hetstream.mpi_dataworkers.wire.messages import AddProcess, DrainWorker, ProcessesEnded, RenewWorker
 
 # A process that was asked for has registered by then; or the one that is to leave is at a long sample.
 ROOM_S = 5.0
@@ -110,6 +110,41 @@ class Rooms:
         self._tables.rooms_changed = True
         self._tables.note_load(peer)
         self._streams.groups.lose(peer)
+        return out
+
+    def end_processes(self, peer: str) -> list[Instruction]:
+        """End the processes that have made steps of a loader, to be forked anew; it is told when none is left."""
+        tables = self._tables
+        loader = tables.loaders[peer]
+        served_by = [name for name in sorted(loader.served_by) if name in tables.workers]
+        # One that nobody can fork anew, a rank of an MPI world, keeps what it holds.
+        loader.awaited = {name: tables.workers[name].slot for name in served_by if tables.workers[name].slot}
+        loader.served_by.clear()
+        out: list[Instruction] = []
+        for name in loader.awaited:
+            if not tables.workers[name].draining:
+                tables.workers[name].renews = True
+                cause = "its loader goes on without data workers, and needs what they hold"
+                out += [*self.begin_drain(name, cause), Send(name, RenewWorker())]
+        return out + self.has_ended()
+
+    def has_ended(self, peer: str = "", slot: str = "") -> list[Instruction]:
+        """A process is gone, or those of a slot that had left are: tell loaders that waited for the last of them.
+
+        One that leaves says so before it ends; that it has ended the next process of its slot shows.
+        """
+        out: list[Instruction] = []
+        for name, loader in self._tables.loaders.items():
+            if loader.awaited is not None:
+                there = self._tables.workers
+                loader.awaited = {
+                    each: its_slot
+                    for each, its_slot in loader.awaited.items()
+                    if each != peer and (its_slot != slot or each in there)
+                }
+                if not loader.awaited:
+                    loader.awaited = None
+                    out.append(Send(name, ProcessesEnded()))
         return out
 
     def _is_over(self, worker: WorkerRecord) -> bool:

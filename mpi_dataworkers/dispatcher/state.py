@@ -72,7 +72,7 @@ class DispatcherState:
         self._reachability = Reachability(self.tables, placement)
         self._rooms = Rooms(self.tables, placement, self._reachability, streams)
         self._notices = Notices(self.tables)
-        self._loaders = LoaderMessages(self.tables, self._reachability, streams, self._notices)
+        self._loaders = LoaderMessages(self.tables, self._reachability, streams, self._notices, self._rooms)
         self._workers = WorkerMessages(self.tables, self.leasing, self._reachability, self._rooms, self._loaders.drop)
         self._from_anybody: dict[type[Message], Handler] = {
             RegisterWorker: self._register_worker,

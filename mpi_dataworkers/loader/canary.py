@@ -10,9 +10,12 @@ data worker raises is looked at in the same way.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +27,7 @@ from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
-from hetstream.mpi_dataworkers.loader.witness import Made, NotMade, Witness
+from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, Made, NotInTime, NotMade, Witness
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, generators_kept
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
@@ -58,11 +61,21 @@ class Canary:
     Args:
         is_kept: the loader has `persistent_workers`.
         multiprocessing_context: of the loader.
+        makes_steps: torch's own worker makes the steps that data workers do not deliver: the program has asked for
+            worker processes, and nothing of its samples may run in the trainer.
+
+    Attributes:
+        makes_steps: as given.
+        late_since: data workers are there, and have not delivered since, on the monotonic clock, s.
+        confirmed: types of exceptions of user code that torch's own worker raised where no data worker was there.
     """
 
-    def __init__(self, is_kept: bool = False, multiprocessing_context: Any = None) -> None:
-        self._is_kept, self._context = is_kept, multiprocessing_context
+    def __init__(self, is_kept: bool = False, multiprocessing_context: Any = None, makes_steps: bool = False) -> None:
+        self._is_kept, self._context, self.makes_steps = is_kept, multiprocessing_context, makes_steps
+        self.late_since = math.inf
+        self.confirmed: set[tuple[str, str]] = set()
         self._kept: Witness | None = None
+        self._witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
         self._random = random.Random()  # the program's own generators are left alone
         self._num_compared = self._most_steps = 0
         self._is_over = False
@@ -85,20 +98,55 @@ class Canary:
         """The process of a pass that begins."""
         if self._kept is not None:
             return self._kept
-        made = Witness(pipeline, self._is_kept, self._context)
+        made = self._new(pipeline, self._is_kept)
         self._kept = made if self._is_kept else None
         return made
+
+    def other_witness(self, pipeline: Pipeline, witness: Witness | None, has_limit: bool = False) -> Witness:
+        """A process in the place of another one, which ends: what it holds may be there for one process alone.
+
+        Args:
+            pipeline: of the program.
+            witness: the other one.
+            has_limit: the new one may take as much memory as is left, for steps that have ended data workers.
+        """
+        if witness is not None:
+            self.end_witness(witness)
+        return self._new(pipeline, False, has_limit) if has_limit else self.witness(pipeline)
+
+    def _new(self, pipeline: Pipeline, is_kept: bool, has_limit: bool = False) -> Witness:
+        made = Witness(pipeline, is_kept, self._context, has_limit)
+        self._witnesses.add(made)
+        return made
+
+    def end_witness(self, witness: Witness) -> None:
+        """End a process, also one that is kept for other passes."""
+        witness.end()
+        self._witnesses.discard(witness)
+        if self._kept is witness:
+            self._kept = None
+
+    def give_up(self, witness: Witness) -> None:
+        """End a process that makes no steps; one that was to be kept cannot be begun anew, as below."""
+        self._is_over |= self.keeps(witness)
+        self.end_witness(witness)
+
+    def keeps(self, witness: Witness) -> bool:
+        """Whether a process is kept for other passes."""
+        return self._kept is witness
 
     def forget_witness(self) -> None:
         """Begin with a new process: the pipeline has other stages.
 
         One that was to be kept cannot be begun anew: kept workers do not see what the program has changed.
         """
-        self._kept, self._is_over = None, self._is_kept
+        self.end_witnesses()
+        self._is_over = self._is_kept
 
-    def other_witness(self, pipeline: Pipeline, has_limit: bool = False) -> Witness:
-        """A process beside that of the pass."""
-        return Witness(pipeline, False, self._context, has_limit)
+    def end_witnesses(self) -> None:
+        """End all processes."""
+        for witness in [*self._witnesses]:
+            self.end_witness(witness)
 
     def difference(self, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
         """How a step of data workers differs from torch's own; empty where it does not.
@@ -188,7 +236,9 @@ class ComparedPass:
         self._steps = canary.steps_of_pass(self._first, pipeline.num_workers)  # to compare, in order
         self._num_asked = self._num_missed = 0  # of these; of all that were made here
         self._witness: Witness | None = None
-        self._is_kept = False  # for more failures
+        self._began = time.monotonic()
+        self._is_kept = False  # for more failures, and steps that data workers do not deliver
+        self._made_instead: list[int] = []
         self._made: tuple[int, Made] | None = None  # what was compared last
         if self._steps:
             self._witness = canary.witness(pipeline)
@@ -217,14 +267,26 @@ class ComparedPass:
             if self._witness is not None and os.getpid() == self._process:
                 return work(self._witness)
         except NotMade as error:
-            self._canary.say(str(error))
+            if isinstance(error, NotInTime) and self._canary.makes_steps:
+                raise
+            self._give_up(error)
+            return None
         self._drop()
         return None
+
+    def _give_up(self, error: NotMade) -> None:
+        """The process is of no use any more: end it, and compare no more."""
+        if self._witness is not None:
+            self._canary.give_up(self._witness)
+        self._canary.say(str(error))
+        self._drop()
 
     def _drop(self) -> None:
         """Compare no more in this pass."""
         self._steps, self._num_asked = [], 0
-        self._witness = None
+        witness, self._witness = self._witness, None
+        if witness is not None and not self._canary.keeps(witness):
+            self._canary.end_witness(witness)
         self._note_next()
 
     def ask(self, num_known: int) -> None:
@@ -250,7 +312,7 @@ class ComparedPass:
         found: str | None = None
         if is_compared:
             made = Made.of(delivered.num_samples, delivered.payload)
-            found = self._do(lambda witness: self._difference(witness, step, made))
+            found = self._compared(step, made)
         if found is not None and delivered.origin != "local":
             self._canary.compared()
         elif found is not None:  # made here of what data workers were sent, it says nothing of their processes
@@ -269,37 +331,92 @@ class ComparedPass:
         batch = self._pinned(Made.of(0, made[1].untouched[0]).batch)
         return StagedBatch(batch, payload.extra) if type(payload) is StagedBatch else batch
 
+    def _compared(self, step: int, found: Made) -> str | None:
+        """How what became of a step differs from the program's own; None where there is nothing to compare with."""
+        try:
+            return self._do(lambda witness: self._difference(witness, step, found))
+        except NotInTime as error:
+            self._give_up(error)
+            return f"step {step} cannot be compared with the program's own, which may wait for what they hold: {error}"
+
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
-        expected = self._as_pinned(witness.made(step))
+        expected = self._as_pinned(witness.made(step, self._limit_s))
         self._made = step, expected
         difference = self._canary.difference(found, expected, lambda: self._once_more(witness, step))
         return difference and f"step {step} of data workers is not the program's own: {difference}"
 
+    @property
+    def _limit_s(self) -> float:
+        """How long to wait for a step that data workers have made by now."""
+        return min(MOST_S, max(LEAST_S, 4 * (time.monotonic() - self._began)))
+
     def _once_more(self, witness: Witness, step: int) -> Made:
-        """What another process, started now, makes of a step after all that the first one made before it."""
-        other = self._canary.other_witness(self._pipeline)
-        other.begin(witness.requests.up_to(step))
-        return self._as_pinned(other.made(step))
+        """What another process makes of a step after all that the first one made before it; it takes its place."""
+        requests = witness.requests.all()
+        self._witness = other = self._canary.other_witness(self._pipeline, witness)
+        other.begin(requests)
+        return self._as_pinned(other.made(step, self._limit_s))
+
+    def instead(self, step: int, num_known: int, limit_s: float) -> Made | str:
+        """Have the process make a step that data workers do not deliver.
+
+        Args:
+            step: which.
+            num_known: steps below it can be asked for.
+            limit_s: how long to wait.
+
+        Returns:
+            The step; or why it cannot make it, on one line.
+        """
+        self._is_kept = True
+        try:
+            if self._witness is None or os.getpid() != self._process:
+                self._process = os.getpid()
+                self._witness = self._canary.witness(self._pipeline)
+                self._witness.begin([])
+            witness = self._witness
+            while self._made_instead and self._made_instead[0] < step:
+                witness.forget(self._made_instead.pop(0))
+            for number in range(step, min(step + 2, num_known)):  # it makes one while the program is at the other
+                if not witness.has(number):
+                    witness.ask(self._request(number))
+                    self._made_instead.append(number)
+            made = self._as_pinned(witness.made(step, limit_s))
+        except NotMade as error:
+            self._give_up(error)
+            return str(error)
+        return made if made.failure is None else f"torch's own worker process raises {_summary(made)}"
 
     def _as_pinned(self, made: Made) -> Made:
         return made if made.batch is None else msgspec.structs.replace(made, batch=self._pinned(made.batch))
 
-    def failed(self, step: int, failure: Failure) -> str:
+    def is_confirmed(self, failure: Failure) -> bool:
+        """Whether such an exception is known to be raised, too, where no data worker holds anything."""
+        return not self._canary.makes_steps or failure.error_type in self._canary.confirmed
+
+    def failed(self, step: int, failure: Failure, is_alone: bool = False) -> str:
         """Look at what a data worker raised.
+
+        Args:
+            step: its step.
+            failure: what it raised.
+            is_alone: no data worker holds anything now: begin with another process.
 
         Returns:
             Why it may not be raised, on one line; "" where the program would raise the same.
         """
         has_died = failure.error_type == _DIED
         self._is_kept = True
-        if self._witness is None or has_died:
+        if self._witness is None or has_died or is_alone:
             self._process = os.getpid()
-            self._witness = self._canary.other_witness(self._pipeline, has_died)
+            self._witness = self._canary.other_witness(self._pipeline, self._witness, has_died)
             self._do(lambda witness: witness.begin([self._request(step)]))
         elif not self._witness.has(step):
             self._do(lambda witness: witness.ask(self._request(step)))
         found = Made(0, None, failure)
-        difference = self._do(lambda witness: self._difference(witness, step, found))
+        difference = self._compared(step, found)
+        if is_alone and not difference:
+            self._canary.confirmed.add(failure.error_type)
         if difference is None:  # the process has ended, too, or nobody knows
             return "" if has_died else f"data workers cannot make step {step}: {summary_of(failure)}"
         return difference
@@ -308,6 +425,12 @@ class ComparedPass:
         """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""
         self._drop()
         self._pipeline = pipeline
+
+    def give_way(self) -> None:
+        """End the process: another one makes a step, and may need what this one holds."""
+        if self._witness is not None:
+            self._canary.give_up(self._witness)
+        self._drop()
 
     def close(self) -> None:
         """End the pass, which may be in its middle."""

@@ -27,7 +27,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader import optimizer_calls
-from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability
+from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, LATE_STEP_S, Availability
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.notification import Notification
 from hetstream.mpi_dataworkers.loader.process_connection import (
@@ -51,6 +51,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Batches,
     BatchFailed,
     EndOfShard,
+    EndProcesses,
     LeaseRevoked,
     LeaveLoader,
     LoaderHeartbeat,
@@ -59,6 +60,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     NeedPipeline,
     Notice,
+    ProcessesEnded,
     ProvidePipeline,
     Refused,
     ShutDown,
@@ -103,7 +105,7 @@ class ServiceClient:
         self._changed = Notification()
         self._availability = Availability(time.monotonic(), options.device)
         self._failure: HetstreamError | None = None
-        self._closing = False
+        self._closing = self._processes_ended = False
         # Held until this loader has left the connection. A lock, because waiting for it is C code alone, as in
         # Notification.
         self._left = threading.Lock()
@@ -221,7 +223,8 @@ class ServiceClient:
                 waiting_since = min(waiting_since, now)
                 reason = self._reason_to_work_locally(now, waiting_since)
                 if reason:
-                    return 0, LocalFallback(sessions[0].buffer.position, reason)
+                    is_late = now - waiting_since > LATE_STEP_S
+                    return 0, LocalFallback(sessions[0].buffer.position, reason, is_late)
             if deadline is not None and now >= deadline:
                 raise TimeoutError
             self._changed.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))
@@ -277,6 +280,27 @@ class ServiceClient:
                 self._registration.say(session.closing(self._options.statistics.at_last_step()))
         if not self._closing:
             self._wake()
+
+    def end_processes(self, timeout_s: float) -> bool:
+        """End the processes that have made steps of this loader, and wait for their end: the program needs what they
+        hold. Its sessions are closed, or others get them.
+
+        Returns:
+            Whether they have ended in time.
+        """
+        if self.is_inherited:
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._processes_ended = False
+        with self._lock:
+            self._registration.say(EndProcesses())
+        self._wake()
+        while not self._processes_ended and self._failure is None and not self._closing:
+            now = time.monotonic()
+            if now > deadline or now - self._connection.last_heard > DISPATCHER_SILENCE_S:
+                break
+            self._changed.wait(_LOOK_AGAIN_S)
+        return self._processes_ended
 
     def abandon(self, session: LoaderSession) -> None:
         """End a session from a finaliser: takes no lock, the connection's thread does the rest."""
@@ -435,6 +459,10 @@ class ServiceClient:
                 self._sessions[message.session_id].put(message.step, message)
             self._changed.notify()
 
+    def _on_processes_ended(self, _: ProcessesEnded, __: float) -> None:
+        self._processes_ended = True
+        self._changed.notify()
+
     def _on_refused(self, message: Refused, _: float) -> None:
         kind = getattr(hetstream.mpi_dataworkers.errors, message.code, ServiceError)
         raise kind(message.text)
@@ -494,6 +522,7 @@ _HANDLERS: dict[type[Message] | type[Reconnected], Callable[[ServiceClient, Any,
     LeaseRevoked: ServiceClient._on_lease_revoked,
     StepsLost: ServiceClient._on_steps_lost,
     BatchFailed: ServiceClient._on_batch_failed,
+    ProcessesEnded: ServiceClient._on_processes_ended,
     Refused: ServiceClient._on_refused,
     Notice: ServiceClient._on_notice,
     Alive: ServiceClient._on_alive,

@@ -68,10 +68,17 @@ class LocalFailure:
 
 
 class LocalFallback(msgspec.Struct, frozen=True):
-    """No batch will come for this step soon: the loader is to make it in process."""
+    """No batch will come for this step soon: the loader is to make it in process.
+
+    Attributes:
+        step: its number.
+        reason: why.
+        is_late: data workers are there, and do not deliver it.
+    """
 
     step: int
     reason: str
+    is_late: bool = False
 
 
 class Ended(enum.Enum):

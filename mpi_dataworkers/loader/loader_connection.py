@@ -48,6 +48,8 @@ from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
+# For processes that are to end. One at a step that others wait for ends after it.
+_END_S = 15.0
 MakesAgain = Callable[[], Any]
 OnExtra = Callable[[int, Any, Sequence[torch.Tensor]], Any]
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
@@ -295,6 +297,15 @@ class LoaderConnection:
     def pinned(self, batch: Any) -> Any:
         """The batch in pinned memory, if the loader pins and there is a GPU."""
         return self._batches.pinned(batch)
+
+    def end_processes(self) -> None:
+        """Have the processes end that made steps of this loader, so that its program can have what they hold."""
+        if self._client is not None and not self._client.end_processes(_END_S):
+            _log.warning(
+                "hetstream: not all data workers have ended within %g s; what they hold (a port, a lock, a device) "
+                "torch's own worker processes may lack",
+                _END_S,
+            )
 
     def close(self) -> None:
         """Leave the service."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import types
 import weakref
@@ -137,15 +138,35 @@ def _iterator_class(kind: Any) -> Any:
         if vars(iterator).get("_of_process") == own_process():
             kind.__del__(iterator)
 
+    def reset(iterator: Any, loader: Any, *args: Any, **keywords: Any) -> None:
+        iterator._first_step = loader.first_step
+        of_kind["_reset"](iterator, loader, *args, **keywords)
+
+    def put_index(iterator: Any) -> None:
+        if iterator._send_idx == 0 and iterator._first_step:
+            # torch begins with worker 0. The first step here has been made by others up to now, and goes where it would
+            # have gone.
+            workers = itertools.cycle(range(iterator._num_workers))
+            first = iterator._first_step % iterator._num_workers
+            iterator._worker_queue_idx_cycle = itertools.islice(workers, first, None)
+        of_kind["_try_put_index"](iterator)
+
     methods: dict[str, Any] = of_kind | ({"__del__": end} if hasattr(kind, "__del__") else {})
+    if "_try_put_index" in of_kind:
+        methods |= {"_reset": reset, "_try_put_index": put_index}
     # Behind `kind`, whose `super()` looks for the next class: there the methods of torch's base hide what it has now.
     return type(kind.__name__, (kind, type(base.__name__, (base,), of_base)), methods)
 
 
 class PlainLoader(_TorchLoader):  # type: ignore[misc]
-    """torch's own DataLoader, as it is without the hook and whatever else has changed its class."""
+    """torch's own DataLoader, as it is without the hook and whatever else has changed its class.
+
+    Attributes:
+        first_step: number of the first step of the next iteration, which decides on the worker that makes it.
+    """
 
     _iterator: Any
+    first_step = 0
 
     def _get_iterator(self) -> Any:
         several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter

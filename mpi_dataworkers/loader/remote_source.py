@@ -6,6 +6,7 @@ steps in process, with the same bytes.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.loader.availability import LATE_STEP_S, LOCAL_AFTER_S
 from hetstream.mpi_dataworkers.loader.canary import ComparedPass, Differs
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
@@ -25,6 +27,7 @@ from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead
 from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
 from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error
+from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, describe_failure, generators_kept
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
@@ -39,6 +42,10 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ShardOrder,
     Sharing,
 )
+
+# Data workers that are there and deliver nothing for so long are waited for no more: they may never get what torch's
+# own worker has. Until then they may come to their first step: a large dataset takes minutes.
+_LATE_FOR_S = 240.0
 
 
 class RemoteSource:
@@ -71,6 +78,7 @@ class RemoteSource:
         self._readers: dict[int, ShardReader | RankReader] = {}  # of shards whose steps are made here
         self._apart: dict[int, StepsApart] = {}  # of shards with steps that a data worker was at when it was lost
         self._compared: ComparedPass | None = None
+        self._is_paused = False  # its sessions are closed, and opened again for the next step
         self._differs: tuple[int, str] | None = None  # what `Differs` says; it would hold this object in its frames
 
     def begin(self) -> None:
@@ -144,6 +152,9 @@ class RemoteSource:
         """Draw the program's sampler; in a process that was forked since, connect first."""
         if self._client.is_inherited and self.shards.order is not None:
             self._go_on_as_child()
+        elif self._is_paused:
+            self._open_again()
+        self._is_paused = False
         self._draw(taking=True)
 
     def _draw(self, taking: bool) -> None:
@@ -212,14 +223,16 @@ class RemoteSource:
         slot_index = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
             number = step.step
-            made = self._made_instead(slot_index, step)
-            if isinstance(made, LocalFailure):
-                self._look_at_failure(number, describe_failure(made.error))
-            return slot_index, made
+            makes = self._made_by_witness if self._has_witness(slot_index, number) else self._made_instead
+            step = makes(slot_index, step)
+            if isinstance(step, LocalFailure):
+                self._look_at_failure(number, describe_failure(step.error))
+        elif isinstance(step, Delivered):
+            if self._connection.canary is not None:
+                self._connection.canary.late_since = math.inf
+            self._client.say_streaming()
         if isinstance(step, BatchFailed):
             self._look_at_failure(step.step, step.failure)
-        else:
-            self._client.say_streaming()
         return slot_index, step
 
     def _look_at_failure(self, step: int, failure: Failure) -> None:
@@ -230,7 +243,15 @@ class RemoteSource:
         """
         if not self._connection.local_after_failure or self._compared is None:
             return
-        if why := self._compared.failed(step, failure):
+        why = self._compared.failed(step, failure)
+        if not why and not self._compared.is_confirmed(failure):
+            # Neither may have got what one process alone can have: look once more where no data worker has anything.
+            for session in self._sessions:
+                self._client.close_session(session)
+            self._is_paused = True
+            self._connection.end_processes()
+            why = self._compared.failed(step, failure, is_alone=True)
+        if why:
             self._connection.count(compared_steps=1, differing_steps=1)
             self._differ(step, why)
 
@@ -245,14 +266,46 @@ class RemoteSource:
         """
         timeout_s = self._connection.timeout_s
         counts_lost = self.shards.at_most_once
+        now = time.monotonic()
+        # What is late already is not waited for anew at each step.
+        is_late = self._connection.canary is not None and self._connection.canary.late_since < now
+        since = now - LATE_STEP_S + LOCAL_AFTER_S if is_late else math.inf
         num_lost = sum(session.num_lost for session in sessions) if counts_lost else 0
         try:
-            taken = self._client.take(sessions, time.monotonic() + timeout_s if timeout_s > 0 else None)
+            taken = self._client.take(sessions, now + timeout_s if timeout_s > 0 else None, since)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
         if counts_lost:
             self._connection.count(lost_steps=sum(session.num_lost for session in sessions) - num_lost)
         return taken
+
+    def _has_witness(self, slot_index: int, step: int) -> bool:
+        """Whether torch's own worker process makes a step in the place of data workers."""
+        canary = self._connection.canary
+        is_suspect = step in self._sessions[slot_index].suspects
+        return self._compared is not None and canary is not None and canary.makes_steps and not is_suspect
+
+    def _made_by_witness(self, slot_index: int, fallback: LocalFallback) -> Step:
+        """Have torch's own worker process make a step that data workers do not deliver.
+
+        Raises:
+            Differs: the program's own loader is to make it: that process cannot, or it makes for a long time what data
+                workers that are there do not deliver. They may wait for each other.
+        """
+        compared, order, canary = self._compared, self.shards.order, self._connection.canary
+        assert compared is not None
+        assert order is not None
+        assert canary is not None
+        self._client.say_local(fallback.reason)
+        session, number = self._sessions[slot_index], fallback.step
+        made = compared.instead(number, order.num_known, LEAST_S if fallback.is_late else MOST_S)
+        if isinstance(made, str):
+            self._differ(number, f"{fallback.reason}, and {made}")
+        now = time.monotonic()
+        canary.late_since = min(canary.late_since, now) if fallback.is_late and not session.has_next() else math.inf
+        if now - canary.late_since > _LATE_FOR_S:
+            self._differ(number, f"{fallback.reason}, and torch's own worker process makes it")
+        return self._client.put_local(session, Delivered(made.payload, made.num_samples, 0, "local"))
 
     def _made_instead(self, slot_index: int, fallback: LocalFallback) -> Step | Ended:
         """Make a step in this process instead of waiting for data workers; theirs is taken if it has come meanwhile."""
@@ -275,6 +328,8 @@ class RemoteSource:
                 return self._read_apart(steps, step) if is_apart else self._read_here(steps, step)
             if not is_suspect:
                 return connection.make_locally(self._sent, steps, step, shards.seeds)
+            if self._compared is not None:
+                self._compared.give_way()
             if shard not in self._apart:
                 self._apart[shard] = connection.makes_apart(self._sent)
             return connection.make_apart(self._apart[shard], steps, step, shards.seeds)

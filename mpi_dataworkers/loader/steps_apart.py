@@ -86,7 +86,7 @@ class _Page(Watched):
 
 
 class StepsApart:
-    """A child that makes steps, one after the other, and another one in its place when it dies.
+    """A child that makes steps, one after the other, and another one in its place when it dies or hangs.
 
     Args:
         make: called in the child with the policy, who is told at which sample it is, and what `made` was given.
@@ -96,6 +96,7 @@ class StepsApart:
         self._make = make
         self._page = _Page()
         self._child: tuple[int, Connection] | None = None
+        self._has_hung = False
 
     def made(self, step: int, num_samples: int, policy: ErrorPolicy, *request: Any) -> tuple[MadeStep, bytes] | None:
         """A step, with the attempts and the policy that it has on data workers.
@@ -151,6 +152,7 @@ class StepsApart:
         channel = self._child[1]
         try:
             channel.send(request)
+            self._wait(request[0].sample_timeout_s)
             answer = channel.recv()
             if answer is None or isinstance(answer, Failure):
                 return answer
@@ -164,6 +166,17 @@ class StepsApart:
         batch = unflatten(spec, split(frames, places)) if made.num_samples else None
         return msgspec.structs.replace(made, batch=batch), snapshot
 
+    def _wait(self, sample_timeout_s: float) -> None:
+        """Wait for the child's answer; end it where it is at one sample for too long."""
+        assert self._child is not None
+        pid, channel = self._child
+        seen = self._page.sample_index
+        while not channel.poll(sample_timeout_s):
+            before, seen = seen, self._page.sample_index
+            if seen == before:
+                os.kill(pid, signal.SIGKILL)
+                self._has_hung = True
+
     def _failure_of_dead(self, step: int) -> Failure:
         """What is known of the child, which has died; another one comes in its place."""
         assert self._child is not None
@@ -171,6 +184,8 @@ class StepsApart:
         channel.close()
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         how = f"ended with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        how = "was longer at one sample than sample_timeout_s" if self._has_hung else how
+        self._has_hung = False
         index = self._page.sample_index
         what = f"sample {index}" if index >= 0 else "no single sample"
         host = socket.gethostname()

@@ -74,6 +74,10 @@ class _Kept:
         """Leave the service for good."""
         connection, self.connection = self.connection, None
         if connection is not None:
+            # First all that may hold what one process alone can have: torch's own workers begin now.
+            if connection.canary is not None:
+                connection.canary.end_witnesses()
+            connection.end_processes()
             connection.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,7 +153,7 @@ def _make(loader: Any, service: str | None) -> LoaderConnection:
         service=service,
         identity=identity,
         description={},
-        canary=Canary(loader.persistent_workers),
+        canary=Canary(loader.persistent_workers, makes_steps=loader.num_workers > 0),
         local_after_failure=True,
     )
     return make_connection(loader, options, begins=loader.num_workers > 0)
@@ -234,7 +238,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
         connection = self._kept.connection
         if connection is None:
-            self._plain = self._made_by_torch(self._sampler_iter)
+            self._plain = self._made_by_torch(self._sampler_iter, 0)
             return
         number = next(self._kept.passes)
         worker_seeds = self._worker_seeds
@@ -276,15 +280,18 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
 
     def _go_on_locally(self, steps: Iterator[Any], reason: str) -> None:
         """From here on torch makes the steps, in this pass and in those that follow."""
+        first = 0
         if self._streamed is not None:
+            first = self._streamed.shards.position
             self._streamed.close()
             self._streamed = None
         if self._kept.connection is not None:
             _say_local(type(self._dataset).__name__, reason)
         self._kept.stay_local()
-        self._plain = self._made_by_torch(steps)
+        self._plain = self._made_by_torch(steps, first)
 
-    def _made_by_torch(self, steps: Iterator[Any]) -> Iterator[Any]:
+    def _made_by_torch(self, steps: Iterator[Any], first: int) -> Iterator[Any]:
+        """Steps from a number on, each by the worker process that makes it where all are torch's."""
         if self._torchs is None:
             generator = torch.Generator()
             generator.set_state(self._before_base_seed)  # it gives torch's worker processes the base seed of this pass
@@ -293,5 +300,5 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             options = self._options | {"generator": generator, "collate_fn": self._collate_fn}
             self._torchs = PlainLoader(self._dataset, **sampler, **options), current
         torchs, current = self._torchs
-        current.steps = steps
+        current.steps, torchs.first_step = steps, first
         return iter(torchs)

@@ -30,12 +30,16 @@ from hetstream.mpi_dataworkers.wire.messages import Failure
 
 _signals: Any = signal_handling
 
-# For a step. torch's own loader would wait without end.
-_TIMEOUT_S = 300.0
+# For a step, which torch's own loader would wait for without end: for a first look, and at most.
+LEAST_S, MOST_S = 60.0, 300.0
 
 
 class NotMade(Exception):
     """There is nothing to compare with: the worker process died, or gave no step in time."""
+
+
+class NotInTime(NotMade):
+    """It gave no step in time: it may wait for what another process holds."""
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -44,6 +48,7 @@ class Made(msgspec.Struct, frozen=True):
     Attributes:
         num_samples: in the batch.
         batch: as the program gets it; None without samples, and where it raised.
+        payload: the same, with what moved operators add to it.
         failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
         untouched: of a batch with objects of classes, another one: to compare an object is to ask it what it holds,
             and that may change it.
@@ -53,11 +58,12 @@ class Made(msgspec.Struct, frozen=True):
     batch: Any
     failure: Failure | None = None
     untouched: tuple[Any] | None = None
+    payload: Any = None
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
         """A step that was made. What moved operators add to it may differ in its last bits from host to host."""
-        return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload)
+        return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload, payload=payload)
 
 
 def _made_of(answer: Any) -> Made:
@@ -141,10 +147,13 @@ class _Requests:
     def __contains__(self, step: int) -> bool:
         return step in self.under_way or any(step == request[1] for request in self._to_ask)
 
-    def up_to(self, step: int) -> list[StepRequest]:
-        """All that were asked for up to a step of this pass."""
-        last = max(place for place, request in enumerate(self.asked) if request[1] == step)
-        return self.asked[: last + 1]
+    def all(self) -> list[StepRequest]:
+        """All that were asked for."""
+        return [*self.asked, *self._to_ask]
+
+    def forget(self, step: int) -> None:
+        """A step was not asked for to be compared: nobody will have it made once more."""
+        self.asked = [request for request in self.asked if request[1] != step]
 
 
 class Witness:
@@ -178,7 +187,8 @@ class Witness:
             multiprocessing_context=multiprocessing_context,
         )
         self._made: dict[int, Made] = {}
-        self._answers: Iterator[Any] = iter(())
+        self._answers: Any = None
+        self._is_late = False
 
     def begin(self, requests: Sequence[StepRequest]) -> None:
         """Begin a pass with some of its steps; starts the process, or goes on with the one that was kept.
@@ -193,7 +203,7 @@ class Witness:
         except Exception as error:  # of torch or the system; with start method "spawn" also of what it pickles
             raise NotMade(f"no worker process can be started: {error}") from error
         # As else its death would be an exception of torch in whatever the trainer does then.
-        iterator: Any = self._answers
+        iterator = self._answers
         if iterator._worker_pids_set:
             _signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
@@ -205,15 +215,19 @@ class Witness:
             NotMade: as `made`.
         """
         self.requests.add(request)
-        if self.requests.under_way[0] is None:
-            self._take()
+        if self.requests.under_way[0] is None and self._answers._worker_result_queue._reader.poll():
+            self._take()  # else it is still at its start, and `made` does this
 
     def has(self, step: int) -> bool:
         """Whether a step of this pass was asked for."""
         return step in self._made or step in self.requests
 
-    def made(self, step: int) -> Made:
+    def made(self, step: int, limit_s: float = MOST_S) -> Made:
         """Wait for a step that was asked for.
+
+        Args:
+            step: which.
+            limit_s: for how long.
 
         Raises:
             NotMade: the process died, gave no answer in time, or makes the steps of another pass by now.
@@ -221,18 +235,34 @@ class Witness:
         if not self.has(step):
             raise NotMade("another iteration of this loader has begun")
         while step not in self._made:
-            self._take()
+            self._take(limit_s)
         return self._made[step]
 
-    def _take(self) -> None:
-        """Take the oldest answer; torch's loader then draws the next request."""
+    def forget(self, step: int) -> None:
+        """A step was taken, and is not asked for again."""
+        self._made.pop(step, None)
+        self.requests.forget(step)
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended: what it holds is free then."""
         iterator: Any = self._answers
+        self._answers = self._loader._iterator = None
+        self._made.clear()
+        if iterator is not None and iterator._of_process == os.getpid():  # else it is the parent's
+            for worker in iterator._workers if self._is_late else ():
+                worker.kill()  # torch would wait for it
+            iterator._shutdown_workers()
+
+    def _take(self, limit_s: float = MOST_S) -> None:
+        """Take the oldest answer; torch's loader then draws the next request."""
+        iterator = self._answers
         # torch's own wait does not end when the process does, unless its death may be an exception anywhere.
         worker, answers = iterator._workers[0], iterator._worker_result_queue._reader
-        ready = connection.wait([answers, worker.sentinel], _TIMEOUT_S)
+        ready = connection.wait([answers, worker.sentinel], limit_s)
         if answers not in ready:
             if worker.sentinel not in ready:
-                raise NotMade(f"torch's own worker process gave no step in {_TIMEOUT_S:g} s")
+                self._is_late = True
+                raise NotInTime(f"torch's own worker process gave no step in {limit_s:g} s")
             worker.join()
             raise NotMade(f"torch's own worker process ended with exit code {worker.exitcode}")
         try:

@@ -142,6 +142,10 @@ class CloseSession(Message, frozen=True):
     stats: LoaderStats
 
 
+class EndProcesses(Message, frozen=True):
+    """End the processes that have made steps of this loader: the program wants what they hold, a lock or a port."""
+
+
 class LeaveLoader(Message, frozen=True):
     """The loader was closed."""
 
@@ -160,6 +164,10 @@ class LoaderRegistered(Message, frozen=True):
     need_pipeline: bool
     num_data_workers: int
     pipeline_id: str = ""
+
+
+class ProcessesEnded(Message, frozen=True):
+    """Answer to `EndProcesses`: none of them is left."""
 
 
 class NeedPipeline(Message, frozen=True):

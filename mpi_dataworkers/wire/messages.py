@@ -6,9 +6,9 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
 (`ShutDown`) are different things and no one can be taken for another.
 
     loader      -> dispatcher   RegisterLoader ProvidePipeline OpenSession ExtendSession ReportProgress
-                                LoaderHeartbeat CloseSession LeaveLoader
+                                LoaderHeartbeat CloseSession EndProcesses LeaveLoader
     dispatcher  -> loader       LoaderRegistered NeedPipeline Membership Notice LeaseRevoked StepsLost BatchFailed
-                                Alive UnknownPeer Refused ShutDown
+                                ProcessesEnded Alive UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchPipeline
                                 Draining LeaveWorker
     dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker RenewWorker AddProcess
@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.wire.loader_messages import (
     BatchFailed,
     CloseSession,
     Contents,
+    EndProcesses,
     ExtendSession,
     LeaseRevoked,
     LeaveLoader,
@@ -38,6 +39,7 @@ from hetstream.mpi_dataworkers.wire.loader_messages import (
     NeedPipeline,
     Notice,
     OpenSession,
+    ProcessesEnded,
     ProvidePipeline,
     RegisterLoader,
     ReportProgress,
@@ -124,6 +126,7 @@ __all__ = [
     "DropSession",
     "EmbeddingLookups",
     "EndOfShard",
+    "EndProcesses",
     "ErrorPolicy",
     "ExtendSession",
     "FailLease",
@@ -155,6 +158,7 @@ __all__ = [
     "OptimizerCalls",
     "PastDecision",
     "PlannedOrder",
+    "ProcessesEnded",
     "Program",
     "Proof",
     "ProvidePipeline",
@@ -192,6 +196,7 @@ LoaderToDispatcher = (
     | ReportProgress
     | LoaderHeartbeat
     | CloseSession
+    | EndProcesses
     | LeaveLoader
 )
 WorkerToDispatcher = (
@@ -208,6 +213,7 @@ WorkerToDispatcher = (
 ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
     LoaderRegistered
+    | ProcessesEnded
     | NeedPipeline
     | Membership
     | Notice

@@ -43,6 +43,7 @@ from hetstream.mpi_dataworkers.worker.leases import HeldLeases
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
 from hetstream.mpi_dataworkers.worker.own_memory import OwnMemory
 from hetstream.mpi_dataworkers.worker.pickled_pipelines import PickledPipelines
+from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 _log = logging.getLogger(__name__)
@@ -172,6 +173,10 @@ class ControlThread:
         self._leases.renews = isinstance(message, RenewWorker)
         self._page.wish("")  # who takes its place serves another program
         self.stop()
+        self._leases.drain()
+        if self._leases.renews and not self._leases.tokens():
+            # Nobody waits for the step in work, which may wait for what another process holds.
+            self._page.deadlines = ShutdownDeadlines(time.monotonic())
 
     def _refused(self, message: Refused) -> None:
         raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import math
 import os
 import resource
 import secrets
@@ -252,6 +253,9 @@ class _Supervisor:
         if pipeline_id and child.page.answer is Answer.WAIT:
             child.page.answer = self._fork_servers.answer(pipeline_id, limit_s)
         work = child.page.read()
+        if work is not None and child.page.deadlines.is_overdue(time.monotonic(), True):
+            os.kill(pid, signal.SIGKILL)  # it was told to leave for a fresh one, and user code does not let it
+            return
         if work != child.seen:
             child.seen, child.seen_at = work, self._clock.now
         if work is None or child.hung or self._clock.now - child.seen_at < work.limit_s:
@@ -287,10 +291,11 @@ class _Supervisor:
             return
         page, stack = child.page, child.stacks.read()
         work, num_steps, wished, shares = page.read(), page.num_steps, page.wished[0], page.shares
+        was_told = page.deadlines.told_at < math.inf
         child.close()
         # User code may end the process with any code; only where none ran does the code say what we meant by it.
         own_code = code if work is None else None
-        if own_code == FRESH_PROCESS and not self._stopping:
+        if (own_code == FRESH_PROCESS or was_told) and not self._stopping:
             self._start(child.start.slot, wished)
             return
         if own_code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):

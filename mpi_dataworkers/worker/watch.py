@@ -112,7 +112,7 @@ class WorkPage:
 
     @property
     def deadlines(self) -> ShutdownDeadlines:
-        """Until when the process may do what; written by its supervisor before it signals it."""
+        """Until when the process may do what; written by its supervisor before it signals it, or by itself."""
         (told_at,) = _TOLD.unpack_from(self._page, _TOLD_AT)
         return ShutdownDeadlines(told_at) if told_at else ShutdownDeadlines()
 

@@ -30,6 +30,8 @@ def examples() -> list[messages.Message]:
         messages.ReportProgress("s", 1, [(2, 4)], 8, stats),
         messages.LoaderHeartbeat(stats),
         messages.CloseSession("s", 5, stats),
+        messages.EndProcesses(),
+        messages.ProcessesEnded(),
         messages.LeaveLoader(stats),
         messages.LoaderRegistered(True, 2),
         messages.Membership(3),

@@ -13,7 +13,9 @@ from hetstream.mpi_dataworkers.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     CloseSession,
+    Draining,
     DrainWorker,
+    EndProcesses,
     GrantLease,
     HeldLease,
     LeaveLoader,
@@ -23,6 +25,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     OpenSession,
     PlannedOrder,
+    ProcessesEnded,
     Program,
     ProvidePipeline,
     RegisterLoader,
@@ -158,6 +161,27 @@ def test_a_program_that_loads_another_version_of_a_module_gets_fresh_processes()
     reloaded = Program("/one", ["/one", ""], {"data": "2"})
     state.handle("a", ProvidePipeline("reloaded", reloaded, b"", b""), 1.0)
     assert sent(begin(state, "a", 1.0, pipeline_id="reloaded"), RenewWorker) == ["w0"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_loader_that_needs_what_its_processes_hold_is_told_when_they_are_gone(is_killed: bool) -> None:
+    state = DispatcherState(1, 0.0)
+    register(state, "w0", "slot")
+    register(state, "rank", "")  # of an MPI world
+    connect(state, "a", ONE)
+    begin(state, "a")
+    connect(state, "b", ONE)
+    assert sent(state.handle("b", EndProcesses(), 1.0), ProcessesEnded) == ["b"], "none has made a step of it"
+    state.handle("a", CloseSession("s-a", 0, STATS), 1.0)
+    out = state.handle("a", EndProcesses(), 1.0)
+    assert (sent(out, RenewWorker), sent(out, ProcessesEnded)) == (["w0"], [])
+    state.handle("w0", Draining([], renews=True), 1.0)
+    # One that leaves says so while it still holds something; that it has ended its supervisor shows.
+    out = state.peer_gone("w0", 1.1) if is_killed else state.handle("w0", LeaveWorker(), 1.1)
+    assert sent(out, ProcessesEnded) == ["a"] * is_killed
+    out = register(state, "w1", "slot", 1.2)
+    assert sent(out, ProcessesEnded) == ["a"] * (not is_killed)
+    state.tables.validate()
 
 
 def test_after_a_restart_of_the_dispatcher_a_process_says_which_program_it_serves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils.data import DataLoader
 from hetstream.base.limits import available_bytes
 from hetstream.mpi_dataworkers.config import memory_of_task_from_environment
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
+from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
+from hetstream.mpi_dataworkers.ops.pipeline import Watched
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 from tests.conftest import WaitUntil
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "max_attempts": 2}
@@ -69,7 +73,8 @@ def test_under_the_hook_it_is_the_error_of_its_step(service: Any, tmp_path: Path
         assert [index for _ in range(3) for index in next(passing)[1].tolist()] == list(range(12))
         with pytest.raises(RuntimeError, match="at sample 13 of step 3"):  # as torch's for a worker that died
             next(passing)
-    assert makers(tmp_path / "log")["child"] == 4  # the attempts, and one of torch's own worker
+    # The attempts, and one of torch's own worker, also where no data worker holds anything.
+    assert makers(tmp_path / "log")["child"] == 5
     assert "trainer" not in makers(tmp_path / "log")
 
 
@@ -122,3 +127,14 @@ def test_a_stream_that_ends_who_reads_it_raises_in_the_trainer(service: Any, loa
     with pytest.raises(DataWorkerDied, match="a child of the trainer, was killed by signal 9"):
         next(passing)
     assert makers(tmp_path / "log") == {"data worker": 1, "child": 2}
+
+
+def test_a_child_that_hangs_is_replaced_and_counts_as_one_that_died() -> None:
+    def make(_: ErrorPolicy, watched: Watched) -> Any:
+        watched.at_sample(13)
+        signal.pause()
+
+    apart = StepsApart(make)
+    with pytest.raises(DataWorkerDied, match="was longer at one sample than sample_timeout_s, at sample 13 of step 3"):
+        apart.made(3, 4, ErrorPolicy(max_attempts=2, sample_timeout_s=0.5))
+    apart.close()

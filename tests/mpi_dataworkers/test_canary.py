@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,27 @@ def test_a_loader_that_was_interrupted_when_it_began_streams_when_it_begins_agai
 def test_verify_is_refused_where_no_step_can_be_made_alone(keywords: dict[str, Any]) -> None:
     with pytest.raises(OptionsError, match="verify with an IterableDataset"):
         OwnLoader(Sound(), batch_size=2, verify=True, **keywords)
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_pass_that_is_over_is_freed_by_reference_counts_alone(
+    ends_early: bool, three: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooked(three.name, monkeypatch):
+        loader: Any = TorchLoader(Sound(), 2, num_workers=1)
+        gc.disable()
+        try:
+            passing = iter(loader)
+            source = passing._streamed._source
+            held = [
+                weakref.ref(each) for each in (passing, source, source._compared, source._compared._witness._answers)
+            ]
+            del source
+            for batch in passing:
+                held.append(weakref.ref(batch))
+                if ends_early:
+                    break
+            del passing, batch
+            assert [each() for each in held if each() is not None] == []
+        finally:
+            gc.enable()

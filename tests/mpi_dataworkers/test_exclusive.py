@@ -102,14 +102,14 @@ class Partly:
         return 22
 
     def __getitem__(self, index: int) -> Any:
-        if index == 8 and os.getppid() != self.trainer:
+        if index == 6 and os.getppid() != self.trainer:
             raise LookupError(index)
         info = get_worker_info()
         assert info is not None
         return torch.tensor([index, info.id, info.seed])
 
 
-@pytest.mark.parametrize("keywords", [{"num_workers": 3}, {"num_workers": 3, "persistent_workers": True}])
+@pytest.mark.parametrize("keywords", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_torchs_own_workers_go_on_as_if_they_had_made_the_steps_before(
     keywords: dict[str, Any], three: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def test_torchs_own_workers_go_on_as_if_they_had_made_the_steps_before(
         return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     expected = passes()
-    assert [row[0][1] for row in expected[0][:7]] == [0, 1, 2, 0, 1, 2, 0]
+    assert [row[0][1] for row in expected[0][:7]] == [0, 1, 0, 1, 0, 1, 0]
     with hooked(three.name, monkeypatch):
         assert passes() == expected
 

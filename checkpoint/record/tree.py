@@ -1,7 +1,8 @@
 """A tree of values without its tensors, as compact JSON and back.
 
 The flash side encodes a tree when it saves and decodes it when it loads; others count and renumber the tensors in it.
-Pure: no torch, no files, and nothing is imported, called or unpickled because a file says so.
+Pure: no torch, no files, and nothing is imported, called or unpickled because a file says so. What is decoded is data:
+no class is looked up by a name of the file, and no value is callable, so there are no methods of a stranger's choice.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from array import array
@@ -39,6 +41,22 @@ class Foreign(msgspec.Struct, frozen=True):
 
     tag: str
     body: Node
+
+
+class PlainObject(SimpleNamespace):
+    """What was saved of an object, as data: a dataclass's fields, or `type`, `context` and `children` of a type that is
+    registered with torch's pytree.
+
+    It equals a dataclass with the same fields and hashes as that does, so that it can be the key that it was.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if dataclasses.is_dataclass(other) and not isinstance(other, type):
+            return vars(self) == {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
 
 
 MakeForeign = Callable[[str, Node, Callable[[Node], Any]], Any]
@@ -230,9 +248,9 @@ class Encoder:
             return {"$named": [name_of(kind), fields]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
-            return {
-                "$data": [name_of(kind), {name: self.item(f"{path}.{name}", getattr(value, name)) for name in names}]
-            }
+            return self._data(path, kind, {name: getattr(value, name) for name in names})
+        if kind is PlainObject:
+            return self._data(path, SimpleNamespace, vars(value))
         numpy = sys.modules.get("numpy")
         if (
             numpy is not None
@@ -248,6 +266,14 @@ class Encoder:
             "state_dict() and load_state_dict(), store plain values instead, or allow pickle with allow_pickle=True "
             "(both to save and to load)"
         )
+
+    def _data(self, path: str, kind: type, fields: Mapping[str, Any]) -> Node:
+        for name in filter(_is_pythons, fields):
+            raise UnsupportedState(
+                f"{path} has a field {name!r}: what begins with two underscores is Python's own, and a "
+                "checkpoint holds none. Give the field another name"
+            )
+        return {"$data": [name_of(kind), {name: self.item(f"{path}.{name}", entry) for name, entry in fields.items()}]}
 
 
 def _is_json(kinds: set[type], values: Iterable[Any]) -> bool:
@@ -321,7 +347,7 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def name_of(kind: type) -> str:
-    """What a class is called in a structure; `loaded_class` finds it again."""
+    """What a class is called in a structure."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -415,7 +441,10 @@ _MAKERS: dict[str, Callable[[_Decoder, Node], Any]] = {
     "$bytes": lambda _decoder, body: _data(body),
     "$bytearray": lambda _decoder, body: bytearray(_data(body)),
     "$named": lambda decoder, body: _named(*decoder.fields(body)),
-    "$data": lambda decoder, body: _data_object(*decoder.fields(body)),
+    "$data": lambda decoder, body: _plain_object(decoder.fields(body)[1]),
+    "$node": lambda decoder, body: PlainObject(
+        type=str(body[0]), context=decoder.value(body[1]), children=decoder.value(body[2])
+    ),
     "$array": lambda _decoder, body: _array(*body),
     "$scalar": lambda _decoder, body: _array(body[0], [1], body[1])[0],
 }
@@ -425,35 +454,27 @@ def _data(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def loaded_class(name: str) -> Any:
-    """The class of a name if its module is loaded already: a file must not make a program import anything."""
-    module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
-
-
 def _named(name: str, fields: dict[str, Any]) -> Any:
-    kind = loaded_class(name)
-    if kind is None or not issubclass(kind, tuple) or getattr(kind, "_fields", None) != tuple(fields):
-        short = name.rpartition(":")[2].rpartition(".")[2]
-        return namedtuple(short, list(fields))(**fields)
-    return tuple.__new__(kind, fields.values())
+    """A named tuple like the one that was saved, of a class of its own."""
+    return _named_kind(name.rpartition(":")[2].rpartition(".")[2], tuple(fields))(**fields)
 
 
-def _data_object(name: str, fields: dict[str, Any]) -> Any:
-    kind = loaded_class(name)
-    if (
-        not isinstance(kind, type)
-        or not dataclasses.is_dataclass(kind)
-        or {field.name for field in dataclasses.fields(kind)} != {*fields}
-    ):
-        return SimpleNamespace(**fields)
-    made = object.__new__(kind)
-    for field, value in fields.items():
-        object.__setattr__(made, field, value)
-    return made
+@functools.lru_cache(maxsize=256)
+def _named_kind(name: str, fields: tuple[str, ...]) -> Any:
+    kind: Any = namedtuple(name, fields)  # type: ignore[misc]
+    kind.__reduce__ = lambda self: (_named, (name, self._asdict()))  # no module has the class
+    return kind
+
+
+def _plain_object(fields: dict[str, Any]) -> PlainObject:
+    for name in filter(_is_pythons, fields):
+        raise DamagedCheckpoint(f"the structure gives an object {name!r}, which is Python's own")
+    return PlainObject(**fields)
+
+
+def _is_pythons(name: str) -> bool:
+    """Whether Python itself may look for an attribute of this name, and call what it finds."""
+    return name.startswith("__")
 
 
 def _array(dtype: Node, shape: list[int], text: str) -> Any:

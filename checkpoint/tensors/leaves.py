@@ -28,6 +28,7 @@ from hetstream.checkpoint.record.tree import (
     Data,
     Encoder,
     Node,
+    PlainObject,
     inline_bytes,
     name_of,
     numbers_in,
@@ -326,7 +327,12 @@ def _has_form(value: Any) -> bool:
     """Whether the structure knows values like this one without pickle."""
     is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_named or is_data or (isinstance(value, np.generic) and not value.dtype.hasobject)
+    return (
+        is_named
+        or is_data
+        or isinstance(value, PlainObject)
+        or (isinstance(value, np.generic) and not value.dtype.hasobject)
+    )
 
 
 def _word(_path: str, value: Any) -> Node:

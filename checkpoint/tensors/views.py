@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
 from hetstream.checkpoint.record.layout import Entry
@@ -20,7 +19,6 @@ from hetstream.checkpoint.record.structure import TensorRef
 from hetstream.checkpoint.record.tree import (
     MakeForeign,
     Node,
-    loaded_class,
     loaded_json,
     loaded_numbers,
 )
@@ -161,8 +159,6 @@ def make_foreign(*, allow_pickle: bool) -> MakeForeign:
             parts, shape, is_coalesced = body
             indices, values = again(parts)
             return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
-        if tag == "$node":
-            return _registered(body[0], again(body[1]), again(body[2]))
         if tag == "$numbers":
             return loaded_numbers(again(body[0]), *body[1:])
         if tag == "$json":
@@ -172,17 +168,6 @@ def make_foreign(*, allow_pickle: bool) -> MakeForeign:
         raise DamagedCheckpoint(f"the structure has a value of kind {tag!r}, which this release does not know")
 
     return foreign
-
-
-def _registered(name: str, context: Any, children: list[Any]) -> Any:
-    """A value of a type that the program has registered with torch's pytree."""
-    kind = loaded_class(name)
-    if kind not in _pytree.SUPPORTED_NODES:
-        raise StateMismatch(
-            f"the checkpoint holds a {name}, which this program has not registered: call "
-            "torch.utils._pytree.register_pytree_node for it before the checkpoint is loaded"
-        )
-    return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
 
 
 def _unpickled(data: bytes, *, allow_pickle: bool) -> Any:

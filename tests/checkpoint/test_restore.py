@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from hetstream import CheckpointReader, FlashCheckpointer
 from hetstream.checkpoint.errors import StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
+from hetstream.checkpoint.record.tree import PlainObject
 from hetstream.checkpoint.tensors.leaves import Flattener
 from tests.checkpoint.test_tensors import pack
 
@@ -433,6 +439,9 @@ def test_a_model_that_was_wrapped_on_one_side_alone_is_told_so(word: str, wrappe
     assert "within" not in str(comparison.mismatch())
 
 
+Point = namedtuple("Point", "x y")
+
+
 @dataclass
 class Place:
     """Where a program has read."""
@@ -440,16 +449,129 @@ class Place:
     row: int
 
 
+@dataclass
+class Counted:
+    """With a field that is called as a method of text is."""
+
+    count: int
+
+
+@dataclass
+class Opens:
+    """Has in its state what no checkpoint can hold, once it has got one."""
+
+    opened: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"opened": self.opened and random.Random(1)}
+
+    def load_state_dict(self, state: PlainObject) -> None:
+        self.opened = state
+
+
 def test_a_restore_whose_result_cannot_be_saved_is_a_restore_and_the_save_says_so(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make() as checkpointer:
         checkpointer.save(1, {"weight": torch.ones(3), "place": Place(7)})
-    monkeypatch.delattr(f"{__name__}.Place")  # a program that does not know the class
-    state = {"weight": torch.zeros(3), "place": None}
+    state: dict[str, Any] = {"weight": torch.zeros(3), "place": Opens(None)}
     with make() as checkpointer:
         assert checkpointer.restore(state) == 1
-        assert (state["weight"].tolist(), state["place"].row) == ([1, 1, 1], 7)
-        assert "what was restored cannot be saved: place is a types.SimpleNamespace" in caplog.text
-        with pytest.raises(UnsupportedState, match="place is a"):
+        assert (state["weight"].tolist(), state["place"].opened.row) == ([1, 1, 1], 7)
+        assert "what was restored cannot be saved: place.opened is a random.Random" in caplog.text
+        with pytest.raises(UnsupportedState, match=r"place\.opened is a"):
             checkpointer.save(2, state)
+
+
+@dataclass
+class Command:
+    """A program's own callback."""
+
+    words: list[str]
+    ran: ClassVar[list[Any]] = []
+
+    def __call__(self, *_: Any) -> str:
+        self.ran.append(self.words)
+        return "x"
+
+    def __del__(self) -> None:
+        self.ran.append(self.words)
+
+
+class Holder:
+    """An object whose state has an object of the program's class in one place, and copies all that it gets."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = copy.deepcopy(state)
+
+
+def test_a_checkpoint_makes_objects_only_of_the_classes_that_the_state_has_in_their_place(tmp_path: Path) -> None:
+    kept, strange = Place(1), [Place(2), Point(3, 4), {"deep": Place(5)}]
+    saved = {"top": Place(6), "rows": [Place(7), Place(8)], "object": Holder(own=kept, other=strange, more=[Place(9)])}
+    with FlashCheckpointer(tmp_path / "ck") as checkpointer:
+        checkpointer.save(1, saved)
+    state: dict[str, Any] = {
+        "top": Place(0),
+        "rows": [Place(0)],
+        "object": Holder(own=Place(0), other=[0, Point(0, 0), {}], more=[]),
+    }
+    assert CheckpointReader(tmp_path / "ck").restore(state) == 1
+    assert (state["top"], state["rows"]) == (Place(6), [Place(7), Place(8)])
+    found = state["object"].state
+    assert (type(found["own"]), found["own"].row) == (Place, 1)
+    assert [type(item) for item in found["other"]] == [PlainObject, Point, dict]
+    assert [type(item) for item in (found["other"][2]["deep"], found["more"][0])] == [PlainObject, PlainObject]
+    assert found["other"] == strange
+
+
+@pytest.mark.parametrize("field", ["deepcopy", "get_lr", "index"])
+@pytest.mark.parametrize("as_pair", [False, True])
+def test_nothing_of_a_checkpoint_is_called(tmp_path: Path, field: str, as_pair: bool) -> None:
+    kind = namedtuple("Trap", [field]) if as_pair else make_dataclass("Trap", [field])
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    planted = optimizer.state_dict()
+    planted["param_groups"][0]["foreach"] = kind(Command(["id"]))
+    planted["param_groups"][0]["maximize"] = Command(["ls"])
+    state = {"model": model, "optimizer": Holder(**planted), "plain": {"x": [kind(Command(["ps"]))]}}
+    with FlashCheckpointer(tmp_path / "ck") as checkpointer:
+        checkpointer.save(1, state)
+    del planted, state
+    gc.collect()
+    Command.ran.clear()
+    reader = CheckpointReader(tmp_path / "ck")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    here: dict[str, Any] = {"model": model, "optimizer": optimizer, "plain": {"x": [Point(1, 2)]}}
+    assert reader.restore(here) == 1
+    loaded = reader.load()
+    copy.deepcopy((here["plain"], loaded.state, optimizer.state_dict()))
+    for found in _all_in((here["plain"], loaded.state, optimizer.state_dict())):
+        assert type(found) is not Command
+        assert not callable(found)
+    del here, loaded, optimizer
+    gc.collect()
+    assert Command.ran == []
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    yield value
+    inner = (
+        vars(value).values() if isinstance(value, PlainObject) else value.values() if isinstance(value, dict) else ()
+    )
+    for item in value if isinstance(value, list | tuple) else inner:
+        yield from _all_in(item)
+
+
+def test_what_a_value_can_do_is_no_field_of_a_dataclass(tmp_path: Path) -> None:
+    with FlashCheckpointer(tmp_path / "ck") as checkpointer:
+        checkpointer.save(1, {"counted": "text"})
+    state = {"counted": Counted(3)}
+    with pytest.raises(StateMismatch, match="counted: a str in the checkpoint has no count"):
+        CheckpointReader(tmp_path / "ck").restore(state)
+    assert state["counted"].count == 3

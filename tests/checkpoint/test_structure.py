@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import msgspec
@@ -19,7 +21,16 @@ from hypothesis import strategies as st
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
 from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
-from hetstream.checkpoint.record.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
+from hetstream.checkpoint.record.tree import (
+    MAX_INLINE_VALUES,
+    TENSOR,
+    Data,
+    Encoder,
+    Foreign,
+    Node,
+    PlainObject,
+    decode,
+)
 from hetstream.checkpoint.tensors.views import make_foreign
 
 Point = namedtuple("Point", "x y")
@@ -29,6 +40,11 @@ Point = namedtuple("Point", "x y")
 class Schedule:
     warmup: int
     rates: list[float]
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
 
 
 def through(value: Any) -> Any:
@@ -66,8 +82,6 @@ VALUES = {
     "deque": deque([1, 2], maxlen=5),
     "range": range(1, 9, 2),
     "slice": slice(1, None, 2),
-    "namedtuple": Point(1, [2]),
-    "dataclass": Schedule(3, [0.1, 0.2]),
 }
 
 
@@ -244,12 +258,47 @@ def test_what_cannot_be_stored_is_named_with_its_place_and_the_way_out() -> None
         through(loop)
 
 
-def test_classes_of_modules_that_are_not_loaded_come_back_in_a_plain_form() -> None:
-    named = decode({"$named": ["no.such.module:Pair", {"a": 1, "b": 2}]}, ())
-    assert (type(named).__name__, named.a, named.b) == ("Pair", 1, 2)
-    assert decode({"$data": ["no.such.module:Config", {"a": 1}]}, ()) == SimpleNamespace(a=1)
-    # Neither is what is no named tuple and no dataclass made because a file says so.
-    assert decode({"$data": ["subprocess:Popen", {"args": ["true"]}]}, ()) == SimpleNamespace(args=["true"])
+def test_objects_come_back_in_a_plain_form_whatever_class_the_program_has() -> None:
+    named = through(Point(1, [2]))
+    assert (type(named).__name__, named.x, named.y, named) == ("Point", 1, [2], (1, [2]))
+    assert pickle.loads(pickle.dumps(copy.deepcopy(named))) == named
+    data = through(Schedule(3, [0.1]))
+    assert (type(data), data) == (PlainObject, Schedule(3, [0.1]))
+    assert through(copy.deepcopy(data)) == data  # it can be saved again
+    assert decode({"$named": ["no.such.module:Pair", {"a": 1}]}, ()).a == 1
+    assert decode({"$data": ["subprocess:Popen", {"args": ["true"]}]}, ()) == PlainObject(args=["true"])
+    assert decode({"$node": [f"{__name__}:Schedule", 3, [1]]}, ()).children == [1]
+
+
+def test_objects_that_are_keys_are_found_by_those_of_the_program() -> None:
+    back = through({Key("a"): 1, Point(1, 2): 2, "set": {Key("b")}})
+    assert (back[Key("a")], back[Point(1, 2)], Key("b") in back["set"]) == (1, 2, True)
+    assert Key("c") not in back
+
+
+class Once:
+    """A module that would load others when it is asked for what it has not."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a file has asked for {name}")
+
+
+def test_no_name_of_a_file_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asked", Once())  # type: ignore[arg-type]
+    for tag, body in (("$named", {"a": 1}), ("$data", {"a": 1})):
+        decode({tag: ["asked:Lazy.Inner", body]}, ())
+    decode({"$node": ["asked:Lazy.Inner", None, []]}, ())
+
+
+@pytest.mark.parametrize("name", ["__deepcopy__", "__reduce_ex__", "__reduce__", "__copy__", "__getattr__", "__x"])
+def test_names_of_python_itself_are_no_fields(name: str) -> None:
+    trap = make_dataclass("Trap", [name])
+    with pytest.raises(UnsupportedState, match=f"state has a field '{name}'"):
+        through(trap(1))
+    with pytest.raises(DamagedCheckpoint, match=f"'{name}', which is Python's own"):
+        decode({"$data": ["x:Trap", {name: 1}]}, ())
+    with pytest.raises(DamagedCheckpoint):
+        decode({"$named": ["x:Trap", {name: 1}]}, ())
 
 
 @pytest.mark.parametrize(

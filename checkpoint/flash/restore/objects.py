@@ -131,12 +131,13 @@ def load_objects(objects: Sequence[tuple[str, Any, Any]], *, strict: bool) -> No
     optimizers = [here for _, here, _ in objects if isinstance(here, torch.optim.Optimizer)]
     held = [_tensors_of(optimizer) for optimizer in optimizers]
     for path, here, saved in sorted(objects, key=lambda item: _rank_of(item[1])):
-        backups.append((path, here, _backup(here)))
+        before = _backup(here)
+        backups.append((path, here, before))
         try:
             if isinstance(here, torch.nn.Module):
-                here.load_state_dict(owned(saved), strict=strict)
+                here.load_state_dict(owned(saved, before), strict=strict)
             else:
-                here.load_state_dict(owned(saved))
+                here.load_state_dict(owned(saved, before))
         except Exception as error:  # the object's own code
             changed = [place for place, *backup in reversed(backups) if not _put_back(*backup)]
             result = f"{', '.join(changed)} may be half restored" if changed else "Nothing was restored"

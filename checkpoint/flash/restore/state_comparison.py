@@ -22,6 +22,8 @@ from hetstream.checkpoint.flash.restore.stored import (
     StoredPart,
     StoredTensor,
     Values,
+    children_of,
+    fields_of,
     like_dataclass,
     like_mapping,
     like_tuple,
@@ -60,8 +62,9 @@ def _has_tensor(value: Any) -> bool:
         return any(_has_tensor(item) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return any(_has_tensor(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_has_tensor(getattr(value, member.name)) for member in dataclasses.fields(value))
+    fields = fields_of(value)
+    if fields:
+        return any(_has_tensor(item) for item in fields.values())
     return _is_stateful(value)
 
 
@@ -145,10 +148,11 @@ class StateComparison:
             return self.match_mapping(path, here, saved)
         if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
             return self._match_sequence(path, here, saved)
+        old = children_of(saved, here)
+        if old is not None:
+            return self._match_node(path, here, old)
         if dataclasses.is_dataclass(here) and not isinstance(here, type):
             return self._match_dataclass(path, here, saved)
-        if type(here) in _pytree.SUPPORTED_NODES and type(here) is type(saved):
-            return self._match_node(path, here, saved)
         if _has_tensor(here) or (_has_tensor(saved) and not isinstance(here, np.ndarray)):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
         return lambda: owned(saved)
@@ -181,7 +185,7 @@ class StateComparison:
         if len(here) != len(saved):
             if _has_tensor(here) or _has_tensor(saved):
                 self.differences.append(f"{path}: {len(saved)} item(s) in the checkpoint, {len(here)} here")
-            return lambda: owned(saved)
+            return lambda: owned(saved, here)
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]
 
         def fill() -> Any:
@@ -196,11 +200,12 @@ class StateComparison:
 
     def _match_dataclass(self, path: str, here: Any, saved: Any) -> Fill:
         names = [member.name for member in dataclasses.fields(here)]
-        lacking = [name for name in names if not hasattr(saved, name)]
+        fields = fields_of(saved)
+        lacking = [name for name in names if name not in fields]
         if lacking:
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint has no {', '.join(lacking)}")
             return lambda: here
-        fills = {name: self.match(f"{path}.{name}", getattr(here, name), getattr(saved, name)) for name in names}
+        fills = {name: self.match(f"{path}.{name}", getattr(here, name), fields[name]) for name in names}
 
         def fill() -> Any:
             filled = {name: inner() for name, inner in fills.items()}
@@ -214,11 +219,10 @@ class StateComparison:
 
         return fill
 
-    def _match_node(self, path: str, here: Any, saved: Any) -> Fill:
+    def _match_node(self, path: str, here: Any, old: list[Any]) -> Fill:
         node_type = _pytree.SUPPORTED_NODES[type(here)]
         children, context = node_type.flatten_fn(here)
-        old, _ = node_type.flatten_fn(saved)
-        fill = self._match_sequence(path, list(children), list(old))
+        fill = self._match_sequence(path, list(children), old)
         return lambda: node_type.unflatten_fn(fill(), context)
 
     def _match_tensor(self, path: str, here: torch.Tensor, saved: Any) -> Fill:

@@ -9,18 +9,19 @@ import copy
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
 from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import PlainObject, name_of
 from hetstream.checkpoint.tensors.shards import Box, Whole, cut, is_inside, overlap_of
 from hetstream.checkpoint.tensors.views import dtype_of, is_whole, make_foreign, view_of
 
@@ -214,27 +215,74 @@ class StoredPart:
         )
 
 
-def owned(value: Any) -> Any:
-    """What `StoredPart.saved` gave, with tensors of the program's own."""
+def owned(value: Any, here: Any = None) -> Any:
+    """What `StoredPart.saved` gave, with tensors of the program's own.
+
+    Args:
+        value: from a checkpoint, where all objects are plain data.
+        here: what the program has in this place: an object with the same fields is made of its class. A file does not
+            choose a class.
+    """
     if isinstance(value, StoredTensor):
         return value.store.own(value.ref)
     if isinstance(value, Values):
         return value.own()
     if isinstance(value, Mapping):
-        return like_mapping(value, {key: owned(item) for key, item in value.items()})
+        places = here if isinstance(here, Mapping) else {}
+        return like_mapping(value, {key: owned(item, places.get(key)) for key, item in value.items()})
     if isinstance(value, list):
-        return [owned(item) for item in value]
+        return [owned(*pair) for pair in _beside(value, here)]
     if isinstance(value, tuple):
-        return like_tuple(value, [owned(item) for item in value])
+        fields = getattr(type(value), "_fields", None)
+        is_alike = fields is not None and isinstance(here, tuple) and getattr(type(here), "_fields", None) == fields
+        return like_tuple(here if is_alike else value, [owned(*pair) for pair in _beside(value, here)])
     if isinstance(value, deque):
-        return deque((owned(item) for item in value), value.maxlen)
-    if isinstance(value, SimpleNamespace):
-        return SimpleNamespace(**{key: owned(item) for key, item in vars(value).items()})
+        return deque((owned(*pair) for pair in _beside(value, here)), value.maxlen)
+    return _owned_object(value, here) if isinstance(value, PlainObject) else value
+
+
+def _beside(values: Iterable[Any], here: Any) -> Iterator[tuple[Any, Any]]:
+    """Values, and what the program has in the place of each; behind its last one, that."""
+    places = list(here) if isinstance(here, list | tuple | deque) else []
+    for index, value in enumerate(values):
+        yield value, places[min(index, len(places) - 1)] if places else None
+
+
+def _owned_object(value: PlainObject, here: Any) -> Any:
+    fields = fields_of(value)
+    own = fields_of(here)
+    if own and {*fields} == {*own}:
+        return like_dataclass(here, {name: owned(item, own[name]) for name, item in fields.items()})
+    children = children_of(value, here)
+    if children is not None:
+        node_type = _pytree.SUPPORTED_NODES[type(here)]
+        places, context = node_type.flatten_fn(here)
+        return node_type.unflatten_fn(owned(children, list(places)), owned(value.context, context))
+    return PlainObject(**{name: owned(item) for name, item in fields.items()})
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, or of what was saved of one; none of anything else."""
+    if isinstance(value, PlainObject):
+        return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return like_dataclass(
-            value, {field.name: owned(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        )
-    return value
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {}
+
+
+def children_of(saved: Any, here: Any) -> list[Any] | None:
+    """The children of what was saved of a type that is registered with torch's pytree, if the program has an object of
+    that type in this place; else None."""
+    kind = type(here)
+    if kind not in _pytree.SUPPORTED_NODES:
+        return None
+    if type(saved) is kind:
+        return list(_pytree.SUPPORTED_NODES[kind].flatten_fn(saved)[0])
+    fields = vars(saved) if isinstance(saved, PlainObject) else {}
+    children = fields.get("children")
+    is_alike = {*fields} == {"type", "context", "children"} and fields["type"] == name_of(kind)
+    return children if is_alike and isinstance(children, list) else None
 
 
 def like_mapping(like: Mapping[Any, Any], items: dict[Any, Any], only: Collection[Any] | None = None) -> Any:

@@ -90,8 +90,9 @@ class CheckpointDirectory:
         """Refuse to change a directory that is not this user's alone to write to.
 
         Raises:
-            ForeignOwner: it is another user's, or others can write to it.
+            ForeignOwner: it is another user's, or others can write to it, or let its path lead elsewhere.
         """
+        ownership.refuse_unsafe_way(self.path)
         with Directory.open(self.path) as root:
             reason = root.strangers()
         if reason:

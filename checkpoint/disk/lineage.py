@@ -10,6 +10,8 @@ looks into it before it writes a part.
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -17,8 +19,11 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.text import printable
 from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
 from hetstream.checkpoint.record.lineage import Lineage
+
+_log = logging.getLogger(__name__)
 
 _NAME = ".lineage.json"
 _MAX_BYTES = 1 << 20
@@ -86,7 +91,17 @@ def begin_start(root: Directory, *, is_new: bool) -> Lineage:
     lineage = read_lineage(root)
     if is_new or not lineage.directory_id:
         lineage = Lineage(secrets.token_hex(_ID_BYTES))
-    lineage = msgspec.structs.replace(lineage, starts=(secrets.token_hex(_START_BYTES), *lineage.starts))
+    path = printable(os.path.realpath(root.path))
+    if lineage.path not in ("", path):
+        _log.warning(
+            "%s holds the training that was last started as %s: it was renamed, moved or copied, or somebody has put "
+            "it in the place of another one. This training goes on from its checkpoints, and removes old ones; if it "
+            "should not, end it and give it another directory",
+            path,
+            printable(lineage.path),
+        )
+    starts = (secrets.token_hex(_START_BYTES), *lineage.starts)
+    lineage = msgspec.structs.replace(lineage, starts=starts, path=path)
     write_lineage(root, lineage)
     return lineage
 

@@ -118,9 +118,11 @@ def prepare_directory(path: Path) -> None:
         DirectoryNotWritable: it cannot be made or written to.
     """
     try:
+        refuse_unsafe_way(path)  # nothing is made at the end of another user's link
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_unsafe_way(path)
         with Directory.open(path) as root:
-            owner, strangers, above = root.owner, root.strangers(), unsafe_above(path, of_colleagues=True)
+            owner, strangers = root.owner, root.strangers()
     except OSError as error:
         raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
     if owner != os.geteuid():
@@ -128,13 +130,29 @@ def prepare_directory(path: Path) -> None:
             f"{path} belongs to user {owner}, this is user {os.geteuid()}; a checkpoint directory belongs to the user "
             "who trains: choose another one"
         )
-    if strangers or above:
-        raise ForeignOwner(
-            f"{strangers or above}. What others can write to, or put another one in the place of, holds no "
-            "checkpoints that can be trusted: change the mode, or choose another directory"
-        )
+    if strangers:
+        raise _untrusted(strangers)
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
         raise DirectoryNotWritable(f"{path} cannot be written to (ls -ld {path}; findmnt -T {path})")
+
+
+def refuse_unsafe_way(path: Path) -> None:
+    """Refuse a path that others could let lead elsewhere: to another training of this user, whose checkpoints retention
+    would remove.
+
+    Raises:
+        ForeignOwner: they could.
+        OSError: something on the way cannot be entered.
+    """
+    if reason := unsafe_above(path, of_colleagues=True, own_links=True):
+        raise _untrusted(reason)
+
+
+def _untrusted(reason: str) -> ForeignOwner:
+    return ForeignOwner(
+        f"{reason}. What others can write to, or put another one in the place of, holds no "
+        "checkpoints that can be trusted: change the mode, or choose another directory"
+    )
 
 
 def take(

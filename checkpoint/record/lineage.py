@@ -41,11 +41,13 @@ class Lineage(msgspec.Struct, frozen=True):
         branches: where the line does not lead through all records, the newest attempt first.
         starts: random texts of the job's starts in it, the newest first. A copy has the id of its original, and those
             starts that the original had by then.
+        path: of the directory at its newest start, for people; "" if an earlier release wrote this.
     """
 
     directory_id: str = ""
     branches: tuple[Branch, ...] = ()
     starts: tuple[str, ...] = ()
+    path: str = ""
 
     @property
     def start_id(self) -> str:

@@ -68,7 +68,7 @@ def _named_writers(where: int | str | os.PathLike[str], gid: int) -> tuple[set[i
     return {number for tag, number in entries if tag == _ACL_USER}, groups
 
 
-def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -> str:
+def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False, own_links: bool = False) -> str:
     """Why somebody else could put something in the place of a path; "" if nobody but root and this user can.
 
     Looks at each directory that a name on the way is looked up in, those of links included, as sshd (StrictModes),
@@ -79,7 +79,9 @@ def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -
     Args:
         path: of a file or directory, which itself is not looked at; if it is a link, where that leads.
         of_colleagues: directories of another user, or of a group, count as safe as long as not everybody can write to
-            them. For data of which each directory and file is looked at when it is opened.
+            them, and so do links of others. For data of which each directory and file is looked at when it is opened.
+        own_links: a link is root's or this user's also there. For who writes or removes: another user's link may lead
+            to this user's own files, which stand every look at them.
 
     Returns:
         The directory, who owns it and its mode, the rule, and what can be done.
@@ -87,7 +89,7 @@ def unsafe_above(path: str | os.PathLike[str], *, of_colleagues: bool = False) -
     Raises:
         OSError: something on the way cannot be entered.
     """
-    way = Way(of_colleagues=of_colleagues)
+    way = Way(of_colleagues=of_colleagues, own_links=own_links)
     try:
         way.go(path)
     except UntrustedFile as error:
@@ -118,12 +120,13 @@ class Way:
         missing: what was looked up last and is no directory, or not there; None if the walk came to its end.
     """
 
-    def __init__(self, *, make: bool = False, of_colleagues: bool = False) -> None:
+    def __init__(self, *, make: bool = False, of_colleagues: bool = False, own_links: bool = False) -> None:
         self.descriptor = os.open("/", _ENTER)
         self.path = Path("/")
         self.missing: Path | None = None
         self._make = make
         self._of_colleagues = of_colleagues
+        self._own_links = own_links or not of_colleagues
 
     def go(self, path: str | os.PathLike[str]) -> None:
         """Walk.
@@ -174,7 +177,7 @@ class Way:
             status = os.fstat(descriptor)
             if not stat.S_ISLNK(status.st_mode):
                 return None
-            if status.st_uid not in (0, os.geteuid()) and not self._of_colleagues:
+            if status.st_uid not in (0, os.geteuid()) and self._own_links:
                 raise UntrustedFile(
                     f"{self.path / name} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on "
                     f"the way is {_of_whom()}. Use another place"

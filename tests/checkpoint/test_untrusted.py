@@ -3,6 +3,7 @@ delete something elsewhere. Real users and real files."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing.popen_fork  # noqa: F401, another user may not be able to read what is imported late
 import os
 import shutil
@@ -275,6 +276,71 @@ def test_no_training_begins_below_what_anybody_can_write_to(tmp_path: Path) -> N
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ForeignOwner, match="anybody could put another directory in the place"):
         CheckpointDirectory(tmp_path / "open" / "ckpt").acquire(ME)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o2775, 0o1777])
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_strangers_link_leads_no_training_into_another_one(common_place: Path, mode: int, below: str) -> None:
+    other, shared = common_place / "other", common_place / "shared"
+    shared.mkdir()
+    os.chown(shared, STRANGER, STRANGER)
+    if mode & 0o1000:
+        os.chown(shared, 0, 0)
+    shared.chmod(mode)
+
+    def train() -> None:
+        (other / below).mkdir(parents=True, exist_ok=True)
+        write_checkpoint(other / below, STEP)
+
+    def refused() -> None:
+        for place in (shared / "link" / below, shared / "link" / "new" / "run"):
+            for act in (CheckpointDirectory(place).check_own, lambda at=place: CheckpointDirectory(at).acquire(ME)):
+                with pytest.raises(ForeignOwner, match=f"link is a link of user {STRANGER}"):
+                    act()
+        assert main(["ckpt", "gc", str(shared / "link" / below)]) == 1
+        assert main(["ckpt", "ls", str(shared / "link" / below)]) == 0
+
+    run_as(VICTIM, train)
+    run_as(STRANGER, lambda: (shared / "link").symlink_to(other))
+    before = sorted(str(path) for path in other.rglob("*"))
+    run_as(VICTIM, refused)
+    assert sorted(str(path) for path in other.rglob("*")) == before
+
+
+def test_ones_own_link_leads_to_a_training(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("other")
+    directory = CheckpointDirectory(tmp_path / "link")
+    directory.acquire(ME)
+    directory.release()
+    assert (tmp_path / "other" / ".lineage.json").exists()
+
+
+def test_a_directory_that_was_renamed_into_the_place_of_another_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other, odd = tmp_path / "one", tmp_path / "other", tmp_path / "odd\udcff\n"
+
+    def start(path: Path) -> str:
+        caplog.clear()
+        directory = CheckpointDirectory(path)
+        directory.acquire(ME)
+        directory.release()
+        return caplog.text
+
+    assert (start(one), start(other), start(one)) == ("", "", "")
+    one.rename(tmp_path / "away")
+    other.rename(one)
+    assert f"{one} holds the training that was last started as {other}" in start(one)
+    assert start(one) == ""
+    one.rename(odd)
+    assert "odd\\udcff\\n holds the training" in start(odd)
+    assert start(odd) == ""
+    record = json.loads((odd / ".lineage.json").read_text())
+    del record["path"]  # as an earlier release wrote it
+    (odd / ".lineage.json").write_text(json.dumps(record))
+    assert start(odd) == ""
 
 
 @pytest.mark.parametrize("name", [".lock", ".commit", "owner.json", "history.jsonl", "handover.json", "replicas"])

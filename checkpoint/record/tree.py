@@ -55,7 +55,7 @@ class PlainObject(SimpleNamespace):
             return vars(self) == {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
         return super().__eq__(other)
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(vars(self).values()))
 
 
@@ -461,7 +461,8 @@ def _named(name: str, fields: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _named_kind(name: str, fields: tuple[str, ...]) -> Any:
-    kind: Any = namedtuple(name, fields)  # type: ignore[misc]
+    make: Any = namedtuple
+    kind = make(name, fields)
     kind.__reduce__ = lambda self: (_named, (name, self._asdict()))  # no module has the class
     return kind
 

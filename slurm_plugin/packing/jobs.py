@@ -149,14 +149,21 @@ def _with_known_times(record: PackingRecord, now_s: float) -> PackingRecord:
     return record
 
 
-def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules) -> PackingRecord:
-    """What is to be written of a job that is taken from its place."""
+def evicted(job: OpportunisticJob, now_s: float, rules: PackingRules, *, rests: bool = True) -> PackingRecord:
+    """What is to be written of a job that is taken from its place.
+
+    Args:
+        job: which.
+        now_s: seconds since 1970.
+        rules: for packing.
+        rests: its GPUs take nobody for a while.
+    """
     placed, before = job.record.placed, job.record.evicted
     if placed is None:
         return job.record
     is_old = before is None or now_s - before.at_s > 2 * rules.longest_delay_s
     count = 1 if is_old or before is None else before.count + 1
-    gone = EvictedRecord(count, now_s, placed.place)
+    gone = EvictedRecord(count, now_s, placed.place if rests else None)
     return replace(job.record, placed=None, evicted=gone, upgraded=None, given_up=None, taking=False, limit="")
 
 
@@ -173,7 +180,8 @@ def settlement_of(job: OpportunisticJob, now_s: float, rules: PackingRules) -> S
         return _let_go(job)
     if not job.job.is_pending:
         return None
-    after = evicted(job, now_s, rules)
+    # Whatever else brings a job back, its owner can bring about (scontrol requeue, a later StartTime).
+    after = evicted(job, now_s, rules, rests=job.record.taking or bool(why_it_failed(job.job)))
     if (
         job.job.num_restarts > placed.num_restarts
         and job.is_held

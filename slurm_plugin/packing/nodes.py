@@ -111,14 +111,16 @@ def _in_use(node: Node) -> set[int] | None:
 
 
 def _not_before(jobs: Iterable[OpportunisticJob], rules: PackingRules) -> dict[tuple[str, int], float]:
-    """Until when GPUs rest: those that have evicted somebody, and those that have just got a job.
+    """Until when GPUs rest: those that somebody was evicted from, and those that have just got a job.
+
+    Not those whose job its owner has requeued: with that he would keep them from everybody.
 
     No longer if the job was evicted often: that may be its own fault, and it would close one GPU after the other.
     """
     found: dict[tuple[str, int], float] = {}
     for job in jobs:
         placed, gone = job.record.placed, job.record.evicted
-        rests = [(gone.place, gone.at_s + rules.first_delay_s)] if gone else []
+        rests = [(gone.place, gone.at_s + rules.first_delay_s)] if gone and gone.place else []
         rests += [(placed.place, placed.at_s + rules.settle_s)] if placed else []
         for place, until_s in rests:
             for spot in place.gpus():

@@ -68,7 +68,7 @@ _ASKED_TEXT = re.compile(r"gpu|p\d{1,3}", re.ASCII)
 _HOLDS_TEXT = re.compile(r"(\d{1,12})@(\d{1,9})", re.ASCII)
 _NUMBER_TEXT = re.compile(r"\d{1,9}", re.ASCII)
 _LIMIT_TEXT = re.compile(rf"\d{{1,9}}|{_UNLIMITED}", re.ASCII)
-_EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})@{_SPOT}")
+_EVICTED_TEXT = re.compile(rf"(\d{{1,6}})@(\d{{1,12}})(?:@{_SPOT})?")
 # Slurm refuses a longer Comment, also of the packer.
 _MOST_COMMENT_BYTES = 1024
 _OURS = "hetstream:"
@@ -100,11 +100,15 @@ class PlacedRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvictedRecord:
-    """How often a job was taken away in a row, when last, and from where."""
+    """How often a job was taken away in a row, and when last.
+
+    Attributes:
+        place: whose GPUs rest, as they were too much in use; None: no GPU had a part in it.
+    """
 
     count: int
     at_s: float
-    place: Place
+    place: Place | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +318,7 @@ def read_record(admin_comment: str) -> PackingRecord:
     try:
         return PackingRecord(
             PlacedRecord(_place(placed[1], placed[2]), float(placed[3]), int(placed[4])) if placed else None,
-            EvictedRecord(int(evicted[1]), float(evicted[2]), _place(evicted[3], evicted[4])) if evicted else None,
+            _evicted(evicted) if evicted else None,
             expand(_value(admin_comment, _NODELIST)),
             UpgradedRecord(float(upgraded[1]), int(upgraded[2]), bool(done)) if upgraded else None,
             frozenset(filter(_ASKED_TEXT.fullmatch, _value(admin_comment, _ASKED).split(","))),
@@ -334,7 +338,9 @@ def with_record(admin_comment: str, record: PackingRecord) -> str:
         placed = record.placed
         found.append(f"{_PLACED}{_spot(placed.place)}@{placed.at_s:.0f}@{placed.num_restarts}")
     if record.evicted:
-        found.append(f"{_EVICTED}{record.evicted.count}@{record.evicted.at_s:.0f}@{_spot(record.evicted.place)}")
+        evicted = record.evicted
+        spot = f"@{_spot(evicted.place)}" if evicted.place else ""
+        found.append(f"{_EVICTED}{evicted.count}@{evicted.at_s:.0f}{spot}")
     if record.upgraded:
         mark = _UPGRADED if record.upgraded.is_done else _UPGRADING
         found.append(f"{mark}{record.upgraded.at_s:.0f}@{record.upgraded.num_restarts}")
@@ -369,6 +375,11 @@ def where(place: Place) -> str:
 
 def _mark(place: Place) -> str:
     return COMMENT_MARK + ",".join(map(str, place.indices))
+
+
+def _evicted(found: re.Match[str]) -> EvictedRecord:
+    place = _place(found[3], found[4]) if found[3] else None
+    return EvictedRecord(int(found[1]), float(found[2]), place)
 
 
 def _spot(place: Place) -> str:

@@ -17,6 +17,7 @@ from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Node
 from hetstream.slurm_plugin.packing.events import PackingEvent
 from hetstream.slurm_plugin.packing.packer import Packer
+from hetstream.slurm_plugin.packing.words import read_record
 
 
 class Site:
@@ -412,6 +413,32 @@ def test_a_job_that_slurm_preempts_waits_for_a_place_again(site: Site) -> None:
         site.look()
         slurm.preempt(7)
         assert "taken back" in site.look()
+
+
+@pytest.mark.parametrize("how", ["requeued", "begins later", "evicted"])
+def test_the_gpu_of_a_job_rests_after_an_eviction_and_not_after_its_owners_requeue(how: str) -> None:
+    slurm = PackedSlurm(num_gpus=1)
+    site = Site(slurm)
+    slurm.submit(7)
+    site.look()
+    if how == "begins later":
+        site.look(85)
+    else:
+        slurm.start()
+        site.look(100)
+    slurm.submit(8)
+    if how == "requeued":
+        slurm.preempt(7)
+    elif how == "evicted":
+        slurm.sharing = {("g1", 0): (SharingNow("7", 301.0),)}
+    assert {"taken back", "evicted"} & {*site.look()}
+    slurm.sharing = {}
+    site.look()
+    assert ("placed=" in slurm.admin_comments[8]) is (how != "evicted")
+    found = read_record(slurm.admin_comments[7])
+    assert found.placed is None
+    assert found.evicted is not None
+    assert (found.evicted.count, found.evicted.place is not None) == (1, how == "evicted")
 
 
 def test_a_job_that_slurm_does_not_start_in_time_is_held_again(site: Site) -> None:

@@ -93,6 +93,9 @@ def test_a_record_comes_back_and_others_words_stay() -> None:
     )
     assert read_record(text) == record
     assert with_record(text, PackingRecord()) == "ticket=5"
+    own = PackingRecord(evicted=EvictedRecord(1, 1794990000.0, None))
+    assert with_record("", own) == "hetstream:evicted=1@1794990000"
+    assert read_record(with_record("", own)) == own
 
 
 @given(st.text(max_size=60).map("hetstream:placed={} hetstream:evicted=1@2@g[".format))

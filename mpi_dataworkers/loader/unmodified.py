@@ -75,9 +75,10 @@ class _Kept:
         connection, self.connection = self.connection, None
         if connection is not None:
             # First all that may hold what one process alone can have: torch's own workers begin now.
+            # Data workers at once: those that leave by themselves after a pass are not waited for any more.
+            connection.end_processes()
             if connection.canary is not None:
                 connection.canary.end_witnesses()
-            connection.end_processes()
             connection.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -106,13 +106,14 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps speechbrain==1.1.2
 	@# Each release of these is for one release of torch, which they would replace by a build for GPUs.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(TORCHREC)
-	@# Without torchvision, which timm imports: of timm a function is read from its file.
-	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai timm skorch==1.4.0 torch_geometric==2.8.0
+	@# torchvision lies apart: as built for CUDA, packages that import it where it is there would fail.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target $(PEERS_VENV)/torchvision torchvision==0.28.0
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai==1.6.1 timm==1.0.31 skorch==1.4.0 torch_geometric==2.8.0
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.

@@ -39,7 +39,7 @@ BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream r
 # Folders of peers' files: those that are given, and those that suite_files.py collects.
 PEERS = (ROOT.parent / "shared" / "peers", BUILD / "peers")
 _PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch", "torch-geometric")
-_PACKAGES += ("datasets", "lightning", "monai", "timm")
+_PACKAGES += ("lightning", "monai", "timm")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
@@ -106,46 +106,49 @@ _SCRIPTS = tuple(
     f"accelerate.test_utils.scripts.{name}" for name in ("test_script", "test_distributed_data_loop", "test_sync")
 )
 _TORCH = "torch.utils.data.DataLoader"
+
+
+def _files(pattern: str, names: str) -> tuple[str, ...]:
+    """The files of a folder by the names that its pattern lacks."""
+    return tuple(pattern.format(name) for name in names.split())
+
+
 # Those of its loaders that need no sampler of its own in C++: pyg-lib has no build on PyPI.
-_PYG = (
-    *(
-        f"pytorch_geometric/test/loader/test_{name}.py"
-        for name in (
-            "dataloader",
-            "dynamic_batch_sampler",
-            "imbalanced_sampler",
-            "random_node_loader",
-            "temporal_dataloader",
-        )
-    ),
-    *(f"pytorch_geometric/test/test_{name}.py" for name in ("edge_index", "index", "hash_tensor")),
+_PYG = _files(
+    "pytorch_geometric/test/{}.py",
+    "loader/test_dataloader loader/test_dynamic_batch_sampler loader/test_imbalanced_sampler"
+    " loader/test_random_node_loader loader/test_temporal_dataloader test_edge_index test_index test_hash_tensor",
 )
+_LIGHTNING = "pytorch-lightning/tests/tests_pytorch/{}.py"
+_LIGHTNING_LOOPS = _files(
+    _LIGHTNING.format("loops/{}"),
+    "optimization/test_automatic_loop test_evaluation_loop test_evaluation_loop_flow test_fetchers test_loops"
+    " test_training_loop test_training_loop_flow_dict",
+)
+_LIGHTNING_DATA = _files(
+    _LIGHTNING,
+    "trainer/test_dataloaders trainer/connectors/test_data_connector trainer/flags/test_overfit_batches"
+    " utilities/test_combined_loader",
+)
+_MONAI_DATA = _files("MONAI/tests/data/{}.py", "test_arraydataset test_dataloader")
+_MONAI_INVERSE = _files("MONAI/tests/{}.py", "integration/test_pad_collation data/utils/test_decollate")
+_TIMM = _files("pytorch-image-models/tests/{}.py", "test_scheduled_sampler")
 SUITES = {
     suite.name: suite
     for suite in (
         Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "hetstream.DataLoader"),
         Suite("torch", "the same test_dataloader.py on torch's DataLoader", _TORCHDATA[:1], _TORCH),
         Suite("torch-hook", "the same on torch's DataLoader under the hook", _TORCHDATA[:1], _TORCH, 2, "torch"),
-        Suite("accelerate", "accelerate's test_data_loader.py", ("accelerate/test_data_loader.py",)),
-        Suite(
-            "accelerate-hook",
-            "the same under the hook",
-            ("accelerate/test_data_loader.py",),
-            data_workers=2,
-            plain="accelerate",
-            is_in_process=True,
-        ),
+        *_with_hook("accelerate", "accelerate's test_data_loader.py", ("accelerate/test_data_loader.py",)),
         Suite("accelerate-scripts", "accelerate.test_utils.scripts with two ranks", _SCRIPTS),
         Suite("accelerate-scripts-hook", "the same under the hook", _SCRIPTS, "", 2, "accelerate-scripts", True),
-        Suite("speechbrain", "SpeechBrain's test_dataloader.py", ("speechbrain/test_dataloader.py",)),
-        Suite(
-            "speechbrain-hook",
-            "the same under the hook",
-            ("speechbrain/test_dataloader.py",),
-            data_workers=2,
-            plain="speechbrain",
-        ),
+        *_with_hook("speechbrain", "SpeechBrain's test_dataloader.py", ("speechbrain/test_dataloader.py",)),
         *_with_hook("ignite", "ignite's test_deterministic.py", ("ignite/tests/ignite/engine/test_deterministic.py",)),
+        *_with_hook("lightning-loops", "Lightning's tests of loops", _LIGHTNING_LOOPS),
+        *_with_hook("lightning-data", "Lightning's tests of loaders and their connector", _LIGHTNING_DATA),
+        *_with_hook("monai-data", "MONAI's test_arraydataset.py and test_dataloader.py", _MONAI_DATA),
+        *_with_hook("monai-inverse", "MONAI's tests of padded batches and inverse transforms", _MONAI_INVERSE),
+        *_with_hook("timm", "timm's tests with a loader", _TIMM, "*loader*"),
         *_with_hook("pyg", "PyTorch Geometric's tests with a loader", _PYG, "*loader*", "*sampler*"),
         *_with_hook("skorch", "skorch's test_dataset.py", ("skorch/skorch/tests/test_dataset.py",)),
     )
@@ -157,9 +160,18 @@ _STANDINS = {
     "speechbrain": {
         "torchaudio.py": '__version__ = "2.11.0"\n',
         "conftest.py": 'import pytest\n\n\n@pytest.fixture\ndef device():\n    return "cpu"\n',
-    }
+    },
+    "pytorch-image-models": {"torchvision/__init__.py": (HERE / "programs" / "torchvision.py").read_text()},
 }
 
+# Lightning's tests allow no thread that a test leaves behind, and wait 20 s for one that feeds a worker process.
+# hetstream's thread, and the worker process whose batches it compares, live as long as the loader that they are for.
+_REPLACED = {
+    "pytorch-lightning/tests/tests_pytorch/conftest.py": (
+        ('thread.name == "fsspecIO"', 'thread.name in ("fsspecIO", "hetstream-loader")'),
+        ("thread.join(timeout=20)", "thread.join(timeout=0.1)"),
+    )
+}
 
 # accelerate joins inputs of unequal length on GPUs only; without, these functions wait for the other rank for ever.
 _SCRIPT = """\
@@ -249,7 +261,14 @@ def _run_file(
     shutil.copytree(peers / peer, directory, dirs_exist_ok=True)
     if suite.loader:
         (directory / name).write_text(adapt((directory / name).read_text(), suite.loader))
+    for changed, pairs in _REPLACED.items():
+        if changed.startswith(f"{peer}/"):
+            text = (directory / changed.removeprefix(f"{peer}/")).read_text()
+            for before, after in pairs:
+                text = text.replace(before, after)
+            (directory / changed.removeprefix(f"{peer}/")).write_text(text)
     for standin, text in _STANDINS.get(peer, {}).items():
+        (directory / standin).parent.mkdir(exist_ok=True)
         (directory / standin).write_text(text)
     collected = _collect(suite, directory, name)
     wanted = [test for test in collected if not is_excluded(test, reasons) and (not only or test in only)]

@@ -316,7 +316,7 @@ def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster:
     limits = cluster.limits_of(partition)
     nodes = [node for limit in limits for node in limit.nodes]
     room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)
-    if not nodes or room >= max(1, spec.data_workers_min):
+    if not nodes or not all(limit.nodes for limit in limits) or room >= max(1, spec.data_workers_min):
         return
     asked = f"{spec.data_worker_cpus} CPUs" + (f" and {memory_words(worker_mb)}" if worker_mb else "")
     largest = max(nodes, key=lambda node: (node.cpus, node.memory_mb))

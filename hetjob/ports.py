@@ -59,7 +59,7 @@ class PartitionLimits:
     """What one job can get on the nodes of a partition.
 
     Attributes:
-        nodes: the kinds of its nodes.
+        nodes: the kinds of its nodes; empty where they are not known.
         max_mb_per_cpu: `MaxMemPerCPU`; None without a limit.
         max_time_s: `MaxTime`; None without a limit.
     """

@@ -34,7 +34,7 @@ from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.remaining_work import UsualLength, Work, nothing_usual
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.ended_job import ended_of
-from hetstream.hetjob.errors import MasterError
+from hetstream.hetjob.errors import MasterError, SlurmCommandError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
 from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.master import journal_place
@@ -344,16 +344,30 @@ def _tidy(config: MasterConfig, job: JobEnvironment, stages: ElasticStages, work
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:
     """An IP address of this host that other hosts reach: the one Slurm itself uses.
 
+    Where Slurm does not tell this user (`PrivateData=nodes`), the name of the node is looked up, its NodeAddr unless
+    the site says otherwise (slurm.conf(5)), then the host's own name.
+
     Raises:
-        MasterError: Slurm's address of this node does not resolve.
+        MasterError: no name of this node resolves.
     """
-    name = client.node_address(job.node)
     try:
-        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+        names = [client.node_address(job.node)]
+    except SlurmCommandError as error:
+        names = [job.node, socket.gethostname()]
+        log.info("job=%s Slurm does not tell this node's address, its name is looked up: %s", job.job_id, error)
+    found, failure = [], None
+    for name in names:
+        try:
+            found.append(str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]))
+        except OSError as error:
+            failure = error
+    if not found:
         raise MasterError(
-            f"NodeAddr={name} of node {job.node} does not resolve: {error}. Check: scontrol show node {job.node}"
-        ) from error
+            f"{' or '.join(names)}, the address of node {job.node}, does not resolve: {failure}. "
+            f"Check: getent ahostsv4 {names[-1]}"
+        ) from failure
+    # A host may have its own name on its loopback interface, where no other host reaches it.
+    return next((address for address in found if not address.startswith("127.")), found[0])
 
 
 class SlurmLauncher:

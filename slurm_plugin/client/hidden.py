@@ -32,6 +32,11 @@ def hidden_by(config: Mapping[str, str]) -> str:
     return "" if labels.lower() in _NO_PLUGIN else f"MCSPlugin={labels}"
 
 
+def hides_nodes(config: Mapping[str, str]) -> bool:
+    """Whether Slurm refuses plain users all that it knows of nodes, their own job's too (slurm_rpc_dump_nodes)."""
+    return "nodes" in config.get("PrivateData", "none").lower().split(",")
+
+
 def hidden_from_me(config: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """The setting by which Slurm may hide a part of the cluster from this user; empty where this user sees all of it.
 

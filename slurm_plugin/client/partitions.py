@@ -16,11 +16,11 @@ SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
 
 
 def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str, PartitionLimits]:
-    """The limits of each partition that sinfo shows with its nodes.
+    """The limits of each partition, with the nodes that sinfo shows there.
 
     Args:
         sinfo: its lines, in `SINFO_FORMAT`. Where nodes of several sizes share a line, `+` follows the smallest: the
-            partition is then left out, as nobody knows the largest.
+            partition's nodes are then left out, as nobody knows the largest.
         partitions: `scontrol --oneliner show partition`.
         config: `scontrol show config`.
     """
@@ -36,13 +36,13 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
             unknown.add(name)
     everywhere = _number("MaxMemPerCPU", config)
     found = {}
-    for name, kinds in nodes.items():
-        if name in unknown:
+    for line in partitions.splitlines():
+        named = re.match(r"PartitionName=(\S+)", line)
+        if named is None:
             continue
-        line = next(
-            (entry for entry in partitions.splitlines() if re.match(rf"PartitionName={re.escape(name)}\s", entry)), ""
-        )
+        name = named[1]
         most = _number("MaxCPUsPerNode", line)
+        kinds = () if name in unknown else nodes.get(name, ())
         sizes = tuple(replace(kind, cpus=min(kind.cpus, most)) if most else kind for kind in kinds)
         longest = re.search(r"\sMaxTime=(\S+)", line)
         max_time_s = seconds(longest[1]) if longest else None

@@ -36,10 +36,12 @@ from hetstream.slurm_plugin.client.held import (
     with_held_gpus,
     with_told_gpus,
 )
+from hetstream.slurm_plugin.client.hidden import hides_nodes
 from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.parse_text import parse_config
 from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_default_memory, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
-from hetstream.slurm_plugin.client.retry import with_retries
+from hetstream.slurm_plugin.client.retry import Failure, failure_of, with_retries
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
@@ -80,20 +82,25 @@ class CommandSlurm:
         return self._reader.snapshot(details=details)
 
     def cluster(self) -> Cluster:
-        """Partitions (a default one is marked `*` by sinfo), what one job can get there, and scheduler."""
+        """Partitions, what one job can get there as far as Slurm shows nodes to this user, and scheduler."""
 
         def ask(*argv: str) -> str:
             return run_slurm(argv, env=plain_environ(self._environ), hint="Check: scontrol ping").stdout
 
         # --all: who names a hidden partition may mean it.
-        lines = ask("sinfo", "--all", "--noheader", "--exact", SINFO_FORMAT).split()
-        names = [line.partition("|")[0] for line in lines]
-        config = ask("scontrol", "show", "config")
         partitions = ask("scontrol", "--all", "--oneliner", "show", "partition")
+        config = ask("scontrol", "show", "config")
+        try:
+            lines = ask("sinfo", "--all", "--noheader", "--exact", SINFO_FORMAT).split()
+        except SlurmCommandError as error:
+            if failure_of(error) is not Failure.REFUSED or not hides_nodes(parse_config(config)):
+                raise
+            lines = []  # what nodes have is not for this user, and all else is
+        default = re.search(r"^PartitionName=(\S+).*\sDefault=YES\b", partitions, re.MULTILINE)
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
         return Cluster(
-            partitions=frozenset(name.rstrip("*") for name in names),
-            default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
+            partitions=frozenset(re.findall(r"^PartitionName=(\S+)", partitions, re.MULTILINE)),
+            default_partition=default[1] if default else None,
             scheduler=scheduler[1] if scheduler else None,
             limits=parse_limits(lines, partitions, config),
             default_mb_per_cpu=parse_default_memory(partitions, config),

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from hetstream.slurm_plugin.client.hidden import hides_nodes
 from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.read import release_of
 from hetstream.slurm_plugin.install.doctor_gpus import HostGpus, host_gpus
@@ -167,9 +168,12 @@ def _prolog(facts: Facts) -> Iterator[Finding]:
 def _privacy(facts: Facts) -> Iterator[Finding]:
     private = facts.snapshot.config.get("PrivateData", "none")
     hidden = sorted(set(private.split(",")) - {"", "cloud", "none"})
+    looked_up = "; a job looks up its node's address by name, as Slurm tells it none: all nodes must resolve NodeName"
     if hidden:
         yield Finding(
-            Level.WARNING, "PrivateData", private, f"{', '.join(hidden)} of others are hidden from ordinary users",
+            Level.WARNING, "PrivateData", private,
+            f"{', '.join(hidden)} of others are hidden from ordinary users"
+            f"{looked_up if hides_nodes(facts.snapshot.config) else ''}",
             "run the commands for admins as operator or SlurmUser",
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ SHOWN = """\
 PartitionName=gpu AllowGroups=ALL MaxTime=2-00:00:00 MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000
 PartitionName=cpu AllowGroups=ALL MaxTime=UNLIMITED MaxCPUsPerNode=96 MaxMemPerNode=UNLIMITED
 PartitionName=small AllowGroups=ALL MaxCPUsPerNode=0 MaxMemPerNode=UNLIMITED
+PartitionName=mixed AllowGroups=ALL MaxTime=01:00:00 MaxMemPerNode=UNLIMITED
 """
 
 
@@ -25,9 +26,12 @@ def test_the_limits_of_partitions() -> None:
         "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000, 172800.0),
         "cpu": PartitionLimits((NodeSize(96, 256000, False, 20), NodeSize(32, 64000, False, 4))),
         "small": PartitionLimits((NodeSize(16, 64000, False, 2),)),
+        "mixed": PartitionLimits((), None, 3600.0),
     }
     everywhere = parse_limits(SINFO, SHOWN, "MaxMemPerCPU            = 4000\n")
-    assert {name: one.max_mb_per_cpu for name, one in everywhere.items()} == {"gpu": 8000, "cpu": 4000, "small": 4000}
+    assert {name: one.max_mb_per_cpu for name, one in everywhere.items()} == {"gpu": 8000} | dict.fromkeys(
+        ("cpu", "small", "mixed"), 4000
+    )
 
 
 def test_what_is_in_another_form_is_not_known() -> None:

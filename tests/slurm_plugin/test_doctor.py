@@ -127,6 +127,7 @@ def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
         ({"PreemptType": "preempt/none"}, Level.NOTE, "PreemptType"),
         ({"PrologFlags": "(null)"}, Level.NOTE, "PrologFlags"),
         ({"PrivateData": "jobs,usage"}, Level.WARNING, "PrivateData"),
+        ({"PrivateData": "nodes"}, Level.WARNING, "PrivateData"),
         ({"AccountingStorageType": "(null)"}, Level.NOTE, "AccountingStorageType"),
         ({"JobAcctGatherType": "jobacct_gather/none"}, Level.NOTE, "JobAcctGatherType"),
     ],
@@ -135,6 +136,10 @@ def test_settings(config: dict[str, str], level: Level, check: str) -> None:
     found = only(facts(config))
     assert (found.level, found.check) == (level, check)
     assert found.fix
+
+
+def test_how_jobs_find_their_address_is_said_where_slurm_tells_none() -> None:
+    assert "resolve NodeName" in only(facts({"PrivateData": "jobs,nodes"})).text
 
 
 def test_files_beside_slurm_conf() -> None:

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.attached_memory import leave_attachments_alone
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
@@ -65,6 +66,7 @@ class LoadedProgram:
         program = pickled.program
         if self.program is None:
             enter_program(program)
+            leave_attachments_alone()
         elif not serves(self.program, program):
             raise OtherProgram
         self.program = program if self.program is None else joined(self.program, program)

@@ -287,16 +287,6 @@ _EVIL: tuple[JsonTree, ...] = (
     {"$named": ["x:y.class", {"a b": 1, "def": 2}]},
     {"$data": ["subprocess:Popen", {"args": "touch owned"}]},
     {"$data": ["hetstream.checkpoint.flash.options:CheckpointOptions", {"num_slots": 2}]},
-    *(
-        {"$data": ["x:Trap", {name: {"$data": ["hetstream.mpi_dataworkers.loader.local_workers:BeginWorker", {}]}}]}
-        for name in ("__deepcopy__", "__reduce_ex__", "__reduce__", "__copy__", "__class__", "__del__")
-    ),
-    {
-        "$data": [
-            "hetstream.mpi_dataworkers.loader.local_workers:BeginWorker",
-            {"pipeline": None, "seed": 1},
-        ]
-    },
     {"$array": ["<f8", [2**40], ""]},
     {"$array": ["<f8", [2**62, 0, 2**62], ""]},
     {"$array": ["|O", [1], "AAAAAAAAAAA="]},

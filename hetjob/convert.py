@@ -303,12 +303,15 @@ def _interpreter(first_line: str) -> str | None:
 def _mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> tuple[float | None, float | None]:
     """Memory for each CPU where the trainer runs: the most, and what a job gets that asks for none.
 
-    Of several partitions it is the smallest limit, and the largest default.
+    Of several partitions it is the smallest limit, and the largest default; 0 where CPUs do not decide.
     """
     names = options.value("partition") or cluster.default_partition or ""
     most = (limit.max_mb_per_cpu for limit in cluster.limits_of(names) if limit.max_mb_per_cpu)
-    default = (mb for name in names.split(",") if (mb := cluster.default_mb_per_cpu.get(name)))
-    return min(most, default=None), max(default, default=None)
+    known = cluster.default_mb_per_cpu
+    return (
+        min(most, default=None),
+        None if known is None else max((known.get(name, 0) for name in names.split(",")), default=0),
+    )
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:

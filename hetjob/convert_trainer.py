@@ -61,7 +61,8 @@ def trainer_overrides(
         script: the whole text.
         options: of the script and the command line.
         mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`), and what it gives for each
-            to a job that asks for none (`DefMemPerCPU`); None without a limit, and where CPUs do not decide.
+            to a job that asks for none (`DefMemPerCPU`), 0 where CPUs do not decide; None without a limit, and for a
+            default that is not known.
         foreign: line with options of another batch system, if there is one.
         surroundings: of the script; None for nothing.
     """
@@ -83,6 +84,12 @@ def trainer_overrides(
     max_mb_per_cpu, default_mb_per_cpu = mb_per_cpu
     is_default = not options.has("mem", "mem-per-cpu", "mem-per-gpu")
     per_cpu = (default_mb_per_cpu if is_default else megabytes(options.value("mem-per-cpu") or "")) or 0.0
+    if is_default and default_mb_per_cpu is None and kept < asked.cpus:
+        kept = asked.cpus
+        why = (
+            "the script asks for no memory, and how much its CPUs bring (DefMemPerCPU) is not known of the cluster "
+            "that it goes to: with fewer it might have less. With --mem=SIZE it needs no more CPUs than it uses"
+        )
     if max_mb_per_cpu and kept < (needed := math.ceil(per_cpu * asked.cpus / max_mb_per_cpu)):
         kept = needed
         why = (

@@ -79,7 +79,7 @@ class Cluster:
         scheduler: `SchedulerType`, such as `sched/backfill`.
         limits: of the partitions of which they are known, by name.
         default_mb_per_cpu: memory for each CPU of a job that asks for none, by partition (`DefMemPerCPU`); a partition
-            that gives it in another way is not there.
+            that gives it in another way is not there; None where it is not known.
         opportunistic: partitions of opportunistic jobs, as far as the site names them.
         release: of Slurm, such as (22, 5); (0, 0) where it is not known.
     """
@@ -90,7 +90,7 @@ class Cluster:
     limits: Mapping[str, PartitionLimits] = field(default_factory=dict)
     opportunistic: tuple[str, ...] = ()
     release: tuple[int, int] = (0, 0)
-    default_mb_per_cpu: Mapping[str, int] = field(default_factory=dict)
+    default_mb_per_cpu: Mapping[str, int] | None = field(default_factory=dict)
 
     def limits_of(self, partitions: str) -> list[PartitionLimits]:
         """What is known of the partitions of a list; empty where something is not."""
@@ -173,8 +173,8 @@ class SiteLimit(Protocol):
 class SlurmClient(Protocol):
     """The Slurm commands that jobs need. Every method raises `SlurmCommandError` when the command fails."""
 
-    def cluster(self) -> Cluster:
-        """Partitions and scheduler of the cluster."""
+    def cluster(self, name: str = "") -> Cluster:
+        """Partitions and scheduler of a cluster; without a name of the one that the environment names."""
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a batch script and return its job id.

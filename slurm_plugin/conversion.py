@@ -110,7 +110,7 @@ def convert_script(
     jobs_dir, why = _jobs_dir(spec, environ, all_options.has("chdir"))
     notes = (*notes, *([why] if why else []))
     spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
-    cluster, silence = _ask(client, options)
+    cluster, silence = ask_cluster(client, clusters_of(environ, in_script, given))
     cluster = replace(cluster, opportunistic=opportunistic_partitions(environ))
     check_cluster(spec, cluster)
     try:
@@ -338,11 +338,35 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
     return [] if unread else options
 
 
-def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> tuple[Cluster, SlurmCommandError | None]:
-    """The cluster as far as it is known, and why no more."""
-    if SbatchOptions(tuple(options)).has("clusters"):
-        return UNKNOWN_CLUSTER, None  # the job goes to another cluster, which this one's sinfo does not show
+def clusters_of(environ: Mapping[str, str], in_script: Iterable[SbatchOption], given: Iterable[SbatchOption]) -> str:
+    """What sbatch takes for `--clusters`; empty for the cluster that it is called on.
+
+    The command line wins over the environment, and that over the script (sbatch(1), INPUT ENVIRONMENT VARIABLES).
+
+    Args:
+        environ: of sbatch, which reads the later of these variables where both are there (src/sbatch/opt.c).
+        in_script: options of the script.
+        given: those of the command line.
+    """
+    named = (
+        SbatchOptions(tuple(given)).value("clusters"),
+        environ.get("SLURM_CLUSTERS") or environ.get("SBATCH_CLUSTERS"),
+        SbatchOptions(tuple(in_script)).value("clusters"),
+    )
+    return next((name for name in named if name), "")
+
+
+def ask_cluster(client: SlurmClient, clusters: str) -> tuple[Cluster, SlurmCommandError | None]:
+    """The cluster that a job goes to as far as it is known, and why no more.
+
+    Args:
+        client: asked.
+        clusters: see `clusters_of`.
+    """
+    unknown = replace(UNKNOWN_CLUSTER, default_mb_per_cpu=None)
+    if "," in clusters or clusters.lower() == "all":
+        return unknown, None  # the job goes to whichever starts it first
     try:
-        return client.cluster(), None
+        return client.cluster(clusters), None
     except SlurmCommandError as exc:
-        return UNKNOWN_CLUSTER, exc
+        return unknown, exc

@@ -20,7 +20,14 @@ from hetstream.hetjob.jobs_dir import JOBS_DIR, places, setting
 from hetstream.hetjob.ports import NodeSize, SlurmClient
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, parse_command_line
+from hetstream.slurm_plugin.conversion import (
+    Conversion,
+    ask_cluster,
+    clusters_of,
+    convert_script,
+    note_on_arguments,
+    parse_command_line,
+)
 from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
 from hetstream.slurm_plugin.model.alike import within_nodes
 from hetstream.slurm_plugin.program import own_program
@@ -151,7 +158,8 @@ def _from_history(
     if not proposal.options:
         return [], [*explanation, f"--auto: no data workers are proposed: {proposal.reason}"]
     given = [*read_directives(text, name), *from_command_line(options)]
-    proposal = within_nodes(proposal, _nodes(given, client))
+    clusters = clusters_of(os.environ, script_options(text, name), options)
+    proposal = within_nodes(proposal, _nodes(given, client, clusters))
     found = as_directives(proposal, given)
     # As `hetstream advise` says it, and then what of it the script decides itself.
     proposed = " ".join(f"--{option}={value}" for option, value in proposal.options.items())
@@ -161,14 +169,11 @@ def _from_history(
     return found, [*explanation, f"--auto: {proposed}", f"    because of {proposal.reason}"]
 
 
-def _nodes(given: Sequence[Directive], client: SlurmClient) -> list[NodeSize]:
+def _nodes(given: Sequence[Directive], client: SlurmClient, clusters: str) -> list[NodeSize]:
     """The nodes that data workers of a proposed size must fit; none where they are not known, or the size is given."""
     if not {"data-worker-cpus", "data-worker-threads", "data-worker-mem"}.isdisjoint(option.name for option in given):
         return []
-    try:
-        cluster = client.cluster()
-    except HetstreamError:
-        return []  # whoever converts asks again, and says so
+    cluster, _ = ask_cluster(client, clusters)  # whoever converts asks again, and says why it is not known
     chosen = [directive.value for directive in given if directive.name == "data-worker-partition"]
     partitions = (chosen[-1] if chosen else cluster.default_partition) or ""
     return [node for limit in cluster.limits_of(partitions) for node in limit.nodes]

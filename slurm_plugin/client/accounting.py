@@ -101,9 +101,16 @@ def has_accounting(snapshot: Snapshot) -> bool:
 
 
 def from_sacct(
-    environ: Mapping[str, str], start_s: float, end_s: float, clock: Callable[[], float] = time.monotonic
+    environ: Mapping[str, str],
+    cluster: str,
+    start_s: float,
+    end_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Usage, ...]:
-    """The jobs of all users that ran within a window, asked for day by day.
+    """The jobs of all users of a cluster that ran within a window, asked for day by day.
+
+    The cluster is named because sacct, unlike Slurm's other commands, does not act on SLURM_CLUSTERS: it would tell of
+    the cluster of its slurm.conf.
 
     Raises:
         SlurmCommandError: sacct failed, or took too long.
@@ -120,6 +127,7 @@ def from_sacct(
             "sacct", "--allusers", "--duplicates", "--noheader", "--parsable2", f"--delimiter={delimiter}",
             f"--format={','.join(SACCT_FIELDS)}", f"--starttime={local_time(begin_s)}",
             f"--endtime={local_time(until_s)}", f"--state={SACCT_STATES}",
+            *([f"--clusters={cluster}"] if cluster else []),
         ]  # fmt: skip
         left_s = deadline_s - clock()
         hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"

@@ -55,9 +55,9 @@ class FakeSlurm:
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
-    def cluster(self) -> Cluster:
+    def cluster(self, name: str = "") -> Cluster:
         """The facts it was made with."""
-        self._record("cluster", "sinfo", [])
+        self._record("cluster", "sinfo", [name] if name else [])
         return self.facts
 
     def snapshot(self, *, details: bool = False) -> Snapshot:

@@ -62,6 +62,8 @@ def parse_place(text: str) -> JobPlace | None:
 def _from_accounting(job: str, environ: Mapping[str, str]) -> JobPlace | None:
     """The same from sacct, which remembers jobs for longer; None without accounting, or if it does not know the job."""
     argv = ["sacct", "--noheader", "--parsable2", "--delimiter= ", "--allocations", f"--jobs={job}"]
+    if environ.get("SLURM_CLUSTERS"):
+        argv.append(f"--clusters={environ['SLURM_CLUSTERS']}")  # sacct does not read it, squeue does
     try:
         shown = run_slurm([*argv, "--format=JobID,JobIDRaw,State%20,User,WorkDir"], env=environ).stdout
     except SlurmCommandError:

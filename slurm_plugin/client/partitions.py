@@ -15,6 +15,12 @@ from hetstream.slurm_plugin.client.values import seconds
 SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
 
 
+def names_of(partitions: str) -> list[str]:
+    """The names in `scontrol --oneliner show partition` as sinfo writes them: the default one with `*`."""
+    found = re.findall(r"^PartitionName=(\S+)(.*)$", partitions, re.MULTILINE)
+    return [f"{name}*" if " Default=YES" in more else name for name, more in found]
+
+
 def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str, PartitionLimits]:
     """The limits of each partition, with the nodes that sinfo shows there.
 
@@ -36,13 +42,14 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
             unknown.add(name)
     everywhere = _number("MaxMemPerCPU", config)
     found = {}
-    for line in partitions.splitlines():
-        named = re.match(r"PartitionName=(\S+)", line)
-        if named is None:
+    for name in dict.fromkeys((*nodes, *unknown)):
+        line = next(
+            (entry for entry in partitions.splitlines() if re.match(rf"PartitionName={re.escape(name)}\s", entry)), ""
+        )
+        if name in unknown and not line:
             continue
-        name = named[1]
+        kinds = [] if name in unknown else nodes[name]
         most = _number("MaxCPUsPerNode", line)
-        kinds = () if name in unknown else nodes.get(name, ())
         sizes = tuple(replace(kind, cpus=min(kind.cpus, most)) if most else kind for kind in kinds)
         longest = re.search(r"\sMaxTime=(\S+)", line)
         max_time_s = seconds(longest[1]) if longest else None

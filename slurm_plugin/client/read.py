@@ -238,8 +238,9 @@ class CommandReader:
         return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
 
     def _run(self, *argv: str) -> str:
-        conf = self._environ.get("SLURM_CONF")
-        hint = f"Check: scontrol ping{f', and SLURM_CONF={conf}' if conf else ''}"
+        # SLURM_CLUSTERS may name several clusters, of which scontrol reads none.
+        named = [f"{name}={value}" for name in ("SLURM_CONF", "SLURM_CLUSTERS") if (value := self._environ.get(name))]
+        hint = ", and ".join(["Check: scontrol ping", *named])
         return run_slurm(argv, env=self._environ, hint=hint).stdout
 
 

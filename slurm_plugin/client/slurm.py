@@ -36,12 +36,10 @@ from hetstream.slurm_plugin.client.held import (
     with_held_gpus,
     with_told_gpus,
 )
-from hetstream.slurm_plugin.client.hidden import hides_nodes
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.parse_text import parse_config
-from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_default_memory, parse_limits
+from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, names_of, parse_default_memory, parse_limits
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
-from hetstream.slurm_plugin.client.retry import Failure, failure_of, with_retries
+from hetstream.slurm_plugin.client.retry import is_denied, with_retries
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
@@ -81,26 +79,33 @@ class CommandSlurm:
         """The cluster now; see `CommandReader.snapshot`."""
         return self._reader.snapshot(details=details)
 
-    def cluster(self) -> Cluster:
-        """Partitions, what one job can get there as far as Slurm shows nodes to this user, and scheduler."""
+    def cluster(self, name: str = "") -> Cluster:
+        """Partitions, what one job can get there as far as Slurm shows nodes to this user, and scheduler.
+
+        Args:
+            name: of the cluster; empty for the one that the environment names.
+        """
+
+        environ = plain_environ(self._environ) | ({"SLURM_CLUSTERS": name} if name else {})
 
         def ask(*argv: str) -> str:
-            return run_slurm(argv, env=plain_environ(self._environ), hint="Check: scontrol ping").stdout
+            return run_slurm(argv, env=environ, hint="Check: scontrol ping").stdout
 
         # --all: who names a hidden partition may mean it.
-        partitions = ask("scontrol", "--all", "--oneliner", "show", "partition")
-        config = ask("scontrol", "show", "config")
         try:
             lines = ask("sinfo", "--all", "--noheader", "--exact", SINFO_FORMAT).split()
         except SlurmCommandError as error:
-            if failure_of(error) is not Failure.REFUSED or not hides_nodes(parse_config(config)):
+            if not is_denied(error):
                 raise
-            lines = []  # what nodes have is not for this user, and all else is
-        default = re.search(r"^PartitionName=(\S+).*\sDefault=YES\b", partitions, re.MULTILINE)
+            lines = []  # what nodes have is not for this user (PrivateData=nodes), and all else is
+        config = ask("scontrol", "show", "config")
+        partitions = ask("scontrol", "--all", "--oneliner", "show", "partition")
+        lines = lines or names_of(partitions)
+        names = [line.partition("|")[0] for line in lines]
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
         return Cluster(
-            partitions=frozenset(re.findall(r"^PartitionName=(\S+)", partitions, re.MULTILINE)),
-            default_partition=default[1] if default else None,
+            partitions=frozenset(name.rstrip("*") for name in names),
+            default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,
             limits=parse_limits(lines, partitions, config),
             default_mb_per_cpu=parse_default_memory(partitions, config),
@@ -110,7 +115,8 @@ class CommandSlurm:
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
         if has_accounting(snapshot):
-            return with_mig(from_sacct(self._environ, start_s, end_s), snapshot, self._reader.held_gpus)
+            usages = from_sacct(self._environ, snapshot.config.get("ClusterName", ""), start_s, end_s)
+            return with_mig(usages, snapshot, self._reader.held_gpus)
         now_s, times = time.time(), times_of_queue(self._environ)
         hides = snapshot.hides_jobs
         found = self._reader.jobs(ended=True)

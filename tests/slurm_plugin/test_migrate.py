@@ -167,7 +167,7 @@ class FakeSlurm:
             return self.script.encode()
         return render(self.script, convert(spec, self.script, "train.sbatch"), ["/bin/hetstream"]).encode()
 
-    def cluster(self) -> Cluster:
+    def cluster(self, name: str = "") -> Cluster:
         return Cluster(frozenset({"gpu"}), "gpu", "sched/backfill")
 
     def living_jobs(self) -> dict[str, str]:

@@ -90,9 +90,9 @@ def test_a_signal_that_ends_sbatch_is_its_exit_code(tmp_path: Path, monkeypatch:
 def test_hidden_partitions_and_own_defaults(tmp_path: Path) -> None:
     """Without --all Slurm leaves hidden partitions out, and SINFO_* and the like change what is printed."""
     for name, program in {
-        "sinfo": '[ -n "$SINFO_FORMAT$SINFO_SORT" ] && exit 9; exit 0',
-        "scontrol": 'case "$*" in *"show partition"*) echo "PartitionName=gpu AllowGroups=ALL Default=YES";; esac; '
-        'case "$*" in *"--all "*partition*) echo "PartitionName=secret AllowGroups=ALL Default=NO";; esac',
+        "sinfo": '[ -n "$SINFO_FORMAT$SINFO_SORT" ] && exit 9; echo "gpu*|up"; '
+        'case "$*" in *--all*) echo "secret|up";; esac',
+        "scontrol": "exit 0",
     }.items():
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{program}\n")

@@ -208,7 +208,7 @@ def test_sacct_is_asked_day_by_day_and_not_for_ever(tmp_path: Path) -> None:
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SACCT_FORMAT": "user"}
     start_s = moment("2026-11-20T12:00:00")
     assert start_s is not None
-    (one,) = from_sacct(environ, start_s, start_s + 2.5 * 86400)
+    (one,) = from_sacct(environ, "here", start_s, start_s + 2.5 * 86400)
     assert one.job == "7"  # once, though three answers had it
     asked = [
         [word.partition("=")[2] for word in call.split() if word.startswith(("--starttime", "--endtime"))]
@@ -219,9 +219,10 @@ def test_sacct_is_asked_day_by_day_and_not_for_ever(tmp_path: Path) -> None:
         ["2026-11-21T12:00:00", "2026-11-22T12:00:00"],
         ["2026-11-22T12:00:00", "2026-11-23T00:00:00"],
     ]
+    assert all("--clusters=here" in call for call in (tmp_path / "calls").read_text().splitlines())
     clock = iter([0.0, 1.0, 700.0])
     with pytest.raises(SlurmCommandError, match="Ask for less"):
-        from_sacct(environ, start_s, start_s + 86400 * 30, lambda: next(clock))
+        from_sacct(environ, "here", start_s, start_s + 86400 * 30, lambda: next(clock))
 
 
 def test_the_queue_knows_running_and_ended_jobs() -> None:

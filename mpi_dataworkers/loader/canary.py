@@ -2,9 +2,9 @@
 
 What can differ in another process is not known beforehand: a library's registry, a global switch, what `__getstate__`
 leaves out, a file on another node. So it is looked for in each run. When a pass begins, one worker process is started
-as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps and step
-`num_workers`, in each later pass one step at random. What it makes is compared before the program gets the step. What a
-data worker raises is looked at in the same way.
+as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps, step
+`num_workers` and two later ones, in each later pass one step at random. What it makes is compared before the program
+gets the step. What a data worker raises is looked at in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
-from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, request_of
+from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, Made, NotInTime, NotMade, Witness
@@ -37,6 +37,8 @@ _T = TypeVar("_T")
 
 # Of a loader; until so many were compared, those of the next pass are its first ones, too.
 _FIRST_STEPS = 2
+# Of these one is compared, too, behind the first ones.
+_SOON = 16
 _NEVER = sys.maxsize
 # A step that has ended data workers may end whoever makes it.
 _DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
@@ -82,16 +84,28 @@ class Canary:
         self._varying: set[str] = set()  # with kept processes, of the first pass
         self._said: set[str] = set()
 
-    def steps_of_pass(self, first: int, distance: int) -> list[int]:
+    @property
+    def is_first(self) -> bool:
+        """Whether the first steps of a loader are yet to be compared."""
+        return self._num_compared < _FIRST_STEPS
+
+    def steps_of_pass(self, first: int, distance: int, num_known: int) -> list[int]:
         """Steps to compare in a pass that begins with step `first`; torch's first worker makes each `distance`-th.
 
         Of a loader the first two of all, as what differs seldom shows in one, and the second of that worker, as what
-        a program sets up at its first sample shows there.
+        a program sets up at its first sample shows there; then one soon after, and one of all that are known, as what
+        samples count or keep shows late, and data workers have then made other ones than the process.
+
+        Args:
+            first, distance: as above.
+            num_known: steps below it are known to be there.
         """
         if self._is_over:
             return []
-        if self._num_compared < _FIRST_STEPS:
-            return sorted({first, first + 1, first + distance})
+        if self.is_first:
+            soon = first + distance + 1 + self._random.randrange(_SOON)
+            late = {self._random.randrange(soon, num_known)} if soon < num_known else set()
+            return sorted({first, first + 1, first + distance, soon, *late})
         return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
 
     def witness(self, pipeline: Pipeline) -> Witness:
@@ -165,11 +179,14 @@ class Canary:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
         differences, varying = self._compared(found, expected), self._varying
         # A process that is started now, in a later pass, is none that was kept.
-        if differences and not (self._is_kept and self._num_compared >= _FIRST_STEPS):
-            again = once_more()
-            if _outcome(again) != _outcome(expected):  # it fails at times
-                differences = self._compared(found, again)
-            elif varying := {each.field for each in self._compared(again, expected)}:
+        if differences and not (self._is_kept and not self.is_first):
+            # Two of now, because the program may have changed its objects since the first one was started.
+            again, other = once_more(), once_more()
+            made = expected, again, other
+            if len({_outcome(each) for each in made}) > 1:  # it fails at times
+                expected = next((each for each in made if _outcome(each) == _outcome(found)), expected)
+                differences = self._compared(found, expected)
+            elif varying := {each.field for each in self._compared(again, other)}:
                 self._varying = self._varying | varying if self._is_kept else set()
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
         return next((str(each) for each in differences if each.field not in varying), "")
@@ -233,7 +250,7 @@ class ComparedPass:
         self._canary, self._pipeline, self._policy, self._pinned = canary, pipeline, policy, pinned
         self._shards, self._first = shards, shards.position
         self._process = os.getpid()
-        self._steps = canary.steps_of_pass(self._first, pipeline.num_workers)  # to compare, in order
+        self._steps = canary.steps_of_pass(self._first, pipeline.num_workers, num_known)  # to compare, in order
         self._num_asked = self._num_missed = 0  # of these; of all that were made here
         self._witness: Witness | None = None
         self._began = time.monotonic()
@@ -242,8 +259,22 @@ class ComparedPass:
         self._made: tuple[int, Made] | None = None  # what was compared last
         if self._steps:
             self._witness = canary.witness(pipeline)
-            self._do(lambda witness: witness.begin(self._requests(num_known)))
+            self._do(lambda witness: witness.begin([*self._before_all(num_known), *self._requests(num_known)]))
         self._note_next()
+
+    def _before_all(self, num_known: int) -> list[StepRequest]:
+        """What a loader's first process makes before anything that is compared: a sample of another step.
+
+        So that samples which depend on what was made before them (on the last one, with which they are mixed) differ in
+        the first step already: no data worker has made anything before that one.
+        """
+        shards = self._shards
+        others = (step for step in range(self._first, num_known) if step not in self._steps)  # it is not made twice
+        other = next(others, None) if self._canary.is_first else None
+        if other is None or shards.order is None:
+            return []
+        sample = one_sample_of(shards.order, other, shards.seeds, self._policy, -self._pipeline.num_workers)
+        return [] if sample is None else [sample]
 
     def _requests(self, num_known: int) -> list[StepRequest]:
         """Of the steps that can be asked for by now, and were not."""
@@ -342,7 +373,7 @@ class ComparedPass:
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
         expected = self._as_pinned(witness.made(step, self._limit_s))
         self._made = step, expected
-        difference = self._canary.difference(found, expected, lambda: self._once_more(witness, step))
+        difference = self._canary.difference(found, expected, lambda: self._once_more(self._witness or witness, step))
         return difference and f"step {step} of data workers is not the program's own: {difference}"
 
     @property

@@ -82,6 +82,15 @@ def request_of(order: Order, step: int, seeds: PassSeeds, policy: ErrorPolicy) -
     return seeds, step, indices, order.seeds(step, indices, seeds), policy, order.form(step)
 
 
+def one_sample_of(order: Order, step: int, seeds: PassSeeds, policy: ErrorPolicy, as_step: int) -> StepRequest | None:
+    """What makes the first sample of a step alone, as a step of another number; None where there is none."""
+    indices = order.indices(step)
+    if indices is None or not len(indices):
+        return None
+    first = indices[:1]
+    return seeds, as_step, first, order.seeds(step, first, seeds), policy, order.form(step)
+
+
 class StepDataset(torch.utils.data.Dataset[Any]):
     """Steps as elements: lets torch's own worker processes run the pipeline, a batch an element."""
 

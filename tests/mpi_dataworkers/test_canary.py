@@ -126,7 +126,7 @@ def as_they_are(samples: list[Any]) -> Any:
     return samples if isinstance(samples[0], int) else {"at": [sample["at"] for sample in samples]}
 
 
-def test_verify_compares_two_steps_of_the_first_pass_and_one_of_each_later_one(three: Any) -> None:
+def test_verify_compares_some_steps_of_the_first_pass_and_one_of_each_later_one(three: Any) -> None:
     with OwnLoader(Sound(), batch_size=2, service=three.name, verify=True, shuffle=True) as loader:
         for pass_number in range(4):
             assert len([*loader]) == 6

@@ -48,6 +48,25 @@ class Sent(Counting):
         return torch.tensor([index, self.found or 0])
 
 
+class Mixing(Sent):
+    """It mixes each sample with the one that was read before it in the process."""
+
+    last = 0
+
+    def __getitem__(self, index: int) -> Any:
+        mixed, self.last = index + 100 * self.last, index
+        return torch.tensor([mixed])
+
+
+class Changed(Counting):
+    """The program changes it in mid-pass; what it has found is missed late."""
+
+    width = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, self.width, 3 if index < 4 else self.found or 0])
+
+
 class Registered(Sent):
     """One of its samples is in a table that code finds by a made-up name."""
 
@@ -143,6 +162,13 @@ def main() -> None:
     print("two iterators", [next(begun).tolist(), next(other).tolist(), *steps_of(begun), *steps_of(other)])
     print("of a sample", list(steps_of(loader_of(Sent()))))
     print("of a sample, kept", [list(steps_of(each)) for each in [loader_of(Sent(), persistent_workers=True)] * 2])
+    for num_workers in (1, 2):
+        print("mixed", num_workers, list(steps_of(loader_of(Mixing(), num_workers=num_workers))))
+    changed = Changed()
+    for epoch in range(2):
+        for batch in loader_of(changed):
+            print("changed meanwhile", epoch, batch[:, 2].tolist())
+            changed.width += 1
     KINDS["later"] = refuse
     print("of a sample here", list(steps_of(loader_of(Registered()))))
     print("beside what is random", [[y for _, y in batch] for batch in loader_of(BesideRandom(), collate_fn=as_it_is)])

@@ -119,6 +119,10 @@ class UnsupportedSlurm(HetstreamError):
     """The cluster's Slurm is older than hetstream reads."""
 
 
+class NodesHidden(HetstreamError):
+    """Slurm tells this user nothing of nodes, and will not in the next reading either."""
+
+
 class UnsafePlace(HetstreamError):
     """Somebody else than root and this user could change what is believed in a directory."""
 

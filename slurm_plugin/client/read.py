@@ -38,10 +38,11 @@ from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_li
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.retry import is_denied
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.users import with_members
 from hetstream.slurm_plugin.client.values import NONE_WORDS, moment, whole
-from hetstream.slurm_plugin.errors import UnsupportedSlurm
+from hetstream.slurm_plugin.errors import NodesHidden, UnsupportedSlurm
 
 OLDEST = (22, 5)
 SUBMISSION_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "UserID", "Comment")
@@ -72,6 +73,7 @@ class CommandReader:
 
         Raises:
             SlurmCommandError: a command failed.
+            NodesHidden: Slurm keeps them from this user.
             UnsupportedSlurm: slurmctld is older than 22.05.
             UnreadableAnswer: a command printed what no known version prints.
         """
@@ -227,9 +229,18 @@ class CommandReader:
             return None
 
     def _nodes(self, release: tuple[int, int]) -> tuple[Node, ...]:
-        if release >= _JSON_IN_SCONTROL:
-            return parse_json.parse_nodes(self._run("scontrol", "--all", "--details", "show", "node", "--json"))
-        return parse_text.parse_nodes(self._run("scontrol", "--all", "--details", "--oneliner", "show", "node"))
+        argv = ["scontrol", "--all", "--details", "show", "node"]
+        try:
+            if release >= _JSON_IN_SCONTROL:
+                return parse_json.parse_nodes(self._run(*argv, "--json"))
+            return parse_text.parse_nodes(self._run(*argv, "--oneliner"))
+        except SlurmCommandError as exc:
+            if not is_denied(exc):
+                raise
+            raise NodesHidden(
+                "Slurm tells this user nothing of nodes (PrivateData=nodes), and without them no figure is right. Run "
+                "it as an operator or SlurmUser; what Slurm says of your own jobs: squeue --me --long"
+            ) from exc
 
     def _reservations(self) -> tuple[Reservation, ...]:
         return parse_reservations(self._run("scontrol", "--oneliner", "show", "reservation"))

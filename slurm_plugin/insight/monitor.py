@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hetstream.base.errors import HetstreamError
 from hetstream.base.signals import sleep_in_parts
 from hetstream.slurm_plugin.client.model import Cluster, Job
+from hetstream.slurm_plugin.errors import NodesHidden
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, observe
 from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
@@ -75,7 +76,11 @@ class Monitor:
             sleep(max(MIN_INTERVAL_S, interval_s - reading.read_s))
 
     def read(self) -> Reading:
-        """One reading. A failure is part of it: an exporter that dies with slurmctld cannot say that it is down."""
+        """One reading. A failure is part of it: an exporter that dies with slurmctld cannot say that it is down.
+
+        Raises:
+            NodesHidden: there is nothing to read for this user.
+        """
         begin_s = time.monotonic()
         observation, error = None, ""
         try:
@@ -87,6 +92,8 @@ class Monitor:
             self._success_s = snapshot.taken_s
             if self._history:
                 self._history.append(observation.sample)
+        except NodesHidden:
+            raise
         except HetstreamError as exc:
             error = self._count(exc)
             logger.warning("the cluster was not read: %s: %s", type(exc).__name__, exc)

@@ -25,7 +25,9 @@ _OR_ALONE, _ENDS = ", or it asks for more than the limit by itself", "it starts 
 _ALONE = "no job runs that counts with it ({reason}): it asks for more than the limit by itself"
 _PATTERNS = (
     (r"JobHeldUser|job_requeued_in_(held|special_exit)_state", "held", "its owner holds it", "scontrol release {id}"),
-    (r"JobHeldAdmin", "held", "an operator holds it", "ask an operator for: scontrol release {id}"),
+    # slurmctld itself gives this reason too, such as to a job with which its scheduler makes no progress.
+    (r"JobHeldAdmin", "held", "an operator holds it, or slurmctld itself, whose log then says so",
+     "ask an operator for: scontrol release {id}"),
     (r"JobHoldMaxRequeue|launch_failure_limit_exceeded", "held", "it was requeued too often",
      "look at its output, then: scontrol release {id}"),
     (r"(launch|user_env_retrieval)_failed_requeued_held|JobLaunchFailure", "held", "its launch failed",

@@ -117,7 +117,9 @@ class LoaderConnection:
         self._batches, self.statistics = TorchBatches(pin), LoaderStatistics()
         self._client: ServiceClient | None = None
         self._service = parse_service(service) if service is not None else None
-        self.sent_pipelines = SentPipelines(self._service) if self._service is not None else None
+        self.sent_pipelines: SentPipelines | None = None
+        if self._service is not None:
+            self.sent_pipelines = SentPipelines(self._service, knows_hetstream=not options.local_after_failure)
         self.local_workers: LocalWorkers | None = None
         self.on_extra: OnExtra | None = None
         self.has_features = False

@@ -52,12 +52,14 @@ class SentPipelines:
 
     Args:
         address_file: of the service.
+        knows_hetstream: see `Program`.
 
     Attributes:
         last: what was sent last.
     """
 
-    def __init__(self, address_file: Path) -> None:
+    def __init__(self, address_file: Path, knows_hetstream: bool = True) -> None:
+        self._knows_hetstream = knows_hetstream
         self._address_file = address_file
         self._directory_found: Path | None = None
         self.last: SentPipeline | None = None
@@ -76,7 +78,7 @@ class SentPipelines:
             PipelineError: it cannot be pickled, or not be handed over.
         """
         try:
-            pickled = pickle_pipeline(pipeline)
+            pickled = pickle_pipeline(pipeline, self._knows_hetstream)
         except PipelineError as error:
             if self.last is None:
                 raise
@@ -121,7 +123,8 @@ class SentPipelines:
         if self._restaged is not None and self._restaged[0] is sent and same_stages(self._restaged[1].stages, stages):
             return self._restaged[1]
         try:
-            is_as_sent = pickle_pipeline(pipeline.with_stages(sent.stages)).pipeline_id
+            as_sent = pickle_pipeline(pipeline.with_stages(sent.stages), self._knows_hetstream)
+            is_as_sent = as_sent.pipeline_id
         except PipelineError:
             is_as_sent = ""  # it holds an open file by now, say
         if is_as_sent != sent.pickled.pipeline_id:
@@ -131,7 +134,7 @@ class SentPipelines:
                     "holds shared memory, of which they would get a copy. Change them between two iterations"
                 )
             pipeline = copy_of(self._private(sent))[0].with_stages(stages)
-        pickled = pickle_pipeline(pipeline)
+        pickled = pickle_pipeline(pipeline, self._knows_hetstream)
         self.last = self._sent(pickled, pickled.buffers, sent, stages)
         self._restaged = sent, self.last
         return self.last

@@ -59,8 +59,12 @@ class PickledPipeline:
         return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
 
 
-def pickle_pipeline(pipeline: Pipeline) -> PickledPipeline:
+def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> PickledPipeline:
     """Pickle a pipeline. Classes and functions of `__main__` travel by value, those of modules by name.
+
+    Args:
+        pipeline: the pipeline.
+        knows_hetstream: see `Program`.
 
     Raises:
         PipelineError: something in it cannot be pickled; the message names the object.
@@ -75,7 +79,7 @@ def pickle_pipeline(pipeline: Pipeline) -> PickledPipeline:
         ) from error
     try:
         reached = Reached(pickled.met, is_own)
-        program, settings = program_of(reached), settings_of(reached)
+        program, settings = program_of(reached, knows_hetstream), settings_of(reached)
     except Exception as error:  # looking at a proxy runs user code, too
         raise PipelineError(
             f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"

@@ -56,13 +56,15 @@ _NOTHING = object()
 # --- in the trainer: where it runs and what it imports --------------------------------------------------------------
 
 
-def program_of(reached: Reached) -> Program:
+def program_of(reached: Reached, knows_hetstream: bool = True) -> Program:
     """The program of this process, for a pipeline that reaches these modules.
 
     Args:
         reached: what the pipeline's code reads.
+        knows_hetstream: the pipeline's loader is hetstream's own.
     """
-    return Program(_as_text(_working_dir()), list(map(_as_text, _sys_path())), _digests(reached.modules))
+    sys_path = list(map(_as_text, _sys_path()))
+    return Program(_as_text(_working_dir()), sys_path, _digests(reached.modules), knows_hetstream)
 
 
 def _as_text(path: str) -> str:
@@ -124,10 +126,13 @@ _sources: dict[str, _Source] = {}
 def is_own(module: ModuleType | None) -> bool:
     """Whether a module is the program's own: Python source that lies outside of the installation and of hetstream."""
     path = getattr(module, "__file__", None)
-    if not isinstance(path, str) or not path.endswith(".py"):
-        return False
+    return isinstance(path, str) and is_own_file(path)
+
+
+def is_own_file(path: str) -> bool:
+    """The same of a module's file."""
     path = os.path.abspath(path)
-    return not path.startswith(_OURS + os.sep) and not _is_installed(path)
+    return path.endswith(".py") and not path.startswith(_OURS + os.sep) and not _is_installed(path)
 
 
 def _digests(reached: Iterable[str]) -> dict[str, str]:

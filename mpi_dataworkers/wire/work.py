@@ -155,11 +155,14 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         working_dir: where relative paths start.
         sys_path: where it imports from, in its order; "" stands for the directories of the Python installation.
         modules: digest of the source of each module of its own that the pipeline needs, by name.
+        knows_hetstream: the pipeline's loader is hetstream's own. Else its modules are as those of torch's worker
+            processes, which import nothing again.
     """
 
     working_dir: str
     sys_path: list[str]
     modules: dict[str, str] = {}
+    knows_hetstream: bool = True
 
 
 class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

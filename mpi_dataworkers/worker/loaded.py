@@ -7,10 +7,12 @@ from it (`fork_server.py`): they go on with the object as it was left.
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.attached_memory import leave_attachments_alone
+from hetstream.mpi_dataworkers.ops.import_effects import without_effects
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
@@ -23,6 +25,10 @@ _log = logging.getLogger(__name__)
 def objects_bytes(pickled: PickledPipeline) -> int:
     """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
     return memoryview(pickled.blob).nbytes
+
+
+def _imports_of(program: Program) -> AbstractContextManager[None]:
+    return nullcontext() if program.knows_hetstream else without_effects()
 
 
 class OtherProgram(Exception):
@@ -51,7 +57,10 @@ class LoadedProgram:
             PipelineError: a module of the program cannot be imported.
         """
         try:
-            self._in_force.enter(pickled.pipeline_id, pickled.settings)
+            with _imports_of(pickled.program):
+                self._in_force.enter(pickled.pipeline_id, pickled.settings)
+        except PipelineError:
+            raise
         except BaseException as error:  # the program's modules are imported: anything may come
             text = f"{type(error).__name__}: {error}"
             raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
@@ -61,7 +70,7 @@ class LoadedProgram:
 
         Raises:
             OtherProgram: this process cannot.
-            PipelineError: user code failed.
+            PipelineError: user code failed, or a module would have changed what the running program owns.
         """
         program = pickled.program
         if self.program is None:
@@ -70,6 +79,11 @@ class LoadedProgram:
         elif not serves(self.program, program):
             raise OtherProgram
         self.program = program if self.program is None else joined(self.program, program)
+        with _imports_of(program):
+            return self._load(pickled)
+
+    def _load(self, pickled: PickledPipeline) -> Pipeline:
+        program = pickled.program
         self.enter(pickled)
         changed = changed_since(program)
         if changed and not self._said_changed:

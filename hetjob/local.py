@@ -201,7 +201,8 @@ class LocalLauncher:
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
         arguments, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
-        return start_child(arguments, env=environment_with_hash_seed(), log=log)  # else it would start itself anew
+        # The seed, else it would start itself anew. What samples print is the program's output.
+        return start_child(arguments, env=environment_with_hash_seed(), log=log, prints=True)
 
     def begin_elastic(self) -> None:
         """A local run has no companions."""

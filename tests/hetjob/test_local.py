@@ -228,6 +228,33 @@ def test_a_real_program_streams(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["returncode"] == 0
 
 
+PRINTING = """
+from torch.utils.data import DataLoader, Dataset
+
+class Printing(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        print("sample", index)
+        return index
+
+if __name__ == "__main__":
+    for batch in DataLoader(Printing(), batch_size=2, num_workers=2):
+        print("batch", batch.tolist())
+"""
+
+
+def test_what_samples_print_is_output_of_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PRINTING)
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=120)
+    words = [HETSTREAM, "run", "--data-workers", "2", "--", sys.executable, script]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    # Two data workers may both make a step, when one takes it over from the other.
+    assert set(done.stdout.splitlines()) == set(plain.stdout.splitlines())
+    assert "4 steps, 8 samples, 0 steps made in the trainer" in done.stderr
+
+
 # A dataset with a pool of its own, which nobody shuts down.
 POOLED = """
 from concurrent.futures import ProcessPoolExecutor

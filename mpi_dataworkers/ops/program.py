@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 import hetstream
@@ -263,6 +264,10 @@ def _set_decimal_context(values: tuple[Any, ...]) -> None:
     decimal.setcontext(decimal.Context(prec, rounding, least, most, capitals, clamp, [], traps))
 
 
+def _set_array_errors(values: Mapping[str, Any]) -> None:
+    np.seterr(**values)
+
+
 def _set_mkldnn(is_enabled: bool) -> None:
     torch._C._set_mkldnn_enabled(is_enabled)
 
@@ -275,6 +280,7 @@ _IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
     "mkldnn": (torch._C._get_mkldnn_enabled, _set_mkldnn),
     "decimal context": (_decimal_context, _set_decimal_context),
+    "errors of arrays": (np.geterr, _set_array_errors),
     "umask": (_umask, _set_umask),
 }
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,7 @@ CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         lambda: decimal.getcontext().traps.__setitem__(decimal.Inexact, True),
         lambda: decimal.getcontext().traps[decimal.Inexact],
     ),
+    ("errors of arrays", lambda: np.seterr(all="raise"), np.geterr),
     ("umask", lambda: os.umask(0o077), mode_of_a_file),
 ]
 

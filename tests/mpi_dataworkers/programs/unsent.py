@@ -201,12 +201,6 @@ def cases() -> Iterator[tuple[str, Any, Any, Any]]:
         Each(lambda i: str(np.array([i / 3]))),
         as_list,
     )
-    yield (
-        "floating point errors",
-        once(lambda: np.seterr(divide="raise")),
-        Each(lambda i: str(np.float64(1) / np.float64(i - 3))),
-        as_list,
-    )
     yield "warnings", warned(), Each(warning), as_list
     yield "left out", once(int), Forgetful(), None
     yield "another pickle", once(int), Stubborn(3), None

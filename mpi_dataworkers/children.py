@@ -27,7 +27,7 @@ FRESH_PROCESS = 4
 
 def fork_child(run: Callable[[], int]) -> int:
     """Fork a process that ends with the code that `run` returns, and give its process id."""
-    _flush_output()  # what is in its buffers is written once
+    flush_output()  # what is in its buffers is written once
     pid = os.fork()
     if pid:
         return pid
@@ -43,12 +43,13 @@ def fork_child(run: Callable[[], int]) -> int:
 def end_process(code: int) -> NoReturn:
     """End this process without a word to what its parent has set up, but for what user code has printed."""
     try:
-        _flush_output()
+        flush_output()
     finally:
         os._exit(code)
 
 
-def _flush_output() -> None:
+def flush_output() -> None:
+    """Write what user code has printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # user code may have closed it, or put anything in its place
             stream.flush()

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from hetstream.mpi_dataworkers.children import flush_output
 from hetstream.mpi_dataworkers.config import slurm_job_from_environment
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
@@ -116,6 +117,7 @@ class DataWorker:
         try:
             while (lease := self._next_lease()) is not None and not self._leases.is_stopping:
                 self._work_on(lease)
+                flush_output()  # what samples have printed is not lost if the process is killed later
                 self._drop_unused(time.monotonic())
         finally:
             self._leases.stop()

@@ -13,6 +13,7 @@
     ├── StillInUse               slurm.conf names files that were to be removed
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
+    ├── NodesHidden              Slurm tells this user nothing of nodes (PrivateData=nodes)
     ├── UnsafePlace              somebody else could change what is believed there
     ├── UnknownJob               no such job in the queue
     ├── HistoryError             the file with a cluster's history, or with that of its jobs, cannot be used
@@ -45,6 +46,7 @@ __all__ = [
     "ModelError",
     "NetworkFailed",
     "NoCluster",
+    "NodesHidden",
     "PolicyError",
     "QuotaError",
     "ServeError",

@@ -393,7 +393,7 @@ class ComparedPass:
 
         Args:
             step: which.
-            num_known: steps below it can be asked for.
+            num_known: steps below it may be asked for ahead.
             limit_s: how long to wait.
 
         Returns:
@@ -413,10 +413,26 @@ class ComparedPass:
                     witness.ask(self._request(number))
                     self._made_instead.append(number)
             made = self._as_pinned(witness.made(step, limit_s))
-        except NotMade as error:
-            self._give_up(error)
-            return str(error)
+        except NotMade:
+            # Another step may have ended it: begin anew with this one alone, and compare no more.
+            try:
+                made = self._alone(step, limit_s)
+            except NotMade as error:
+                self._give_up(error)
+                return str(error)
         return made if made.failure is None else f"torch's own worker process raises {_summary(made)}"
+
+    def _alone(self, step: int, limit_s: float) -> Made:
+        """What a fresh process makes of one step.
+
+        Raises:
+            NotMade: it cannot.
+        """
+        self._steps, self._num_asked, self._made_instead = [], 0, [step]
+        self._note_next()
+        self._witness = witness = self._canary.other_witness(self._pipeline, self._witness)
+        witness.begin([self._request(step)])
+        return self._as_pinned(witness.made(step, limit_s))
 
     def _as_pinned(self, made: Made) -> Made:
         return made if made.batch is None else msgspec.structs.replace(made, batch=self._pinned(made.batch))

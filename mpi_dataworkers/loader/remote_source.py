@@ -298,7 +298,9 @@ class RemoteSource:
         assert canary is not None
         self._client.say_local(fallback.reason)
         session, number = self._sessions[slot_index], fallback.step
-        made = compared.instead(number, order.num_known, LEAST_S if fallback.is_late else MOST_S)
+        # A step that may end that process would take the batch before it along, which comes from its memory.
+        stop = min([order.num_known, *(suspect for suspect in session.suspects if suspect > number)])
+        made = compared.instead(number, stop, LEAST_S if fallback.is_late else MOST_S)
         if isinstance(made, str):
             self._differ(number, f"{fallback.reason}, and {made}")
         now = time.monotonic()

@@ -89,7 +89,9 @@ class WorkerMessages:
             out += self.lose(message.replaces, now, f"its process {_how_it_ended(message)}", at=at)
         known = tables.workers.get(peer)
         number, cause = self._number_of(known, message)
-        tables.workers[peer] = _registered(number, known, message, now)
+        worker = tables.workers[peer] = _registered(number, known, message, now)
+        # Of the process in whose place it is, until it says so itself: it may leave with its pass before it has.
+        worker.resident_bytes = tables.slot_bytes.pop(message.slot, 0)
         tables.rooms_changed = True
         if message.slot:
             tables.slots.setdefault(message.slot, set()).add(peer)
@@ -267,6 +269,8 @@ class WorkerMessages:
             tables.slots[worker.slot].discard(peer)
             if not tables.slots[worker.slot]:
                 del tables.slots[worker.slot]
+            if worker.renews:
+                tables.slot_bytes[worker.slot] = worker.resident_bytes
         tables.workers_lost += not orderly
         tables.note_load(peer)
         self._leasing.streams.groups.lose(peer)

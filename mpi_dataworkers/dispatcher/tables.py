@@ -53,6 +53,7 @@ class Tables:
         rooms_changed: something has changed which may leave a program without a process: see `rooms.py`.
         is_mixed: processes and data workers are two things now: several programs are there, or one makes room.
 
+        slot_bytes: resident memory of the last process of a slot, for the fresh one that takes its place.
         workers_seen: data worker processes that registered since this start.
         workers_renewed: those of them that have left for a fresh one in their slot.
         workers_replaced: of them, those that came in the place of one that had died.
@@ -81,6 +82,7 @@ class Tables:
         self.free: list[dict[str, None]] = [{} for _ in range(LEASES_PER_WORKER)]
         self.slots: dict[str, set[str]] = {}
         self.asked_at: dict[str, float] = {}
+        self.slot_bytes: dict[str, int] = {}
         self.rooms_changed = False
         self.is_mixed = False
 

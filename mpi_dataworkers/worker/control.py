@@ -144,6 +144,8 @@ class ControlThread:
                     "ends. Is its host up, and reachable from this one?"
                 )
         self._dispatcher.flush()
+        if self._leases.renews:  # it may have been there for less than a heartbeat
+            self._dispatcher.send(WorkerHeartbeat(self._leases.tokens(), self._memory.resident_bytes(time.monotonic())))
         self._dispatcher.send(LeaveWorker())
 
     def _register(self) -> None:

@@ -198,7 +198,7 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
             options = ["--output=/dev/null", "--mem=100", "--time=60", "-p", "twice", f"-c{cpus}"]
             submitted.append(slurm.submit("#!/bin/sh\nexec sleep 600\n", options))
         wait_until(lambda: [one.state for one in slurm.snapshot().jobs] == ["RUNNING"] * 3, 60, "all three to run")
-        assert in_use() == 14
+        wait_until(lambda: in_use() == 14, 60, "sinfo to count them")
         jobs = told("jobs")
         assert jobs["summary"]["cpus_held"] == 14
         assert sum(row["cpus"] for row in jobs["jobs"]) == pytest.approx(14, abs=1e-3)

@@ -67,13 +67,13 @@ class Canary:
             worker processes, and nothing of its samples may run in the trainer.
 
     Attributes:
-        makes_steps: as given.
+        is_kept, makes_steps: as given.
         late_since: data workers are there, and have not delivered since, on the monotonic clock, s.
         confirmed: types of exceptions of user code that torch's own worker raised where no data worker was there.
     """
 
     def __init__(self, is_kept: bool = False, multiprocessing_context: Any = None, makes_steps: bool = False) -> None:
-        self._is_kept, self._context, self.makes_steps = is_kept, multiprocessing_context, makes_steps
+        self.is_kept, self._context, self.makes_steps = is_kept, multiprocessing_context, makes_steps
         self.late_since = math.inf
         self.confirmed: set[tuple[str, str]] = set()
         self._kept: Witness | None = None
@@ -112,8 +112,8 @@ class Canary:
         """The process of a pass that begins."""
         if self._kept is not None:
             return self._kept
-        made = self._new(pipeline, self._is_kept)
-        self._kept = made if self._is_kept else None
+        made = self._new(pipeline, self.is_kept)
+        self._kept = made if self.is_kept else None
         return made
 
     def other_witness(self, pipeline: Pipeline, witness: Witness | None, has_limit: bool = False) -> Witness:
@@ -155,7 +155,7 @@ class Canary:
         One that was to be kept cannot be begun anew: kept workers do not see what the program has changed.
         """
         self.end_witnesses()
-        self._is_over = self._is_kept
+        self._is_over = self.is_kept
 
     def end_witnesses(self) -> None:
         """End all processes."""
@@ -179,7 +179,7 @@ class Canary:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
         differences, varying = self._compared(found, expected), self._varying
         # A process that is started now, in a later pass, is none that was kept.
-        if differences and not (self._is_kept and not self.is_first):
+        if differences and not (self.is_kept and not self.is_first):
             # Two of now, because the program may have changed its objects since the first one was started.
             again, other = once_more(), once_more()
             made = expected, again, other
@@ -187,7 +187,7 @@ class Canary:
                 expected = next((each for each in made if _outcome(each) == _outcome(found)), expected)
                 differences = self._compared(found, expected)
             elif varying := {each.field for each in self._compared(again, other)}:
-                self._varying = self._varying | varying if self._is_kept else set()
+                self._varying = self._varying | varying if self.is_kept else set()
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
         return next((str(each) for each in differences if each.field not in varying), "")
 
@@ -413,13 +413,16 @@ class ComparedPass:
                     witness.ask(self._request(number))
                     self._made_instead.append(number)
             made = self._as_pinned(witness.made(step, limit_s))
-        except NotMade:
-            # Another step may have ended it: begin anew with this one alone, and compare no more.
+        except NotMade as error:
+            # Another step may have ended it: begin anew with this one alone, and compare no more. Not where it hangs,
+            # nor where it was kept from an earlier pass: a new one would see what the program has changed since.
             try:
+                if isinstance(error, NotInTime) or self._canary.is_kept:
+                    raise
                 made = self._alone(step, limit_s)
-            except NotMade as error:
-                self._give_up(error)
-                return str(error)
+            except NotMade as last:
+                self._give_up(last)
+                return str(last)
         return made if made.failure is None else f"torch's own worker process raises {_summary(made)}"
 
     def _alone(self, step: int, limit_s: float) -> Made:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Gather the facts, and print what is found."""
     slurm = CommandSlurm()
-    snapshot = slurm.snapshot()
+    snapshot = slurm.seen()
     directory = Path(snapshot.config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     hosts = [socket.gethostname(), *(node.address for node in snapshot.nodes if node.address)]
     facts = Facts(

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and print."""
     if args.details:  # what a job holds on each node is in no reading of the site daemon
-        snapshot = CommandSlurm().snapshot(details=True)
+        snapshot = CommandSlurm().seen(details=True)
         named = [job for name in args.jobs for job in named_jobs(name, snapshot)]
     else:
         named, snapshot = read_jobs(args, args.jobs)

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         print(HELP, end="")
         return 0
     client = CommandSlurm()
-    job = named_jobs(request.job_id, client.snapshot())[0]
+    job = named_jobs(request.job_id, client.seen())[0]
     old = str(job.het.het_job_id if job.het else job.job_id)
     if job.state not in ("RUNNING", "SUSPENDED"):
         raise UsageError(f"job {old} is {job.state}: only a running job can hand over. Check: squeue --jobs={old}")

@@ -51,7 +51,8 @@ def add_history_argument(parser: argparse.ArgumentParser) -> None:
 
 def emit(args: argparse.Namespace, report: Report) -> None:
     """Print a report the way the arguments ask for; where Slurm hides something from this user, it says so."""
-    report = replace(report, notes=(*hidden_notes(str(report.meta.get("hidden", ""))), *report.notes))
+    hidden, without_nodes = str(report.meta.get("hidden", "")), bool(report.meta.get("without_nodes"))
+    report = replace(report, notes=(*hidden_notes(hidden, without_nodes), *report.notes))
     if args.json:
         print(as_json(report))
         return
@@ -65,12 +66,14 @@ def emit(args: argparse.Namespace, report: Report) -> None:
         print(f"hetstream: {printable(note)}", file=sys.stderr)
 
 
-def hidden_notes(hidden: str) -> list[str]:
+def hidden_notes(hidden: str, without_nodes: bool = False) -> list[str]:
     """The line that figures are not of all; none where they are.
 
     Args:
-        hidden: see `Snapshot`.
+        hidden, without_nodes: see `Snapshot`.
     """
+    if without_nodes:
+        return [f"{hidden}: Slurm tells this user of no node: where there is room, and what a job lacks, is not known"]
     return [f"{hidden}: all figures are of what this user may see, and there may be more"] if hidden else []
 
 
@@ -105,6 +108,7 @@ def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:
         "source": snapshot.source,
         "taken_s": round(snapshot.taken_s, 3),
         "hidden": snapshot.hidden,
+        "without_nodes": snapshot.without_nodes,
     }
 
 

@@ -22,6 +22,7 @@ from hetstream.hetjob.site.gpus import AskGpus, RefuseGpus, ShowGpus
 from hetstream.hetjob.site.messages import AskReading, RefuseReading, ShowReading
 from hetstream.slurm_plugin.client.model import Cluster, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.errors import NodesHidden
 from hetstream.slurm_plugin.insight.last_reading import unpack
 from hetstream.slurm_plugin.insight.shared_gpus import SharedGpus
 
@@ -45,6 +46,14 @@ def add_fresh_argument(parser: argparse.ArgumentParser) -> None:
 def read_cluster(args: argparse.Namespace) -> Snapshot:
     """The cluster, as `--fresh` asks for it. What keeps a daemon from answering is said on stderr."""
     return cluster_of(args, lambda text: print(f"hetstream: {printable(text)}", file=sys.stderr)).snapshot()
+
+
+def read_cluster_or_jobs(args: argparse.Namespace) -> Snapshot:
+    """The same; where Slurm tells this user of no node, without nodes."""
+    try:
+        return read_cluster(args)
+    except NodesHidden:
+        return CommandSlurm().seen()
 
 
 def cluster_of(

@@ -16,7 +16,7 @@ from hetstream.base.text import printable
 from hetstream.hetjob.master.controller_state_file import Told
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
-from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster_or_jobs
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -71,13 +71,13 @@ def read_jobs(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Job]
         UsageError: one is no job id.
         UnknownJob: the queue has no such job, or hides it from this user.
     """
-    snapshot = read_cluster(args)
+    snapshot = read_cluster_or_jobs(args)
     try:
         return [job for name in names for job in named_jobs(name, snapshot)], snapshot
     except UnknownJob:
         if snapshot.source != SOURCE:
             raise
-    snapshot = CommandSlurm().snapshot()
+    snapshot = CommandSlurm().seen()
     return [job for name in names for job in named_jobs(name, snapshot)], snapshot
 
 
@@ -156,7 +156,8 @@ def report_of(
 
 def _not_looked_at(snapshot: Snapshot, found: Sequence[Explanation]) -> list[str]:
     """What could give room to jobs that have none, and is not looked at."""
-    without = [part.job for part in found if part.job.waits_for_resources and len(part.fits_on) < part.shape.num_nodes]
+    waiting = (part for part in found if part.job.waits_for_resources and part.is_room_known)
+    without = [part.job for part in waiting if len(part.fits_on) < part.shape.num_nodes]
     names = {name for job in without for name in job.partitions}
     by_wish = sorted(
         partition.name
@@ -195,7 +196,7 @@ def _facts(explanation: Explanation, now_s: float) -> Row:
         "gpus_per_node": explanation.shape.gpus,
         "cpus_per_node": explanation.shape.cpus,
         "memory_mb_per_node": explanation.shape.memory_mb,
-        "fits_on": list(explanation.fits_on),
+        "fits_on": list(explanation.fits_on) if explanation.is_room_known else None,
         "conversion_helps": explanation.conversion.helps,
         "conversion": explanation.conversion.text,
         "directive": explanation.conversion.directive,
@@ -234,6 +235,8 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
 
 def _room_now(explanation: Explanation) -> str:
     """The nodes with room, and what is not certain about it."""
+    if not explanation.is_room_known:
+        return "not known"
     nodes = compress(explanation.fits_on)
     if not nodes:
         return "on no node"

@@ -66,14 +66,20 @@ def with_held_gpus(
     return tuple(found)
 
 
-def in_question(jobs: Iterable[Job], nodes: Iterable[Node], *, others_are_hidden: bool) -> frozenset[int]:
-    """Numbers of the running jobs of which only their own records say what GPUs they hold; see `with_held_gpus`."""
-    with_gpus = {node.name for node in nodes if node.gpu_types} if others_are_hidden else set()
+def in_question(jobs: Iterable[Job], nodes: Iterable[Node] | None, *, others_are_hidden: bool) -> frozenset[int]:
+    """Numbers of the running jobs of which only their own records say what GPUs they hold; see `with_held_gpus`.
+
+    Args:
+        jobs: all that are seen.
+        nodes: all; None where nothing is known of them.
+        others_are_hidden: there may be more jobs than these.
+    """
+    with_gpus = {node.name for node in nodes or () if node.gpu_types} if others_are_hidden else set()
     return frozenset(
         job.job_id
         for job in jobs
         if job.holds_resources
-        and (job.gpus_in_doubt or (job.gres_held is None and not with_gpus.isdisjoint(job.nodes)))
+        and (job.gpus_in_doubt or (job.gres_held is None and (nodes is None or not with_gpus.isdisjoint(job.nodes))))
     )
 
 
@@ -301,8 +307,20 @@ def parse_held(text: str) -> dict[int, tuple[Gres, ...] | None]:
     return found
 
 
+def held_in_shares(jobs: Iterable[Job]) -> dict[int, tuple[Gres, ...] | None]:
+    """What running jobs hold by their shares; None where they have none."""
+    found: dict[int, tuple[Gres, ...] | None] = {}
+    for job in jobs:
+        held = Counter((gres.name, gres.type) for share in job.shares for gres in share.gres for _ in range(gres.count))
+        found[job.job_id] = tuple(Gres(*kind, num) for kind, num in held.items()) if job.shares else None
+    return found
+
+
 def with_told_gpus(
-    jobs: Sequence[Job], asked: Collection[int], held: Mapping[int, tuple[Gres, ...] | None], nodes: Iterable[Node]
+    jobs: Sequence[Job],
+    asked: Collection[int],
+    held: Mapping[int, tuple[Gres, ...] | None],
+    nodes: Iterable[Node] | None,
 ) -> tuple[tuple[Job, ...], frozenset[int]]:
     """The jobs, with what their records say of those that were asked about, and the numbers of which that is unknown.
 
@@ -310,14 +328,14 @@ def with_told_gpus(
         jobs: all.
         asked: numbers of those in question.
         held: see `parse_held`. More than the job's nodes have is not believed.
-        nodes: all nodes.
+        nodes: all nodes; None where nothing is known of them.
     """
-    most = {node.name: total(node.gres, "gpu") for node in nodes}
+    most = None if nodes is None else {node.name: total(node.gres, "gpu") for node in nodes}
     found, unknown = [], set[int]()
     for job in jobs:
         if job.job_id in asked:
             gpus = held.get(job.job_id)
-            if gpus is None or total(gpus, "gpu") > sum(most.get(name, 0) for name in job.nodes):
+            if gpus is None or (most is not None and total(gpus, "gpu") > sum(most.get(name, 0) for name in job.nodes)):
                 unknown.add(job.job_id)
             else:
                 job = replace(job, gres_held=gpus)

@@ -613,6 +613,7 @@ class Snapshot:
         reservations: of nodes, those to come too, in the order of their beginning.
         hidden: the setting by which Slurm may have hidden a part of it from who read it, such as `PrivateData=jobs`.
             Empty where all of it is here.
+        without_nodes: Slurm tells who read it of none.
     """
 
     taken_s: float
@@ -624,6 +625,7 @@ class Snapshot:
     config: Mapping[str, str] = field(default_factory=dict)
     reservations: tuple[Reservation, ...] = ()
     hidden: str = ""
+    without_nodes: bool = False
 
     @property
     def hides_jobs(self) -> bool:

@@ -23,6 +23,7 @@ from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import (
+    held_in_shares,
     in_question,
     parse_held,
     spread_in_question,
@@ -33,7 +34,7 @@ from hetstream.slurm_plugin.client.held import (
     with_shares,
     with_told_gpus,
 )
-from hetstream.slurm_plugin.client.hidden import hidden_from_me
+from hetstream.slurm_plugin.client.hidden import hidden_by, hidden_from_me
 from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
@@ -65,11 +66,12 @@ class CommandReader:
         self._environ = plain_environ(environ)
         self._pyslurm_failed = False
 
-    def snapshot(self, *, details: bool = False) -> Snapshot:
+    def snapshot(self, *, details: bool = False, without_nodes: bool = False) -> Snapshot:
         """The cluster now.
 
         Args:
             details: also what each running job holds on each of its nodes, which costs JSON of all jobs.
+            without_nodes: ask for none, as Slurm keeps them from this user.
 
         Raises:
             SlurmCommandError: a command failed.
@@ -85,18 +87,20 @@ class CommandReader:
                 f"slurmctld is Slurm {version or 'of an unknown version'}: hetstream reads 22.05 and newer. "
                 "Check: scontrol show config | grep SLURM_VERSION"
             )
-        answer = None if details else self._by_pyslurm(release)
+        answer = None if details or without_nodes else self._by_pyslurm(release)
         if answer:
             source, jobs, nodes = "pyslurm", answer.jobs, answer.nodes
         else:
-            source, nodes = "commands", self._nodes(release)
+            source, nodes = "commands", () if without_nodes else self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
-        hidden = hidden_from_me(config, self._environ)
-        seen = Snapshot(time.time(), version, source, self._with_licenses(jobs), nodes, (), config, hidden=hidden)
+        hidden = hidden_by(config) if without_nodes else hidden_from_me(config, self._environ)
+        jobs = self._with_licenses(jobs)
+        seen = Snapshot(time.time(), version, source, jobs, nodes, (), config, (), hidden, without_nodes)
         records = functools.cache(self._records)
         jobs = self._with_told_gpus(seen, records)
         reservations, partitions = with_members(self._reservations(), jobs), self._partitions()
-        asked = spread_in_question(jobs, nodes, partitions, reservations)
+        # It decides figures of nodes, and of their records scontrol then shows none.
+        asked = frozenset() if without_nodes else spread_in_question(jobs, nodes, partitions, reservations)
         jobs = self._with_shares(jobs, asked, records)
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
@@ -110,6 +114,7 @@ class CommandReader:
             config=config,
             reservations=reservations,
             hidden=hidden,
+            without_nodes=without_nodes,
         )
 
     def jobs(self, *, details: bool = False, ended: bool = False) -> tuple[Job, ...]:
@@ -161,11 +166,14 @@ class CommandReader:
     def _with_told_gpus(self, seen: Snapshot, records: Callable[[], str]) -> tuple[Job, ...]:
         """The jobs, with what Slurm gave to running ones where neither their requests nor their nodes say it."""
         jobs = with_held_gpus(seen.jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
-        asked = in_question(jobs, seen.nodes, others_are_hidden=seen.hides_jobs)
+        nodes = None if seen.without_nodes else seen.nodes
+        asked = in_question(jobs, nodes, others_are_hidden=seen.hides_jobs)
         if not asked:
             return jobs
         try:
-            return with_told_gpus(jobs, asked, parse_held(records()), seen.nodes)[0]
+            if nodes is None:  # scontrol --details then fails (24.11, 26.05) or crashes (22.05)
+                return with_told_gpus(jobs, asked, held_in_shares(self.jobs(details=True)), nodes)[0]
+            return with_told_gpus(jobs, asked, parse_held(records()), nodes)[0]
         except SlurmCommandError as exc:  # they count as in doubt, and all other figures are known
             logger.warning("what %d job(s) hold is not known, and they count as they asked: %s", len(asked), exc)
             return jobs
@@ -239,7 +247,7 @@ class CommandReader:
                 raise
             raise NodesHidden(
                 "Slurm tells this user nothing of nodes (PrivateData=nodes), and without them no figure is right. Run "
-                "it as an operator or SlurmUser; what Slurm says of your own jobs: squeue --me --long"
+                "it as an operator or SlurmUser; what is known of jobs: hetstream jobs, hetstream why JOBID"
             ) from exc
 
     def _reservations(self) -> tuple[Reservation, ...]:

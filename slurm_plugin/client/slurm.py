@@ -41,6 +41,7 @@ from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, names_of, par
 from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
 from hetstream.slurm_plugin.client.retry import is_denied, with_retries
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, CompletedCommand, run_slurm
+from hetstream.slurm_plugin.errors import NodesHidden
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -78,6 +79,13 @@ class CommandSlurm:
     def snapshot(self, *, details: bool = False) -> Snapshot:
         """The cluster now; see `CommandReader.snapshot`."""
         return self._reader.snapshot(details=details)
+
+    def seen(self, *, details: bool = False) -> Snapshot:
+        """The same as far as Slurm tells this user of it: without nodes where it hides them."""
+        try:
+            return self._reader.snapshot(details=details)
+        except NodesHidden:
+            return self._reader.snapshot(details=details, without_nodes=True)
 
     def cluster(self, name: str = "") -> Cluster:
         """Partitions, what one job can get there as far as Slurm shows nodes to this user, and scheduler.

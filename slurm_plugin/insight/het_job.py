@@ -32,7 +32,7 @@ def explain_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[
                 found.setdefault((blocker.kind, blocker.text), (part.job.label, blocker))
     ordered = sorted(found.values(), key=lambda entry: _rank(entry[1].kind))
     if ordered and ordered[0][1].kind in _TURNS:
-        together = _not_together(snapshot, parts)
+        together = None if snapshot.without_nodes else _not_together(snapshot, parts)
         return (together,) if together else (ordered[0],)
     return tuple(entry for entry in ordered if entry[1].kind not in _TURNS)
 

@@ -82,6 +82,7 @@ class Explanation:
         shape: what each of its nodes must give.
         fits_on: nodes that have room for it now, one by one.
         blockers: what it waits for, the most telling first; empty if it does not wait.
+        is_room_known: False where Slurm tells who asks nothing of nodes.
     """
 
     job: Job
@@ -89,6 +90,7 @@ class Explanation:
     fits_on: tuple[str, ...]
     blockers: tuple[Blocker, ...]
     conversion: Verdict
+    is_room_known: bool = True
 
 
 class Explainer:
@@ -173,6 +175,8 @@ class Explainer:
         shape = self._shape(job)
         if not job.is_pending:
             return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
+        if self._snapshot.without_nodes:
+            return Explanation(job, shape, (), (self._without_nodes(job),), self.conversion(job), False)
         fits, lacking = self._room(shape, job)
         blockers: list[Blocker] = []
         said = self._said_by_slurm(job)
@@ -190,6 +194,13 @@ class Explainer:
         """What it waits for that is no resource."""
         reason = told_by_slurm(job, self._running)
         return Blocker(reason.kind, reason.text, reason.next_step) if reason else None
+
+    def _without_nodes(self, job: Job) -> Blocker:
+        """What is known of a pending job where nothing is of nodes: Slurm's own reason."""
+        if said := self._said_by_slurm(job):
+            return said
+        text = f"Slurm says {job.reason or 'no reason yet'}, and tells you nothing of nodes ({self._snapshot.hidden})"
+        return Blocker(HIDDEN, f"{text}: what it lacks is not known", "ask an operator, or look at: squeue --start")
 
     def _shape(self, job: Job) -> Shape:
         key = job.state, request_of(job)
@@ -232,6 +243,8 @@ class Explainer:
         said = self._said_by_slurm(job)
         if said:
             return Verdict(False, f"what it waits for is no resource: {said.text}")
+        if self._snapshot.without_nodes:
+            return Verdict(False, f"it cannot be known where there is room ({self._snapshot.hidden})")
         shape = self._shape(job)
         return self._conversion(job, shape, self._room(shape, job)[1])
 
@@ -260,6 +273,8 @@ class Explainer:
         """The kinds of what it waits for, found without any text."""
         if not job.is_pending:
             return ()
+        if self._snapshot.without_nodes:
+            return (self._without_nodes(job).kind,)
         if not job.waits_for_resources:
             said = self._too_large_for_partition(job) or self._said_by_slurm(job)
             return (said.kind,) if said else ()

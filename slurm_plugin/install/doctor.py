@@ -33,7 +33,8 @@ def examine(facts: Facts, gpus: HostGpus | None = None) -> tuple[Finding, ...]:
         facts: on the cluster.
         gpus: of this host; None: it has none.
     """
-    found = [finding for check in _CHECKS for finding in check(facts)]
+    checks = [check for check in _CHECKS if check not in _OF_NODES] if facts.snapshot.without_nodes else _CHECKS
+    found = [finding for check in checks for finding in check(facts)]
     found += host_gpus(gpus) if gpus else ()
     levels = list(Level)
     return tuple(sorted(found, key=lambda finding: levels.index(finding.level)))
@@ -168,11 +169,12 @@ def _prolog(facts: Facts) -> Iterator[Finding]:
 def _privacy(facts: Facts) -> Iterator[Finding]:
     private = facts.snapshot.config.get("PrivateData", "none")
     hidden = sorted(set(private.split(",")) - {"", "cloud", "none"})
+    not_looked_at = ", and from who runs this: no node was looked at" if facts.snapshot.without_nodes else ""
     looked_up = "; a job looks up its node's address by name, as Slurm tells it none: all nodes must resolve NodeName"
     if hidden:
         yield Finding(
             Level.WARNING, "PrivateData", private,
-            f"{', '.join(hidden)} of others are hidden from ordinary users"
+            f"{', '.join(hidden)} of others are hidden from ordinary users{not_looked_at}"
             f"{looked_up if hides_nodes(facts.snapshot.config) else ''}",
             "run the commands for admins as operator or SlurmUser",
         )  # fmt: skip
@@ -324,4 +326,6 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gpus_in_use, _gres_conf, _devices, _preemption, _prolog, _privacy,
     _pyslurm, _accounting, _lua, _lua_files, _lua_hosts, _hosts, _nodes, _partitions, packing,
 )  # fmt: skip
+# Without nodes there is nothing to look at.
+_OF_NODES = (_gres, _gpus_in_use, _lua_hosts, _nodes)
 NUM_CHECKS = len(_CHECKS) + 1  # the host's GPUs

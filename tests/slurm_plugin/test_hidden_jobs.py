@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import Recorded
+from recorded import Recorded, job
 
 from hetstream.slurm_plugin.cli.output import accounting_notes
 from hetstream.slurm_plugin.client.accounting import Usage
@@ -152,3 +152,24 @@ def test_what_sacct_hides_is_up_to_slurmdbd(monkeypatch: pytest.MonkeyPatch) -> 
     assert accounting_notes([own], snapshot("")) == [], "there is no sacct"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert accounting_notes([own], seen) == []
+
+
+def test_jobs_are_told_where_slurm_tells_of_no_node(tmp_path: Path) -> None:
+    """What a job lacks is then said not to be known, not guessed; commands about nodes end."""
+    slurm = Recorded(tmp_path)
+    config = (tmp_path / "config").read_text()
+    slurm.write("config", config.replace("PrivateData             = none", "PrivateData             = nodes"))
+    refusal = "echo 'slurm_load_node error: Access/permission denied' >&2; exit 1"
+    text = (tmp_path / "scontrol").read_text()
+    slurm.tool("scontrol", f'case "$*" in *--details*) {refusal};; esac\n' + text.partition("\n")[2])
+    running = job("42", "RUNNING", NodeList="g1", **{"tres-alloc": "cpu=2,mem=100M,node=1,gres/gpu=1"})
+    slurm.write("queue", job("41", "PENDING", **{"tres-per-node": "gres:gpu:4"}) + running)
+    rows = {row["job"]: row for row in json.loads(slurm.run("jobs --json").stdout)["jobs"]}
+    assert (rows["41"]["waits_for"], rows["42"]["waits_for"]) == ("hidden", "")
+    shown = slurm.run("why 41")
+    assert "room now  not known\n" in shown.stdout
+    assert "Slurm says Resources, and tells you nothing of nodes (PrivateData=nodes)" in shown.stdout
+    (line,) = shown.stderr.splitlines()
+    assert "PrivateData=nodes: Slurm tells this user of no node" in line
+    assert slurm.run("doctor").returncode in (0, 3)
+    assert slurm.run("frag").returncode == 1

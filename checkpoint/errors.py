@@ -52,7 +52,7 @@ __all__ = [
 
 _MAX_WORDS = 500
 # Characters of an error that quotes what somebody wrote: names of files have their place in it, and no more than that.
-_MAX_DAMAGE = 8000
+MAX_DAMAGE = 8000
 
 
 class CheckpointError(HetstreamError):
@@ -79,7 +79,7 @@ class Damaged(CheckpointError):
     """Bytes that are not what was written. Messages quote them, and are cut: whoever wrote them may not have ended."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(shortened(text, _MAX_DAMAGE))
+        super().__init__(shortened(text, MAX_DAMAGE))
 
 
 class DamagedLayout(Damaged):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.base.text import printable
+from hetstream.base.text import printable, shortened
 from hetstream.checkpoint.disk import commit, ownership
 from hetstream.checkpoint.disk.checkpoint import DAMAGED, MAX_REASON_BYTES, Checkpoint, HeldCheckpoint, Partial, mark
 from hetstream.checkpoint.disk.latest import target_of_latest
@@ -26,6 +26,7 @@ from hetstream.checkpoint.disk.manifest import Manifest, ranks_of_name
 from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
 from hetstream.checkpoint.disk.rank_file import RankFile, open_file
 from hetstream.checkpoint.errors import (
+    MAX_DAMAGE,
     DamagedCheckpoint,
     ForeignOwner,
     MissingRanks,
@@ -364,7 +365,8 @@ class CheckpointDirectory:
             with Directory.open(self.path) as root, root.enter(generation.directory_name) as place:
                 manifests = self._manifests(place, generation)
                 with contextlib.suppress(FileNotFoundError):
-                    problem = printable(place.read(DAMAGED, MAX_REASON_BYTES).decode(errors="replace"))
+                    told = place.read(DAMAGED, MAX_REASON_BYTES).decode(errors="replace")
+                    problem = shortened(printable(told), MAX_DAMAGE)
         except FileNotFoundError:
             return None
         except HetstreamError as error:

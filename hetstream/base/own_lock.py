@@ -60,10 +60,12 @@ def keep_to_owner(descriptor: int) -> None:
     Who has it open already may still hold its lock; nobody else comes to it.
 
     Args:
-        descriptor: of a file that nobody needs to read. Another user's stays as it is.
+        descriptor: of a file that nobody needs to read. Another user's stays as it is, and so does one that has another
+            name, too: somebody may have given a file of this user's the name of the lock (link(2)).
     """
     status = os.fstat(descriptor)
-    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if is_own and stat.S_IMODE(status.st_mode) & 0o077:
         with contextlib.suppress(OSError):  # on a file system that cannot be written to
             os.fchmod(descriptor, 0o600)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.files import UntrustedFile
-from hetstream.base.own_lock import own_lock
+from hetstream.base.own_lock import keep_to_owner, own_lock
 from tests.base.users import STRANGER, needs_root, run_as
 
 HOLD = (
@@ -115,3 +115,17 @@ def test_a_strangers_file_is_no_lock(lock: Path) -> None:
     os.chown(lock, STRANGER, STRANGER)
     with pytest.raises((UntrustedFile, PermissionError)), own_lock(lock, 0.0):
         pytest.fail("it is held")
+
+
+def test_a_file_of_ours_under_the_name_of_a_lock_keeps_its_mode(tmp_path: Path) -> None:
+    """Somebody has given it that name, too (link(2)), and waits for what becomes of it."""
+    page, lock = tmp_path / "page.html", tmp_path / "lock"
+    page.write_text("for all\n")
+    page.chmod(0o644)
+    os.link(page, lock)
+    with open(lock) as file:
+        keep_to_owner(file.fileno())
+        assert page.stat().st_mode & 0o777 == 0o644
+        page.unlink()
+        keep_to_owner(file.fileno())
+        assert lock.stat().st_mode & 0o777 == 0o600

@@ -35,6 +35,7 @@ from hetstream.checkpoint.record.generation import Generation
 STEPS = (Generation(1, 10), Generation(1, 20))
 Point = namedtuple("Point", "x y")
 Chance = random.Random
+_STRANGER = 54322
 JsonTree = Any
 
 
@@ -155,6 +156,27 @@ def _device(path: Path, _home: Path) -> None:
     os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
 
 
+def _of_another(path: Path, _home: Path) -> None:
+    if os.geteuid() == 0:
+        os.lchown(path, _STRANGER, _STRANGER)
+
+
+def _with_mode(mode: int, *, directory: bool = False) -> Callable[[Path, Path], None]:
+    def make(path: Path, _home: Path) -> None:
+        path.mkdir() if directory else path.write_bytes(b"{}")
+        path.chmod(mode)
+
+    return make
+
+
+def _and(*acts: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    def make(path: Path, home: Path) -> None:
+        for act in acts:
+            act(path, home)
+
+    return make
+
+
 _KINDS: dict[str, Callable[[Path, Path], object]] = {
     "pipe": lambda path, _: os.mkfifo(path, 0o600),
     "socket": _socket,
@@ -172,6 +194,23 @@ _KINDS: dict[str, Callable[[Path, Path], object]] = {
     "zeros": lambda path, _: path.write_bytes(bytes(100_000)),
     "nothing": lambda _path, _home: None,
 }
+# Seeds choose among these: with others each of them would be another directory.
+_OF_SEEDS = tuple(_KINDS)
+_KINDS |= {
+    "link-of-another": _and(_KINDS["link-to-file"], _of_another),
+    "link-of-another-to-directory": _and(_KINDS["link-to-directory"], _of_another),
+    "link-of-another-to-nothing": _and(_KINDS["link-to-nothing"], _of_another),
+    "hard-link-to-checkpoint": lambda path, home: os.link(next((home / STEPS[0].directory_name).glob("rank*")), path),
+    "hard-link-to-lock": lambda path, home: os.link(home / ".lock", path),
+    "file-of-another": _and(_with_mode(0o644), _of_another),
+    "directory-of-another": _and(_with_mode(0o755, directory=True), _of_another),
+    "pipe-of-another": _and(_KINDS["pipe"], _of_another),
+    "group-writable": _with_mode(0o664),
+    "group-writable-directory": _with_mode(0o775, directory=True),
+    "sticky-directory": _with_mode(0o1777, directory=True),
+    "set-group-directory": _with_mode(0o2775, directory=True),
+    "unreadable": _with_mode(0),
+}
 KINDS = tuple(_KINDS)
 
 
@@ -183,7 +222,7 @@ def become(path: Path, kind: str, home: Path) -> None:
 
 
 def _another_kind(directory: Path, home: Path, chance: Chance) -> None:
-    become(chance.choice(_all(directory)), chance.choice(KINDS), home)
+    become(chance.choice(_all(directory)), chance.choice(_OF_SEEDS), home)
 
 
 # Bytes and names
@@ -250,7 +289,7 @@ def _copy(directory: Path, _home: Path, chance: Chance) -> None:
 def _mode(directory: Path, _home: Path, chance: Chance) -> None:
     path = chance.choice([one for one in _all(directory) if os.path.lexists(one) and not one.is_symlink()])
     if os.geteuid() == 0 and chance.random() < 0.5:
-        os.lchown(path, 54322, 54322)
+        os.lchown(path, _STRANGER, _STRANGER)
     else:
         path.chmod(chance.choice((0, 0o777, 0o4755, 0o020)))
 

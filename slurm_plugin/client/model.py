@@ -117,6 +117,7 @@ class Job:
             thread of a core (`--hint=nomultithread`) is also the most that it uses.
         tasks_per_core: `--ntasks-per-core`; 0 if it says nothing.
         memory_mb: on all nodes together, as many as it has or asks for at least.
+        tmp_disk_mb: `--tmp`, that each of its nodes has at all (TmpDisk), in use or not.
         memory_per_gpu_mb: `--mem-per-gpu`; 0 if it asks for memory in another way.
         all_memory: it wants all memory of its nodes (`--mem=0`).
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
@@ -203,6 +204,7 @@ class Job:
     likely_nodes: int = 0
     max_nodes: int | None = None
     min_cpus_per_node: int = 1
+    tmp_disk_mb: int = 0
     layout: tuple[int, int, int] = (0, 0, 0)
     tasks_per_core: int = 0
     memory_per_gpu_mb: int = 0
@@ -366,6 +368,7 @@ class Node:
         cpus_allocated: of those.
         memory_mb: what jobs can be given: `RealMemory` without `MemSpecLimit`.
         memory_allocated_mb: of that.
+        tmp_disk_mb: `TmpDisk`, of which jobs are given none.
         gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
         gpus_allocated: how many GPUs jobs hold by its AllocTRES; None where the cluster does not account for gres/gpu.
         layout: its sockets, the cores of each, and the threads of each core; zeros where nothing says so.
@@ -409,6 +412,7 @@ class Node:
     owner: str = ""
     mcs_label: str = ""
     gpu_cores: int = 0
+    tmp_disk_mb: int = 0
 
     @property
     def is_usable(self) -> bool:

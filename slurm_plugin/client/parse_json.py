@@ -100,6 +100,7 @@ class _Job(msgspec.Struct):
     max_nodes: _Num = None
     cpus: _Num = None
     minimum_cpus_per_node: _Num = None
+    minimum_tmp_disk_per_node: _Num = None
     sockets_per_node: _Num = None
     cores_per_socket: _Num = None
     threads_per_core: _Num = None
@@ -169,6 +170,7 @@ class _Node(msgspec.Struct):
     slurmd_version: str | None = None
     cpu_load: _Num = None
     specialized_memory: _Num = None
+    temporary_disk: _Num = None
     reservation: str | None = ""
     sockets: int = 0
     cores: int = 0
@@ -245,6 +247,7 @@ def _job(row: _Job) -> Job:
         max_nodes=most_nodes(_whole(row.node_count), _whole(row.max_nodes)),
         num_cpus=_whole(row.cpus, 1),
         min_cpus_per_node=_whole(row.minimum_cpus_per_node, 1),
+        tmp_disk_mb=_whole(row.minimum_tmp_disk_per_node),
         layout=(_whole(row.sockets_per_node), _whole(row.cores_per_socket), _whole(row.threads_per_core)),
         tasks_per_core=_whole(row.tasks_per_core),
         num_tasks=_whole(row.tasks, 1),
@@ -334,6 +337,7 @@ def _node(row: _Node) -> Node:
         cpus_allocated=row.alloc_cpus,
         memory_mb=max(0, row.real_memory - _whole(row.specialized_memory)),
         memory_allocated_mb=row.alloc_memory,
+        tmp_disk_mb=_whole(row.temporary_disk),
         gres=read.gres(row.gres or ""),
         gres_used=in_use(read.gres(row.gres_used or "")),
         gres_drained=read.gres(row.gres_drained or ""),

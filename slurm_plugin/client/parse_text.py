@@ -28,8 +28,8 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 # Fields of squeue, least for what the model holds; the last one ends the record.
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
-    "Partition", "State", "Reason", "NumNodes", "MaxNodes", "NumCPUs", "MinCPUs", "SCT", "NTPerCore", "NumTasks",
-    "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket",
+    "Partition", "State", "Reason", "NumNodes", "MaxNodes", "NumCPUs", "MinCPUs", "MinTmpDisk", "SCT", "NTPerCore",
+    "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket",
     "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
@@ -144,6 +144,7 @@ def _job(row: Mapping[str, str]) -> Job:
         max_nodes=most_nodes(likely_nodes, number("MaxNodes")),
         num_cpus=read(_least, row["NumCPUs"], 1),
         min_cpus_per_node=number("MinCPUs", 1),
+        tmp_disk_mb=read(megabytes, row.get("MinTmpDisk", ""), 0),
         layout=read(_layout, row.get("SCT", ""), (0, 0, 0)),
         tasks_per_core=number("NTPerCore"),
         num_tasks=number("NumTasks", 1),
@@ -331,6 +332,7 @@ def _node(row: Mapping[str, str]) -> Node:
         last_busy_s=read(moment, row.get("LastBusyTime", ""), None),
         owner=owner[1] if (owner := _OWNER.search(row.get("Owner", ""))) else "",
         mcs_label=text_or_empty(row.get("MCS_label", "")),
+        tmp_disk_mb=whole(row.get("TmpDisk", "")),
     )
     return replace(node, unreadable=read.unreadable)
 

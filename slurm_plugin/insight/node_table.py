@@ -67,6 +67,7 @@ class NodeTable:
         self.reserved = self._mask(node.is_reserved for node in self.nodes)
         self.cpus_per_core = self._counts(node.cpus_per_core for node in self.nodes)
         self.last_busy_s = self._counts(int(node.last_busy_s or 0) for node in self.nodes)
+        self._tmp_disk_mb = self._counts(node.tmp_disk_mb for node in self.nodes)
         self._layout = tuple(self._counts(node.layout[place] for node in self.nodes) for place in range(3))
         self._has_threads = bool((self.cpus_per_core > 1).any())
         self._places = {node.name: place for place, node in enumerate(self.nodes)}
@@ -294,8 +295,8 @@ class NodeTable:
         return cpus, np.maximum(memory_mb, self.memory_mb) if shape.all_memory else memory_mb
 
     def laid_out(self, shape: Shape) -> Mask:
-        """The nodes with as many sockets, cores and threads as a shape names."""
-        mask = np.ones(len(self.nodes), dtype=np.bool_)
+        """The nodes with as many sockets, cores and threads, and as much disk, as a shape names."""
+        mask = self._tmp_disk_mb >= shape.tmp_disk_mb
         for wanted, had in zip(shape.layout, self._layout, strict=True):
             if wanted > 1:
                 mask = mask & ((had >= wanted) | (had == 0))

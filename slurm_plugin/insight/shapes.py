@@ -43,6 +43,7 @@ class Shape:
         layout: see `Job`.
         cores: of its own, whatever number of CPUs each is.
         min_cpus: that the node must have free, whether they are given to the job or not.
+        tmp_disk_mb: that the node has, whoever uses it.
         unit: of what Slurm gives nothing but whole ones: `CPU`, `core`, `socket` or `node`.
     """
 
@@ -65,6 +66,7 @@ class Shape:
     cores: int = 0
     min_cpus: int = 0
     unit: str = "core"
+    tmp_disk_mb: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def request_of(job: Job) -> Hashable:
         job.gpus_requested, job.required_nodes, job.features, job.excluded_nodes, job.is_contiguous, job.num_switches,
         job.short_licenses, job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
         job.likely_nodes, job.max_nodes, job.cpus_per_task, job.memory_per_cpu_mb, job.min_cpus_per_node,
-        job.layout, job.tasks_per_core, job.memory_per_gpu_mb, job.all_memory,
+        job.layout, job.tasks_per_core, job.memory_per_gpu_mb, job.all_memory, job.tmp_disk_mb,
     )  # fmt: skip
 
 
@@ -241,6 +243,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
         # As many as whole tasks have, from 24.11 on.
         min_cpus=_share(job.min_cpus_per_node, max(1, job.cpus_per_task)) * job.cpus_per_task if job.is_pending else 0,
         unit=hardware.unit,
+        tmp_disk_mb=job.tmp_disk_mb if job.is_pending else 0,
     )
 
 
@@ -248,12 +251,14 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
     """What a pending job needs however Slurm spreads it: lower bounds, each by itself.
 
     A node that has less than `MinCPUsNode`, `MinMemoryNode` or the GRES of a node is none for Slurm (node_scheduler.c);
-    each of its nodes has a task at least, as long as it has no more nodes than tasks.
+    each of its nodes has a task at least, as long as it has no more nodes than tasks. Of what a job asks for as a
+    whole (`--gpus`) each has one at least: where too few have any, sbatch refuses it (seen on 22.05, 24.11 and 26.05).
     """
     shape = shape_of(job, hardware)
     has_tasks = job.num_tasks >= max(1, job.num_nodes)
     per_task = job.gres_per_task if has_tasks else ()
     of_node = _by_type(job.gres_per_node) | _by_type(per_task) | _by_type(job.gres_per_socket)
+    of_node |= Counter((name, "") for name in {gres.name for gres in job.gres_per_job if gres.count})
     is_whole = has_tasks and _tasks_are_whole(job)
     cpus = job.cpus_per_task if is_whole else 1
     gpus, per_cpu_mb = min(of_node["gpu", ""], job.count("gpu")), job.memory_per_cpu_mb or 0

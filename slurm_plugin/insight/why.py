@@ -683,7 +683,8 @@ def _lack_together(kind: str, least: Least, shape: Shape) -> Blocker:
 def _asks(shape: Shape) -> str:
     typed = f" {shape.gpu_type}" if shape.gpu_type else ""
     parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
-    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
+    disk = [f"{shape.tmp_disk_mb:,} MB of disk (--tmp)"] if shape.tmp_disk_mb else []
+    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB", *disk])
 
 
 def _all_of(least: Least) -> str:

@@ -203,3 +203,25 @@ def test_which_nodes_jobs_ask_for_on_slurm(devcluster: Any, wait_until: Callable
         for name in ("cpu0", "cpu2"):
             devcluster.run(["scontrol", "update", f"NodeName={name}", "AvailableFeatures=", "ActiveFeatures="])
     wait_until(lambda: not slurm.snapshot().jobs, 60)
+
+
+def test_each_node_of_a_job_with_gpus_has_one_of_them() -> None:
+    """Divided unevenly there is room, and it waits for its turn: the nodes without GPUs are no part of that room."""
+    job = pending(2, gres_per_job=(Gres("gpu", "", 6),), num_tasks=2)
+    nodes = (node("a", gpus=4), node("b", gpus=2), node("c"), node("d"))
+    assert explain(job, *nodes).fits_on == ("a", "b")
+    assert kinds(explain(replace(job, num_nodes=3), *nodes)) == ["size"]
+    shards = pending(2, gres_per_job=(Gres("shard", "", 6),), num_tasks=2)
+    assert kinds(explain(shards, *nodes)) == ["size"]
+
+
+def test_disk_that_a_job_asks_for_is_of_the_node_whoever_uses_it() -> None:
+    job = pending(tmp_disk_mb=1000)
+    small, large = replace(node("a"), tmp_disk_mb=999), replace(node("b"), tmp_disk_mb=1000)
+    assert explain(job, node("n"), small, large).fits_on == ("b",)
+    found = explain(job, node("n"), small)
+    assert (found.fits_on, kinds(found)) == ((), ["size"])
+    assert found.blockers[0].text == (
+        "it needs 1 node(s) with 1 CPU(s), 0 MB, 1,000 MB of disk (--tmp); 0 of 2 that it may use have that at all"
+    )
+    assert kinds(explain(job, small, replace(large, states=frozenset({"DOWN"})))) == ["nodes"]

@@ -29,8 +29,8 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
     "Partition", "State", "Reason", "NumNodes", "MaxNodes", "NumCPUs", "MinCPUs", "MinTmpDisk", "SCT", "NTPerCore",
-    "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job", "tres-per-socket",
-    "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
+    "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job",
+    "tres-per-socket", "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
     "LastSchedEval", "MCSLabel", "Name", "WorkDir", "Comment",

@@ -365,8 +365,8 @@ class CheckpointDirectory:
             with Directory.open(self.path) as root, root.enter(generation.directory_name) as place:
                 manifests = self._manifests(place, generation)
                 with contextlib.suppress(FileNotFoundError):
-                    told = place.read(DAMAGED, MAX_REASON_BYTES).decode(errors="replace")
-                    problem = shortened(printable(told), MAX_DAMAGE)
+                    problem = place.read(DAMAGED, MAX_REASON_BYTES).decode(errors="replace")
+                    problem = shortened(printable(problem), MAX_DAMAGE)
         except FileNotFoundError:
             return None
         except HetstreamError as error:

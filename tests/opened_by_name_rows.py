@@ -117,7 +117,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/hook/path/sitecustomize.py": "_install_command*2 _run_hidden",
         "mpi_dataworkers/interpreter.py": "take_hash_seed",
         "slurm_plugin/cli/gpu_run.py": "run",
-        "slurm_plugin/client/run.py": "become run_slurm",
+        "slurm_plugin/client/run.py": "_run become",
         "slurm_plugin/devcluster/apt.py": "run_quietly",
         "slurm_plugin/devcluster/namespaces.py": "_ip",
         "slurm_plugin/install/doctor_gpus.py": "read_gpus",

@@ -130,7 +130,7 @@ def from_sacct(
             *([f"--clusters={cluster}"] if cluster else []),
         ]  # fmt: skip
         left_s = deadline_s - clock()
-        hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"
+        hint = "Check whether slurmdbd answers: sacctmgr show cluster. Of a long window ask for less: --start=now-1day"
         if left_s <= 0:
             what = f"the days before {local_time(begin_s)} took {_ALL_S:g} s"
             raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", what, hint)

@@ -1,14 +1,17 @@
 """Run Slurm's commands. Called by everything in `slurm_plugin` that talks to Slurm; the only place that starts them.
 
-It never parses what a command prints, never retries, and never goes through a shell.
+It never parses what a command prints, never retries, and never goes through a shell. Of a command that does not answer
+it logs a line now and then.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -18,6 +21,10 @@ from hetstream.hetjob.errors import SlurmCommandError
 # slurmctld answers within milliseconds; a client gives up on a silent one after its own MessageTimeout (10 s) and
 # retries, so a minute means that something is broken for good.
 DEFAULT_TIMEOUT_S = 60.0
+
+# sacct asks a slurmdbd that is gone for 40 seconds: whoever waits is told so.
+_QUIET_S = 10.0
+logger = logging.getLogger(__name__)
 
 # What a shell reports for the same failures, so that callers can compare exit codes.
 EXIT_TIMED_OUT = 124
@@ -62,16 +69,7 @@ def run_slurm(
         SlurmCommandError: it exited with anything but 0, is not installed, or took longer than `timeout_s`.
     """
     try:
-        done = subprocess.run(
-            list(argv),
-            env=env,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            cwd=cwd,
-        )
+        done = _run(argv, env, stdin, timeout_s, cwd)
     except subprocess.TimeoutExpired as exc:
         raise SlurmCommandError(
             argv, EXIT_TIMED_OUT, _text(exc.stdout), f"no answer within {timeout_s:g} s", hint or "Check: scontrol ping"
@@ -81,6 +79,31 @@ def run_slurm(
     if done.returncode != 0:
         raise SlurmCommandError(argv, done.returncode, done.stdout, done.stderr, hint)
     return CompletedCommand(tuple(argv), done.stdout, done.stderr)
+
+
+def _run(
+    argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, timeout_s: float, cwd: str | None
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, with a line about each further time in which nothing came."""
+    began_s, piped = time.monotonic(), subprocess.PIPE
+    with subprocess.Popen(
+        list(argv), env=env, stdin=piped, stdout=piped, stderr=piped, text=True, errors="replace", cwd=cwd
+    ) as process:
+        data: str | None = stdin
+        while True:
+            waited_s = time.monotonic() - began_s
+            try:
+                stdout, stderr = process.communicate(data, timeout=max(0.0, min(_QUIET_S, timeout_s - waited_s)))
+                return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
+            except subprocess.TimeoutExpired:
+                waited_s, data = time.monotonic() - began_s, None
+                if waited_s >= timeout_s:
+                    process.kill()
+                    raise
+                logger.info("%s has not answered for %.0f s; it is given %g s", argv[0], waited_s, timeout_s)
+            except BaseException:
+                process.kill()
+                raise
 
 
 def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client import run
 from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, EXIT_TIMED_OUT, run_slurm
 
 
@@ -61,3 +63,19 @@ def test_become_gives_back_the_signals_that_python_ignores() -> None:
 
 def test_become_that_cannot_is_an_error() -> None:
     assert "SlurmCommandError: no-such-program exited with 127" in become("no-such-program").stderr
+
+
+def test_who_waits_long_for_a_command_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "_QUIET_S", 0.2)
+    caplog.set_level(logging.INFO)
+    assert run_slurm(["sh", "-c", "cat; sleep 0.9; echo done"], stdin="script", timeout_s=60).stdout == "scriptdone\n"
+    assert caplog.messages[0].startswith("sh has not answered for 0 s; it is given 60 s")
+    assert 2 <= len(caplog.messages) <= 5
+
+
+def test_a_command_that_answers_soon_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    run_slurm(["true"])
+    assert caplog.messages == []

@@ -39,7 +39,7 @@ BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream r
 # Folders of peers' files: those that are given, and those that suite_files.py collects.
 PEERS = (ROOT.parent / "shared" / "peers", BUILD / "peers")
 _PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch", "torch-geometric")
-_PACKAGES += ("lightning", "monai", "timm")
+_PACKAGES += ("datasets", "lightning", "monai", "timm")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
@@ -49,7 +49,7 @@ _FEW_STEPS = 100
 _SUMMARY = "summary.json"
 _PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".")
 _BEGIN, _END = "<!-- written by tests/peers/suites.py -->", "<!-- end -->"
-_IMPORT = re.compile(r"^( *)from torchdata\.stateful_dataloader import (.*\bStatefulDataLoader\b.*)$", re.MULTILINE)
+_STATEFUL, _TORCH = "torchdata.stateful_dataloader.StatefulDataLoader", "torch.utils.data.DataLoader"
 
 Outcomes = dict[str, str]  # of the tests of one file: passed, failed or skipped, by their names
 
@@ -62,11 +62,13 @@ class Suite:
         name: on the command line, and of its file of expectations.
         title: in documents.
         files: below the folder of peers; or modules, which are run as scripts.
-        loader: what takes the place of torchdata's StatefulDataLoader, as `module.Class`; "" to leave it.
+        loader: what takes the place of the loaders in `replaced`, as `module.Class`; "" to leave them.
         data_workers: under `hetstream run` with so many; None without.
         plain: the suite without hetstream that this one is compared with.
         is_in_process: its loaders have num_workers=0: they stay local unless the user asks otherwise.
         tests: patterns of names; other tests of its files make no loader, and are no part of it.
+        replaced: classes of loaders, as `module.Class`.
+        stays_local: why data workers make none of its steps; "" where they shall.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Suite:
     plain: str = ""
     is_in_process: bool = False
     tests: tuple[str, ...] = ("*",)
+    replaced: tuple[str, ...] = (_STATEFUL,)
+    stays_local: str = ""
 
     @property
     def is_scripts(self) -> bool:
@@ -105,7 +109,6 @@ _TORCHDATA = tuple(f"torchdata/test_{name}.py" for name in ("dataloader", "state
 _SCRIPTS = tuple(
     f"accelerate.test_utils.scripts.{name}" for name in ("test_script", "test_distributed_data_loop", "test_sync")
 )
-_TORCH = "torch.utils.data.DataLoader"
 
 
 def _files(pattern: str, names: str) -> tuple[str, ...]:
@@ -133,6 +136,9 @@ _LIGHTNING_DATA = _files(
 _MONAI_DATA = _files("MONAI/tests/data/{}.py", "test_arraydataset test_dataloader")
 _MONAI_INVERSE = _files("MONAI/tests/{}.py", "integration/test_pad_collation data/utils/test_decollate")
 _TIMM = _files("pytorch-image-models/tests/{}.py", "test_scheduled_sampler")
+_HF = _files("datasets/tests/{}.py", "test_arrow_dataset test_distributed test_iterable_dataset")
+_HF_TESTS = ("*dataloader*", "*distributed_run*", "*worker*", "*is_torch*", "test_interleave_dataset_with_sharding*")
+_HF_TESTS += ("*with_format_torch", "*deterministic_across_iterations")
 SUITES = {
     suite.name: suite
     for suite in (
@@ -151,6 +157,26 @@ SUITES = {
         *_with_hook("timm", "timm's tests with a loader", _TIMM, "*loader*"),
         *_with_hook("pyg", "PyTorch Geometric's tests with a loader", _PYG, "*loader*", "*sampler*"),
         *_with_hook("skorch", "skorch's test_dataset.py", ("skorch/skorch/tests/test_dataset.py",)),
+        Suite("datasets", "Hugging Face datasets' tests with a loader", _HF, tests=_HF_TESTS),
+        Suite(
+            "datasets-hook",
+            "the same under the hook",
+            _HF,
+            data_workers=2,
+            plain="datasets",
+            tests=_HF_TESTS,
+            stays_local="its loaders have an IterableDataset or num_workers=0, and stay local",
+        ),
+        Suite(
+            "datasets-own",
+            "its streams on hetstream's DataLoader with data workers",
+            _HF[2:],
+            "hetstream.DataLoader",
+            2,
+            "datasets",
+            tests=_HF_TESTS,
+            replaced=(_STATEFUL, _TORCH),
+        ),
     )
 }
 
@@ -170,7 +196,12 @@ _REPLACED = {
     "pytorch-lightning/tests/tests_pytorch/conftest.py": (
         ('thread.name == "fsspecIO"', 'thread.name in ("fsspecIO", "hetstream-loader")'),
         ("thread.join(timeout=20)", "thread.join(timeout=0.1)"),
-    )
+    ),
+    # asyncio.wait() takes no coroutines since Python 3.11.
+    "datasets/tests/utils.py": (
+        ("await asyncio.wait(\n        [", "await asyncio.gather(\n        *["),
+        ("        timeout=timeout,\n    )\n    return _RunOutput", "    )\n    return _RunOutput"),
+    ),
 }
 
 # accelerate joins inputs of unequal length on GPUs only; without, these functions wait for the other rank for ever.
@@ -184,21 +215,23 @@ script.main()
 """
 
 
-def adapt(source: str, loader: str) -> str:
-    """A test file with another loader in the place of StatefulDataLoader, also in the programs that it has as text."""
+def adapt(source: str, loader: str, instead_of: str = _STATEFUL) -> str:
+    """A test file with a loader in the place of another one, also in the programs that it has as text."""
     module, _, kind = loader.rpartition(".")
+    other_module, _, other_kind = instead_of.rpartition(".")
+    imported = re.compile(rf"^( *)from {re.escape(other_module)} import (.*\b{other_kind}\b.*)$", re.MULTILINE)
 
     def replaced(match: re.Match[str]) -> str:
         indent, names = match[1], [name.strip() for name in match[2].split(",")]
-        ours = next(name for name in names if name.startswith("StatefulDataLoader"))
+        ours = next(name for name in names if name.split(" ")[0] == other_kind)
         others = [name for name in names if name != ours]
-        alias = ours.partition(" as ")[2] or "StatefulDataLoader"
+        alias = ours.partition(" as ")[2] or other_kind
         lines = [f"{indent}from {module} import {kind} as {alias}"]
         if others:
-            lines.append(f"{indent}from torchdata.stateful_dataloader import {', '.join(others)}")
+            lines.append(f"{indent}from {other_module} import {', '.join(others)}")
         return "\n".join(lines)
 
-    return _IMPORT.sub(replaced, source)
+    return imported.sub(replaced, source)
 
 
 def home(file: str, peers: Sequence[Path]) -> Path | None:
@@ -259,8 +292,8 @@ def _run_file(
     peer, _, name = file.partition("/")
     # All of the peer's: what a test imports beside it, and conftest.py.
     shutil.copytree(peers / peer, directory, dirs_exist_ok=True)
-    if suite.loader:
-        (directory / name).write_text(adapt((directory / name).read_text(), suite.loader))
+    for replaced in suite.replaced if suite.loader else ():
+        (directory / name).write_text(adapt((directory / name).read_text(), suite.loader, replaced))
     for changed, pairs in _REPLACED.items():
         if changed.startswith(f"{peer}/"):
             text = (directory / changed.removeprefix(f"{peer}/")).read_text()
@@ -361,7 +394,7 @@ def _keep(suite: Suite, name: str, directory: Path, done: subprocess.CompletedPr
 
 
 def streamed_steps(suite: Suite, file: str) -> int:
-    """How many steps data workers made when a file ran under the hook."""
+    """How many steps data workers made when a file ran with them."""
     summary = BUILD / f"peers-{suite.name}-{file.rpartition('.')[2] if suite.is_scripts else Path(file).stem}.json"
     loaders = json.loads(summary.read_text())["loaders"] if summary.exists() else []
     return sum(loader["steps"] - loader["local_steps"] for loader in loaders)
@@ -400,9 +433,12 @@ def check(suite: Suite, peers: Sequence[Path]) -> list[str]:
 
 
 def not_streamed(suite: Suite, files: Iterable[str]) -> list[str]:
-    """Files that ran under the hook and had no use of it, in words."""
-    hollow = [] if suite.data_workers is None else [file for file in files if streamed_steps(suite, file) == 0]
-    return [f"{suite.name}: {file}: data workers made no step" for file in hollow]
+    """Files that ran under the hook and had no use of it, in words; or had, against what is said of them."""
+    made = {} if suite.data_workers is None else {file: streamed_steps(suite, file) for file in files}
+    if suite.stays_local:
+        steps = [f"{suite.name}: {file}: data workers made {number} steps" for file, number in made.items() if number]
+        return [f"{step}, though {suite.stays_local}" for step in steps]
+    return [f"{suite.name}: {file}: data workers made no step" for file, steps in made.items() if not steps]
 
 
 def worse_than_plain(suite: Suite) -> list[str]:
@@ -482,7 +518,11 @@ def tables() -> str:
     runs = recorded()
     for name in (suite.name for suite in known if suite.name in runs):
         number = sum(runs[name].get("streamed_steps", {}).values())
-        steps = "" if number == 0 else str(number) if number >= _FEW_STEPS else f"{number}, hollow"
+        steps = str(number) if number >= _FEW_STEPS else f"{number}, hollow"
+        if SUITES[name].stays_local:
+            steps = f"{number}, hollow: {SUITES[name].stays_local}"
+        elif SUITES[name].data_workers is None:
+            steps = ""
         lines.append(f"| {name} | {runs[name]['date']} | {steps} | {runs[name]['versions']} |")
     for suite in known:
         named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]

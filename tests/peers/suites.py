@@ -133,6 +133,9 @@ _LIGHTNING_DATA = _files(
     "trainer/test_dataloaders trainer/connectors/test_data_connector trainer/flags/test_overfit_batches"
     " utilities/test_combined_loader",
 )
+_LIGHTNING_SEED = _files(
+    "pytorch-lightning/tests/{}.py", "tests_fabric/utilities/test_seed tests_pytorch/utilities/test_seed"
+)
 _MONAI_DATA = _files("MONAI/tests/data/{}.py", "test_arraydataset test_dataloader")
 _MONAI_INVERSE = _files("MONAI/tests/{}.py", "integration/test_pad_collation data/utils/test_decollate")
 _TIMM = _files("pytorch-image-models/tests/{}.py", "test_scheduled_sampler")
@@ -152,6 +155,18 @@ SUITES = {
         *_with_hook("ignite", "ignite's test_deterministic.py", ("ignite/tests/ignite/engine/test_deterministic.py",)),
         *_with_hook("lightning-loops", "Lightning's tests of loops", _LIGHTNING_LOOPS),
         *_with_hook("lightning-data", "Lightning's tests of loaders and their connector", _LIGHTNING_DATA),
+        *_with_hook(
+            "lightning-restart", "Lightning's tests of restarts", _files(_LIGHTNING, "utilities/test_auto_restart")
+        ),
+        Suite("lightning-seed", "Lightning's tests of seeds", _LIGHTNING_SEED),
+        Suite(
+            "lightning-seed-hook",
+            "the same under the hook",
+            _LIGHTNING_SEED,
+            data_workers=2,
+            plain="lightning-seed",
+            stays_local="its tests make no loader",
+        ),
         *_with_hook("monai-data", "MONAI's test_arraydataset.py and test_dataloader.py", _MONAI_DATA),
         *_with_hook("monai-inverse", "MONAI's tests of padded batches and inverse transforms", _MONAI_INVERSE),
         *_with_hook("timm", "timm's tests with a loader", _TIMM, "*loader*"),
@@ -180,6 +195,19 @@ SUITES = {
     )
 }
 
+# As the conftest.py of Lightning's Fabric does; that one imports much more.
+_RESTORED_ENVIRONMENT = """\
+import os
+import pytest
+
+@pytest.fixture(autouse=True)
+def restored_environment():
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+"""
+
 # SpeechBrain's package asks for these when it is imported, and its tests of loaders for the fixture `device`.
 # Its loaders use no audio, and torchaudio has no build for every torch.
 _STANDINS = {
@@ -187,6 +215,7 @@ _STANDINS = {
         "torchaudio.py": '__version__ = "2.11.0"\n',
         "conftest.py": 'import pytest\n\n\n@pytest.fixture\ndef device():\n    return "cpu"\n',
     },
+    "pytorch-lightning": {"tests/tests_fabric/conftest.py": _RESTORED_ENVIRONMENT},
     "pytorch-image-models": {"torchvision/__init__.py": (HERE / "programs" / "torchvision.py").read_text()},
 }
 
@@ -316,7 +345,8 @@ def _run_file(
             raise SystemExit(f"{suite.name}: {file} did not run to its end:\n{done.stdout[-4000:]}")
         ran = read_report(report.read_text(), name)
         outcomes |= {test: ran.get(test, "failed") for test in wanted}
-        _keep(suite, Path(name).stem, directory, done)
+        # What is run again by itself leaves the log and the steps of the whole run.
+        _keep(suite, Path(name).stem + "-again" * bool(only), directory, done)
     return outcomes
 
 

@@ -221,7 +221,7 @@ def test_sacct_is_asked_day_by_day_and_not_for_ever(tmp_path: Path) -> None:
     ]
     assert all("--clusters=here" in call for call in (tmp_path / "calls").read_text().splitlines())
     clock = iter([0.0, 1.0, 700.0])
-    with pytest.raises(SlurmCommandError, match="Ask for less"):
+    with pytest.raises(SlurmCommandError, match="ask for less"):
         from_sacct(environ, "here", start_s, start_s + 86400 * 30, lambda: next(clock))
 
 

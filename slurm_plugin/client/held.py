@@ -149,21 +149,42 @@ def spread_in_question(
     )  # fmt: skip
 
 
-def with_shares(jobs: Iterable[Job], asked: Collection[int], text: str) -> tuple[Job, ...]:
+def parts_of_cores_in_question(jobs: Iterable[Job], nodes: Iterable[Node], config: Mapping[str, str]) -> frozenset[int]:
+    """Numbers of the running jobs that may hold more CPUs than they have.
+
+    With CR_CPU a job has as many as it asked for, and no other job is given what is left of its cores: the node counts
+    all threads of those as in use (seen on 22.05, 24.11 and 26.05). With CR_Core the job itself has them.
+    """
+    if "CR_CPU" not in config.get("SelectTypeParameters", "").upper():
+        return frozenset()
+    threaded = {node.name for node in nodes if node.cpus_per_core > 1}
+    return frozenset(job.job_id for job in jobs if job.holds_resources and not threaded.isdisjoint(job.nodes))
+
+
+def with_shares(
+    jobs: Iterable[Job], asked: Collection[int], text: str, parts_of_cores: Collection[int] = ()
+) -> tuple[Job, ...]:
     """The jobs, those that were asked about with what they hold on each node, where nothing leaves that in doubt.
 
     Args:
         jobs: all.
         asked: numbers of those in question.
         text: the records of `scontrol --details --oneliner show job`.
+        parts_of_cores: see `parts_of_cores_in_question`: of those that are asked about, too.
     """
     records = records_of_jobs(text) if asked else {}
-    return tuple(
-        replace(job, shares=_shares(job, records.get(job.job_id, []))) if job.job_id in asked else job for job in jobs
-    )
+    found = []
+    for job in jobs:
+        if job.job_id in asked:
+            is_whole = job.job_id in parts_of_cores
+            shares = _shares(job, records.get(job.job_id, []), is_whole)
+            held = sum(share.cpus for share in shares) / job.num_cpus if shares and is_whole else job.cpu_share
+            job = replace(job, shares=shares or job.shares, cpu_share=held)
+        found.append(job)
+    return tuple(found)
 
 
-def _shares(job: Job, records: Sequence[str]) -> tuple[NodeShare, ...]:
+def _shares(job: Job, records: Sequence[str], is_whole: bool) -> tuple[NodeShare, ...]:
     groups = _GROUP.findall(records[0]) if len(records) == 1 else []
     shown: list[tuple[str, int, int, str]] = []
     for names, ids, memory_mb, gres in groups:
@@ -174,7 +195,7 @@ def _shares(job: Job, records: Sequence[str]) -> tuple[NodeShare, ...]:
     if sorted(name for name, *_ in shown) != sorted(job.nodes):
         return ()
     # All threads of a core are shown, whether they are CPUs or not.
-    threads = sum(num for _, num, *_ in shown) / job.num_cpus
+    threads = 1 if is_whole else sum(num for _, num, *_ in shown) / job.num_cpus
     try:
         return tuple(
             NodeShare(name, round(num / threads), memory_mb, parse_gres(gres)) for name, num, memory_mb, gres in shown

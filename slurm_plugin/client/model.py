@@ -111,7 +111,8 @@ class Job:
         max_nodes: the most that it may get; None where nothing says so, as there may be none.
         num_cpus: on all nodes together.
         cpu_share: which share of its CPUs counts as its own, where several jobs are given the same ones
-            (OverSubscribe=FORCE:N, YES:N): together they hold what their nodes say is in use.
+            (OverSubscribe=FORCE:N, YES:N): together they hold what their nodes say is in use. Above 1 where it keeps
+            others from threads of its cores that it does not have (CR_CPU).
         min_cpus_per_node: on each node at least, such as `--mincpus`.
         layout: sockets of a node, cores of a socket and threads of a core that it asks for, each 0 if any will do. One
             thread of a core (`--hint=nomultithread`) is also the most that it uses.

@@ -14,7 +14,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from hetstream.base.errors import HetstreamError
@@ -26,6 +26,7 @@ from hetstream.slurm_plugin.client.held import (
     held_in_shares,
     in_question,
     parse_held,
+    parts_of_cores_in_question,
     spread_in_question,
     with_closed_partitions,
     with_gpu_shares,
@@ -101,7 +102,7 @@ class CommandReader:
         reservations, partitions = with_members(self._reservations(), jobs), self._partitions()
         # It decides figures of nodes, and of their records scontrol then shows none.
         asked = frozenset() if without_nodes else spread_in_question(jobs, nodes, partitions, reservations)
-        jobs = self._with_shares(jobs, asked, records)
+        jobs = self._with_shares(jobs, asked, parts_of_cores_in_question(jobs, nodes, config), records)
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
         return Snapshot(
@@ -154,11 +155,12 @@ class CommandReader:
         return with_short_licenses(jobs, parse_licenses(self._run("scontrol", "--oneliner", "show", "licenses")))
 
     def _with_shares(
-        self, jobs: tuple[Job, ...], asked: Collection[int], records: Callable[[], str]
+        self, jobs: tuple[Job, ...], asked: frozenset[int], parts_of_cores: frozenset[int], records: Callable[[], str]
     ) -> tuple[Job, ...]:
         """The jobs, those that were asked about with what they hold on each node."""
+        asked |= parts_of_cores
         try:
-            return with_shares(jobs, asked, records() if asked else "")
+            return with_shares(jobs, asked, records() if asked else "", parts_of_cores)
         except SlurmCommandError as exc:  # they count as if they were spread evenly
             logger.warning("what %d job(s) hold on each of their nodes is not known: %s", len(asked), exc)
             return jobs

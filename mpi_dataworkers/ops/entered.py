@@ -89,18 +89,16 @@ class EnteredPipeline:
         # What user code was shown last: to look it up for each step would cost more than a small sample.
         self._shown: _Part | None = None
         self._shown_for: tuple[_Processes, int] | None = None
+        # The processes of the pass that was asked for last.
+        self._pass: tuple[PassSeeds | None, _Processes] = None, ()
 
-    def is_new(self, seeds: PassSeeds, step: int) -> bool:
-        """Whether `enter` would run user code."""
-        processes, worker_id = self._part_of(seeds, step)
-        return worker_id not in self._parts.get(processes, ())
-
-    def enter(self, seeds: PassSeeds, step: int) -> Pipeline:
+    def enter(self, seeds: PassSeeds, step: int, begins: Callable[[], None] | None = None) -> Pipeline:
         """Let user code see its part; what `worker_init_fn` raises passes through.
 
         Args:
             seeds: of the pass.
             step: that is to be made.
+            begins: called before a new part, as its `worker_init_fn` is user code.
 
         Returns:
             The pipeline to run now.
@@ -114,6 +112,8 @@ class EnteredPipeline:
             while len(self._parts) > _MOST_PASSES:
                 self._parts.popitem(last=False)
             if worker_id not in parts:
+                if begins is not None:
+                    begins()
                 parts[worker_id] = self._begin(seeds, worker_id)
             else:
                 self._attributes.enter(parts[worker_id])
@@ -141,9 +141,9 @@ class EnteredPipeline:
     def _part_of(self, seeds: PassSeeds, step: int) -> tuple[_Processes, int]:
         """Which of torch's worker processes, and the id of the one that makes the step."""
         workers = seeds.workers
-        if workers is None:
-            return (seeds.seed,), self._number % self._loaded.num_workers
-        return (workers.base_seed, *workers.generators), step % self._loaded.num_workers
+        if self._pass[0] is not seeds:
+            self._pass = seeds, (seeds.seed,) if workers is None else (workers.base_seed, *workers.generators)
+        return self._pass[1], (self._number if workers is None else step) % self._loaded.num_workers
 
     def _begin(self, seeds: PassSeeds, worker_id: int) -> _Part:
         workers = seeds.workers

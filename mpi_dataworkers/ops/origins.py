@@ -37,10 +37,16 @@ class PassSeeds:
     epoch: int
     workers: WorkerSeeds | None = None
 
-    def of_step(self, indices: Indices, listed_step: int | None = None) -> SampleSeeds:
-        """Seeds of a step's samples; see `SampleSeeds`. Those of torch's worker processes go with `Origins`."""
+    def of_step(self, indices: Indices, listed_step: int | None = None, epoch: int | None = None) -> SampleSeeds:
+        """Seeds of a step's samples; see `SampleSeeds`. Those of torch's worker processes go with `Origins`.
+
+        Args:
+            indices: of the step.
+            listed_step: the step, in a listed order.
+            epoch: of the step, where the pass goes on with later ones.
+        """
         if self.workers is None:
-            return SampleSeeds(indices, self.seed, self.epoch, listed_step)
+            return SampleSeeds(indices, self.seed, self.epoch if epoch is None else epoch, listed_step)
         return SampleSeeds(indices, 0, self.workers.passes_before, listed_step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
-from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease
+from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease, SessionSpec
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, wish
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
@@ -74,11 +75,19 @@ class Pipelines:
         self._prepared = ""
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._entered: EnteredPipeline | None = None  # the last one
+        self._user_code_begins = functools.partial(page.at_sample, -1)
+        self._seeds: tuple[SessionSpec | None, PassSeeds] = None, PassSeeds(0, 0)  # of the session that was asked last
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._in_use: dict[str, PickledPipeline] = {}  # siblings find them while they are held
         # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
         self._asked_bytes = loaded.kept_bytes
+
+    def seeds_of(self, session: SessionSpec) -> PassSeeds:
+        """What the random numbers of a session follow from."""
+        if self._seeds[0] is not session:
+            self._seeds = session, PassSeeds(session.seed, session.epoch, session.worker_seeds)
+        return self._seeds[1]
 
     def enter(self, lease: GrantLease, step: int) -> Pipeline:
         """Let user code see its part for a step of a lease.
@@ -113,16 +122,13 @@ class Pipelines:
                 self._forget(next(iter(self._pipelines)))
         entered = self._pipelines[pipeline_id]
         if isinstance(entered, EnteredPipeline):
-            session = lease.session
-            seeds = PassSeeds(session.seed, session.epoch, session.worker_seeds)
-            if entered.is_new(seeds, step):
-                self._page.at_sample(-1)
             try:
                 if begins:
+                    self._user_code_begins()
                     self._prepare_fork(lease)
                 self._loaded.enter(self._in_use[pipeline_id])
                 self._entered = entered
-                return entered.enter(seeds, step)
+                return entered.enter(self.seeds_of(lease.session), step, self._user_code_begins)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[pipeline_id] = error
                 self._failed_at[pipeline_id] = time.monotonic()

@@ -14,7 +14,6 @@ import msgspec
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.forks import ForksEndHere
 from hetstream.mpi_dataworkers.ops.iterable import Shard
-from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -187,7 +186,7 @@ class StepMaker:
         epoch, epoch_step, _ = place_of(lease, step)
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
         listed_step = None if isinstance(session.order, PlannedOrder) else step
-        seeds = PassSeeds(session.seed, epoch, session.worker_seeds).of_step(indices, listed_step)
+        seeds = self._pipelines.seeds_of(session).of_step(indices, listed_step, epoch)
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
         left_out = lease.left_out.get(step, [])
         if len(kept) == 0:

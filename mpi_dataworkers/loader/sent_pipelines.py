@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
 )
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, Stages, same_stages
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
 
@@ -194,7 +194,7 @@ class SentPipelines:
             HandoverFailed: their file cannot be read.
         """
         contents = sent.message.contents
-        room = memoryview(bytearray(places_of(contents.sizes)[-1]))
+        room = aligned(places_of(contents.sizes)[-1]).data
         read_into(room, contents, self._directory)
         return buffers_in(room, contents)[int(contents.with_blob) :]
 

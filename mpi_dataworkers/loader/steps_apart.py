@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader.user_errors import rebuild_error
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Watched, describe_failure, use_one_thread
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
-from hetstream.mpi_dataworkers.wire.codec import fuse, in_one_piece, split
+from hetstream.mpi_dataworkers.wire.codec import aligned, fuse, in_one_piece, split
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ErrorPolicy, Failure
 
 # Of what is left, the part that the child may take: the trainer goes on meanwhile.
@@ -157,9 +157,9 @@ class StepsApart:
             if answer is None or isinstance(answer, Failure):
                 return answer
             made, snapshot, spec, places, sizes = answer
-            frames = [bytearray(size) for size in sizes]
+            frames = [aligned(size).data for size in sizes]
             for frame in frames:
-                if frame:
+                if frame.nbytes:
                     channel.recv_bytes_into(frame)
         except OSError as error:
             raise EOFError from error

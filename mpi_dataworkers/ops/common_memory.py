@@ -18,6 +18,7 @@ import torch
 import torch._utils
 
 from hetstream.mpi_dataworkers.ops.structure import refuse_inner
+from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES
 
 # Where a tensor of the batch is found among what was sent: the number of an earlier tensor of the batch, if it is that
 # very object; [number of a memory], if that is the tensor; or [number, dtype, offset in bytes, shape, strides, whether
@@ -51,6 +52,12 @@ def have_common_memory(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) ->
     starts.sort()
     ends.sort()
     return any(map(operator.gt, ends, starts[1:]))
+
+
+def are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors start where a tensor of their own would: so they come, and in no other place of a cache line
+    than behind torch's worker processes, whose storages begin on pages."""
+    return not any(tensor.storage_offset() * tensor.element_size() % ALIGN_BYTES for tensor in tensors)
 
 
 @dataclass
@@ -143,7 +150,7 @@ def _is_in_order(view: _View) -> bool:
     tensor = view.tensor
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return False
-    return view.strides == strides_in_order(tensor.shape)
+    return view.strides == strides_in_order(tensor.shape) and (not view.num_bytes or are_aligned([tensor]))
 
 
 def strides_in_order(shape: Sequence[int]) -> tuple[int, ...]:
@@ -179,10 +186,11 @@ def _send_memory(group: Sequence[_View], is_storage: bool, gathered: Gathered) -
         return
     first, begin = group[0].tensor, group[0].start
     is_one_type = all(view.tensor.dtype is first.dtype for view in group)
-    if not is_one_type:  # from an address that fits all types
-        begin -= (begin - first.untyped_storage().data_ptr()) % max(_CARRIERS)
-    length = max(view.stop for view in group) - begin
-    memory = _window(first, begin, length, is_one_type) if length <= needed + max(_CARRIERS) else None
+    stop = max(view.stop for view in group)
+    has_no_gaps = stop - begin <= needed + max(_CARRIERS)
+    begin -= (begin - first.untyped_storage().data_ptr()) % ALIGN_BYTES
+    length = stop - begin
+    memory = _window(first, begin, length, is_one_type) if has_no_gaps else None
     offsets = [view.start - begin for view in group]
     fits = not any(offset % view.tensor.element_size() for offset, view in zip(offsets, group, strict=True))
     if fits and memory is not None and not is_storage:

@@ -14,7 +14,7 @@ from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpi
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
 
 
@@ -47,7 +47,7 @@ class PickledPipeline:
 
     def in_private(self) -> PickledPipeline:
         """The same in memory of its own: what samples write there is not written into the program's arrays."""
-        return replace(self, buffers=[bytearray(buffer) for buffer in self.buffers], shared=self.written)
+        return replace(self, buffers=[_copy_of(buffer) for buffer in self.buffers], shared=self.written)
 
     @property
     def written(self) -> list[int]:
@@ -57,6 +57,12 @@ class PickledPipeline:
     def digest_of_shared(self) -> str:
         """Digest of the buffers that lie in shared memory, as they are now."""
         return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
+
+
+def _copy_of(buffer: Buffer) -> Buffer:
+    copied = aligned(memoryview(buffer).nbytes).data
+    copied[:] = memoryview(buffer).cast("B")
+    return copied
 
 
 def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> PickledPipeline:

@@ -30,7 +30,7 @@ import torch.multiprocessing.reductions
 import xxhash
 
 from hetstream.mpi_dataworkers.ops.shared_memory import SharedMappings
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
 
 # Below this a buffer of its own costs more than its copy in the pickle stream.
@@ -64,6 +64,13 @@ class Pickled:
     met: list[Any]
 
 
+@dataclass(frozen=True)
+class _Bytes:
+    """The memory of a storage, which is aligned where it is read."""
+
+    numbers: np.ndarray[Any, np.dtype[np.uint8]]
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with some buffers apart; see `Pickled`."""
 
@@ -74,7 +81,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.met: dict[int, Any] = {}
         # By address and size: views of one storage stay views of one storage. Each entry keeps its storage alive, so
         # that no other one gets its address meanwhile.
-        self._storages: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
+        self._storages: dict[tuple[int, int], _Bytes] = {}
 
     @cached_property
     def _mappings(self) -> SharedMappings:
@@ -128,15 +135,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             return _rebuild_storage, (self._bytes_of(value),)
+        if isinstance(value, _Bytes):
+            return _aligned, (value.numbers,)
         if type(value) is not torch.Tensor or not _is_plain(value):
             return super().reducer_override(value)
         place = value.storage_offset(), tuple(value.size()), value.stride()
         return _rebuild_tensor, (self._bytes_of(value.untyped_storage()), value.dtype, *place)
 
-    def _bytes_of(self, storage: torch.UntypedStorage) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _bytes_of(self, storage: torch.UntypedStorage) -> _Bytes:
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:
-            self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            self._storages[key] = _Bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
         return self._storages[key]
 
 
@@ -213,6 +222,15 @@ def _rebuild_with_gaps(
     start = sum((1 - size) * stride for size, stride in zip(shape, strides, strict=True) if stride < 0)
     rebuilt: np.ndarray[Any, Any] = np.ndarray(shape, dtype, window, start, strides)
     return rebuilt
+
+
+def _aligned(numbers: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What comes in the stream lies somewhere: kernels that compute with it could be others than in the program."""
+    if numbers.ctypes.data % ALIGN_BYTES == 0:
+        return numbers
+    own = aligned(numbers.nbytes)
+    own[:] = numbers
+    return own
 
 
 def _rebuild_tensor(

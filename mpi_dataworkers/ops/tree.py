@@ -23,12 +23,21 @@ from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
 from hetstream.mpi_dataworkers.ops.common_memory import (
     Place,
     Room,
+    are_aligned,
     gather,
     have_common_memory,
     strides_in_order,
     take_apart,
 )
-from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
+from hetstream.mpi_dataworkers.ops.packing import (
+    Pack,
+    PackLayout,
+    Rows,
+    TensorLayout,
+    bytes_of_tensor,
+    owned,
+    pack_layout,
+)
 from hetstream.mpi_dataworkers.ops.structure import load_structure, number_arrays, take_structure
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Leaf
 
@@ -38,6 +47,7 @@ _decoder = msgspec.msgpack.Decoder()
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _look = operator.attrgetter("dtype", "shape", "layout", "is_cpu")
 _is_in_order: Any = torch.Tensor.is_contiguous
+_offset_of: Any = torch.Tensor.storage_offset
 _wants_gradient = operator.attrgetter("requires_grad")
 _KINDS: dict[type, str] = {torch.Tensor: "t", list: "l", tuple: "u"}
 _CONTAINERS: dict[str, Any] = {"l": list, "u": tuple}
@@ -97,9 +107,11 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
 
 
 def _are_apart_in_order(tensors: Sequence[torch.Tensor], plan: _Plan) -> bool:
-    """Whether type and shape are all there is to the tensors: each in row-major order, none in another one's memory or
-    with a gradient."""
+    """Whether type and shape are all there is to the tensors: each in row-major order, aligned, not in another one's
+    memory, without a gradient."""
     if not all(map(_is_in_order, tensors)) or any(map(_wants_gradient, tensors)):
+        return False
+    if any(map(_offset_of, tensors)) and not are_aligned(tensors):
         return False
     if plan.is_odd and not (
         all(tensors[index].stride() == strides and not tensors[index].is_neg() for index, strides in plan.thin)
@@ -146,10 +158,7 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     packs = []
     for dtype, numbers in by_dtype.items():
         if len(numbers) >= _PACK_FROM:
-            row_shapes = {shapes[index][1:] if shapes[index] else None for index in numbers}
-            row_shape = row_shapes.pop() if len(row_shapes) == 1 else None
-            lengths = [shapes[index].numel() if row_shape is None else shapes[index][0] for index in numbers]
-            packs.append(Pack(numbers, sum(sizes[index] for index in numbers), dtype, row_shape, lengths))
+            packs.append(Pack(numbers, dtype, Rows.of(dtype, [shapes[index] for index in numbers])))
     packed = {index for pack in packs for index in pack.numbers}
     alone = [index for index in range(len(dtypes)) if index not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]

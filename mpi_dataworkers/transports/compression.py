@@ -10,10 +10,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-import numpy as np
-
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 
 try:
     import zstandard
@@ -66,7 +64,7 @@ def decompress(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
 
 def _decompress(frame: Buffer, size: int) -> memoryview:
     try:
-        whole = np.empty(size, dtype=np.uint8).data
+        whole = aligned(size).data
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame)) as reader:
             at = 0
             while count := reader.readinto(whole[at:]):

@@ -10,10 +10,10 @@ import struct
 from collections.abc import Sequence
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES
 
-# Extents begin on pages and tensors on cache lines.
+# Extents begin on pages.
 PAGE_BYTES = 4096
-_ALIGN_BYTES = 64
 _COUNTS = struct.Struct("<IQ")  # frames, bytes of frame 0
 _LENGTH = struct.Struct("<Q")
 
@@ -99,7 +99,7 @@ def _places(sizes: Sequence[int], table_bytes: int) -> tuple[list[int], int]:
     # Frame 0 is read once; only tensors need alignment.
     offsets, end = [table_bytes], table_bytes + sizes[0]
     for size in sizes[1:]:
-        offsets.append(_rounded(end, _ALIGN_BYTES))
+        offsets.append(_rounded(end, ALIGN_BYTES))
         end = offsets[-1] + size
     return offsets, end
 

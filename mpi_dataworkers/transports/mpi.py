@@ -43,7 +43,7 @@ from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
-from hetstream.mpi_dataworkers.wire.codec import Leaf, decode, encode, in_one_piece
+from hetstream.mpi_dataworkers.wire.codec import Leaf, aligned, decode, encode, in_one_piece
 from hetstream.mpi_dataworkers.wire.messages import Delivery, Hello, Message
 
 try:
@@ -517,7 +517,7 @@ class MpiReceiver:
             if answer is not None:
                 self._answer(rank, answer)
         elif isinstance(message, Delivery) and source is not None:
-            frames = [np.empty(size, dtype=np.uint8) for size in envelope.sizes]
+            frames = [aligned(size) for size in envelope.sizes]
             # Frames of one rank are received in the order in which they were sent, which is that of their envelopes.
             requests = [self._comm.Irecv(frame, rank, self._tag + _FRAMES) for frame in frames if frame.nbytes]
             source.coming.append((message, frames, requests, time.monotonic()))

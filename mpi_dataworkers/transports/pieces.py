@@ -9,10 +9,10 @@ import struct
 from collections.abc import Sequence
 
 from hetstream.mpi_dataworkers.transports.extents import lay_out
-from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, in_one_piece, in_pieces, size_of
+from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, Leaf, in_one_piece, in_pieces, size_of
 
 LENGTH = struct.Struct("<Q")
-_PADDING = bytes(64)  # `lay_out` starts tensors on cache lines
+_PADDING = bytes(ALIGN_BYTES)
 
 
 def pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:

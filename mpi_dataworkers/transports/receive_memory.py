@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.wire.codec import aligned
 
 # Memory that is kept for later messages although messages of other sizes come now.
 _KEEP_BYTES = 128 << 20
-# Tensors start on cache lines, so that vector loads stay aligned.
-_ALIGN_BYTES = 64
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -49,7 +48,6 @@ class ReceiveMemory:
 
 def _aligned(num_bytes: int) -> _Bytes:
     try:
-        whole = np.empty(num_bytes + _ALIGN_BYTES, dtype=np.uint8)
-    except (MemoryError, ValueError, OverflowError) as error:
+        return aligned(num_bytes)
+    except MemoryError as error:
         raise ProtocolError(f"there is no memory for a message of {num_bytes} bytes: {error}") from error
-    return whole[-whole.ctypes.data % _ALIGN_BYTES :]

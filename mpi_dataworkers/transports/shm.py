@@ -38,7 +38,7 @@ from hetstream.mpi_dataworkers.transports.extents import Extents, find_frames, l
 from hetstream.mpi_dataworkers.transports.peer import accept_peer, is_own_user
 from hetstream.mpi_dataworkers.transports.pool import OFFSET, Pool
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
-from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, decode, encode, size_of
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, aligned, decode, encode, size_of
 from hetstream.mpi_dataworkers.wire.messages import Delivery
 
 _log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class ShmReceiver:
             if kind == _INLINE:
                 return find_frames(memoryview(bytearray(body)))
             if kind == _PIECES:
-                connection.whole = np.empty(_TOTAL.unpack(body)[0], dtype=np.uint8).data
+                connection.whole = aligned(_TOTAL.unpack(body)[0]).data
                 connection.filled = 0
                 return None
         except (struct.error, MemoryError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire.messages import PROTOCOL_VERSION, AnyMessage, Message
@@ -41,8 +42,9 @@ _MAGIC = b"HET"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 # Below this a copy into a shared frame costs less than a frame of its own, and user code may change what it returned.
 FUSE_BELOW_BYTES = 256 * 1024
-# Tensors in a shared frame start on cache lines, so that vector loads of the receiver stay aligned.
-_ALIGN_BYTES = 64
+# Tensors start at a multiple of it, as those do that torch makes. Elsewhere vector loads cost more, and libraries take
+# other kernels, whose results differ in the last bit.
+ALIGN_BYTES = 64
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -74,6 +76,20 @@ def decode(frame: Buffer) -> AnyMessage:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message of {view.nbytes} bytes is truncated or malformed: {error}") from error
     return message
+
+
+def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory in which tensors lie as in torch's own. It need not be touched before it is written.
+
+    Raises:
+        MemoryError: there is none of this size.
+    """
+    try:
+        whole = np.empty(num_bytes + ALIGN_BYTES, dtype=np.uint8)
+    except (ValueError, OverflowError) as error:
+        raise MemoryError(f"no memory has {num_bytes} bytes") from error
+    start = -whole.ctypes.data % ALIGN_BYTES
+    return whole[start : start + num_bytes]
 
 
 def in_one_piece(frame: Leaf) -> Buffer:
@@ -113,7 +129,7 @@ def shared_bytes(buffers: Sequence[Leaf]) -> int:
     room_bytes = 0
     for size in map(size_of, buffers):
         if size < FUSE_BELOW_BYTES:
-            room_bytes += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+            room_bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
     return room_bytes
 
 
@@ -164,7 +180,7 @@ class Parcel:
                 buffer.write(room)
             elif num_bytes:
                 room[:] = memoryview(buffer).cast("B")
-            self.num_bytes = first + -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            self.num_bytes = first + -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return places
 
     def frames(self) -> list[Leaf]:

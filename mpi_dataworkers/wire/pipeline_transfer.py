@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer
 from hetstream.mpi_dataworkers.wire.messages import Contents
 
 # More than this is no message: it would hold up the heartbeats behind it, and lie in the dispatcher's memory and
@@ -30,8 +30,6 @@ MOST_BYTES = 4_000_000_000
 # A file that nobody uses may be in use again: another rank may have seen it and be about to say so.
 _KEEP_UNUSED_S = 60.0
 _CHUNK_BYTES = 8 << 20
-# Buffers start on cache lines, in a message, a file and memory alike.
-_ALIGN_BYTES = 64
 
 
 class HandoverFailed(Exception):
@@ -39,10 +37,11 @@ class HandoverFailed(Exception):
 
 
 def places_of(sizes: Sequence[int]) -> list[int]:
-    """Where each of the buffers starts when they lie one after the other; at last, where they end."""
+    """Where each of the buffers starts when they lie one after the other, in a message, a file and memory alike; at
+    last, where they end."""
     places = [0]
     for size in sizes:
-        places.append(places[-1] + -(-size // _ALIGN_BYTES) * _ALIGN_BYTES)
+        places.append(places[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
     return places
 
 
@@ -72,7 +71,7 @@ def pack(blob: Buffer, buffers: Sequence[Buffer], directory: Path) -> tuple[byte
     if with_blob:
         views.insert(0, whole)
     sizes = [view.nbytes for view in views]
-    views = [part for view in views for part in (view, memoryview(bytes(-view.nbytes % _ALIGN_BYTES)))]
+    views = [part for view in views for part in (view, memoryview(bytes(-view.nbytes % ALIGN_BYTES)))]
     if num_bytes <= IN_MESSAGE_BYTES:
         return bytes(whole), Contents(sizes, b"".join(views))
     try:

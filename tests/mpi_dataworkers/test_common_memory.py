@@ -140,7 +140,7 @@ def test_what_only_looks_common_stays_apart() -> None:
     table = torch.zeros(1000, 1000)
     columns = [table[:, 0], table[:, 1]]
     assert sent_bytes(columns) == 2 * 1000 * 4, "the table itself does not travel"
-    assert sent_bytes([*table[:2].split(1), torch.empty(0), table[:0]]) == 2 * 1000 * 4
+    assert sent_bytes([*table[:2].split(1), torch.empty(0), table[:0]]) <= 2 * 1000 * 4 + 64, "and what aligns it"
     left, right = travel([torch.arange(6.0)[:3], torch.arange(6.0)[3:]])
     assert left.tolist() + right.tolist() == list(range(6))
     numbers = np.arange(10)

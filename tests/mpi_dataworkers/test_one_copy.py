@@ -18,7 +18,7 @@ import torch
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline, pickle_pipeline
-from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
 from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvidePipeline
@@ -70,6 +70,23 @@ def test_what_a_dataset_opens_when_it_is_loaded_belongs_to_one_process(three: An
         assert [row for batch in loader for row in batch.tolist()] == list(range(len(dataset)))
         assert loader.stats()["local_steps"] == 0
     dataset.file.close()
+
+
+@pytest.mark.parametrize("size", [5, 100_003])
+def test_tensors_of_a_dataset_lie_in_a_data_worker_as_in_the_program(size: int) -> None:
+    """Kernels that compute with them are the same ones, and so are the results to the last bit."""
+    whole = torch.arange(float(size))
+    tensors = [whole, whole[1:], torch.ones(size), torch.nn.Parameter(torch.ones(size)), torch.eye(size % 7 + 2)]
+    for private in (False, True):
+        pickled = pickle_apart((tensors, np.arange(3)))
+        buffers: Any = pickled.buffers
+        if private:
+            buffers = PickledPipeline("", Program("", []), b"", pickled.blob, buffers).in_private().buffers
+        here, _ = unpickle(pickled.blob, buffers)[0]
+        assert [one.data_ptr() % 64 for one in here] == [one.data_ptr() % 64 for one in tensors]
+        assert all(map(torch.equal, here, tensors))
+        here[0][1] = -1
+        assert here[1][0] == -1, "they still share a storage"
 
 
 def test_what_a_process_writes_into_its_dataset_is_seen_by_no_other(three: Any) -> None:

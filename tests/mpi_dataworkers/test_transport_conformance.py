@@ -30,7 +30,7 @@ from hetstream.mpi_dataworkers.transports.registry import LoaderSide
 from hetstream.mpi_dataworkers.transports.registry import Transport as Registered
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
-from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered, fuse, split
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered, fuse, size_of, split
 from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, EndOfShard
 
 KEY = "5a" * 32
@@ -250,6 +250,74 @@ def test_many_large_tensors_arrive_as_one_frame_whatever_they_are(loader: Loader
         came = unflatten(spec, split(received.frames, [(0, 0, buffer.nbytes)]))
         assert all(torch.equal(came[name], tensor) for name, tensor in tree.items())
         assert list(came) == list(tree)
+
+
+# Alone and packed, copied out of a message and seen in it, around each limit in between.
+ALIGNED_SIZES = (1, 3, 10, 17, 100, 1_000, 20_000, 70_001, 300_001)
+NAMED_DTYPES = {name: found for name in dir(torch) if isinstance(found := getattr(torch, name), torch.dtype)}
+DTYPES = [dtype for name, dtype in NAMED_DTYPES.items() if not name.startswith("q")]
+
+
+def neighbours() -> Iterator[list[Any]]:
+    """Tensors and arrays of all types and sizes, each beside others."""
+    for size in ALIGNED_SIZES:
+        yield [np.full(size, 1, dtype) for dtype in "?bhilfdFDg"] + [torch.empty(size, dtype=dtype) for dtype in DTYPES]
+        shapes: list[list[tuple[int, ...]]] = [
+            [(size,)],
+            [(size,)] * 9,
+            [(size, 3)] * 9,
+            [(1 + number % 3, 1 + size // 3) for number in range(20)],
+            [(*[1] * (number % 3), size) for number in range(9)],
+        ]
+        for dtype in (torch.bool, torch.float16, torch.float32, torch.float64):
+            yield from ([torch.empty(shape, dtype=dtype) for shape in some] for some in shapes)
+    yield [torch.tensor(float(number)) for number in range(40)]
+    yield [{"nested": (torch.ones(3), [torch.ones(5), 4]), "sparse": torch.eye(3).to_sparse()}, torch.ones(7)]
+
+
+def addresses(value: Any) -> Iterator[int]:
+    """Where the numbers of a batch lie."""
+    if isinstance(value, torch.Tensor):
+        parts = [value._indices(), value._values()] if value.is_sparse else [value]
+        yield from (part.data_ptr() for part in parts)
+    elif isinstance(value, np.ndarray):
+        yield value.ctypes.data
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from addresses(part)
+
+
+def check_that_all_is_aligned(loader: Loader, sender: BatchSender) -> None:
+    kept = []  # so that memory is short, too
+    for batch in neighbours():
+        spec, buffers = flatten(batch)
+        frames, places = fuse(buffers)
+        sender.send(loader.address, header(1, places, spec), frames)
+        apart = [(number, 0, size_of(buffer)) for number, buffer in enumerate(buffers)]
+        sender.send(loader.address, header(2, apart, spec), buffers)
+        for _ in range(2):
+            received = loader.take()
+            assert isinstance(received.header, Batch)
+            kept.append(unflatten(spec, split(received.frames, received.header.buffers)))
+            assert [address % 64 for address in addresses(kept[-1])] == [0] * len(list(addresses(batch))), spec
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_tensor_and_array_lies_where_one_of_torch_would(loader: Loader, sender: BatchSender) -> None:
+    """Elsewhere a kernel may be another one, and its results differ in the last bit."""
+    check_that_all_is_aligned(loader, sender)
+
+
+def test_what_is_computed_with_a_tensor_is_as_in_the_program(loader: Loader, sender: BatchSender) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.rand(5, 7, generator=generator)
+    batch = [torch.rand(3, 7, generator=generator) for _ in range(40)]
+    spec, buffers = flatten(batch)
+    frames, places = fuse(buffers)
+    sender.send(loader.address, header(1, places, spec), frames)
+    came = unflatten(spec, split(loader.take().frames, places))
+    for here, there in zip(came, batch, strict=True):
+        assert torch.equal(torch.nn.functional.linear(here, weights), torch.nn.functional.linear(there, weights))
 
 
 def test_everything_that_a_data_worker_delivers_passes(loader: Loader, sender: BatchSender) -> None:
@@ -552,6 +620,16 @@ def test_a_batch_of_more_than_two_gib_is_whole(loader: Loader, sender: BatchSend
 # --- compression ----------------------------------------------------------------------------------------------------
 
 zstandard = pytest.importorskip("zstandard")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_was_compressed_lies_where_a_tensor_of_torch_would() -> None:
+    loader, sender = Loader(SocketReceiver(KEY, ["tcp://127.0.0.1:*"], compress=True)), SocketBatchSender(KEY, "w")
+    try:
+        check_that_all_is_aligned(loader, sender)
+    finally:
+        sender.close(0.0)
+        loader.stop()
 
 
 def test_over_tcp_only_what_shrinks_is_compressed() -> None:

@@ -24,12 +24,16 @@ class Seen:
         memories: for each tensor and array that has numbers the first one whose memory it overlaps.
         digests: of the numbers of each.
         forms: of each what else there is to it, by name: how it lies in its storage, and whether it is a view.
+        residues: of each tensor with numbers, its address modulo 64, on which kernels that compute with it depend.
+        array_residues: the same of arrays.
     """
 
     words: list[str]
     memories: list[int]
     digests: list[str]
     forms: list[dict[str, Any]]
+    residues: list[int]
+    array_residues: list[int]
 
 
 def describe(batch: object) -> Seen:
@@ -55,6 +59,8 @@ class _Description:
         self._extents: list[tuple[int, int]] = []
         self._digests: list[str] = []
         self._forms: list[dict[str, Any]] = []
+        self._residues: list[int] = []
+        self._array_residues: list[int] = []
 
     def of(self, batch: object) -> Seen:
         words = self._any(batch).split(", ")
@@ -66,7 +72,8 @@ class _Description:
                 group = index
             reach = max(reach, stop)
             first[index] = group
-        return Seen(words, [first[index] for index in range(len(first))], self._digests, self._forms)
+        memories = [first[index] for index in range(len(first))]
+        return Seen(words, memories, self._digests, self._forms, self._residues, self._array_residues)
 
     def _memory(self, start: int, num_bytes: int) -> None:
         if num_bytes:
@@ -133,6 +140,7 @@ class _Description:
             steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             num_bytes = (steps + 1) * tensor.element_size() if tensor.numel() else 0
             self._memory(tensor.data_ptr(), num_bytes)
+            self._residues += [tensor.data_ptr() % 64] * bool(num_bytes)
             self._forms.append(_form_of_tensor(tensor))
         words += [f"gradient, leaf {tensor.is_leaf}"] * tensor.requires_grad
         words += [f"scheme {tensor.qscheme()}"] if tensor.is_quantized else []
@@ -149,6 +157,8 @@ class _Description:
             content = ""
             self._digests.append(_of_numbers(numbers))
         self._memory(numbers.__array_interface__["data"][0], numbers.nbytes if numbers.flags.forc else 0)
+        if numbers.nbytes and numbers.flags.aligned and numbers.flags.forc and numbers.dtype.kind != "O":
+            self._array_residues.append(numbers.__array_interface__["data"][0] % 64)
         if numbers.size:
             self._forms.append({"flags.owndata": numbers.flags.owndata, "flags.aligned": numbers.flags.aligned})
         seen = f"{numbers.dtype!r} {numbers.dtype.metadata}, {numbers.shape}, {numbers.strides}"

@@ -121,7 +121,7 @@ class LoaderOptions:
             counts.
         quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
             HETSTREAM_QUARANTINE_DIR, else no file is written.
-        verify: have a worker process of torch make two steps of the first pass and one of each later pass, too, and
+        verify: have a worker process of torch make some steps of the first pass and one of each later pass, too, and
             compare; a difference raises `PipelineError`, which names the field and both values.
         batch_stage: picklable function of a batch, called after `collate_fn` with each one where it is made, in data
             workers or here; what it returns is the batch. Random generators are seeded before it from (seed, epoch,

@@ -16,7 +16,8 @@ import msgspec
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.loader.availability import LATE_STEP_S, LOCAL_AFTER_S
-from hetstream.mpi_dataworkers.loader.canary import ComparedPass, Differs
+from hetstream.mpi_dataworkers.loader.canary import Differs
+from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFailure, LocalFallback, Step
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards

@@ -23,6 +23,8 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     no_collate,
 )
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
+from hetstream.mpi_dataworkers.loader.user_errors import summary_of
+from hetstream.mpi_dataworkers.ops.changes import changed_by
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
@@ -52,6 +54,7 @@ class Made(msgspec.Struct, frozen=True):
         failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
         untouched: of a batch with objects of classes, another one: to compare an object is to ask it what it holds,
             and that may change it.
+        changes: of a step with a negative number, a sample that was made twice: what it changes, on one line.
     """
 
     num_samples: int
@@ -59,17 +62,32 @@ class Made(msgspec.Struct, frozen=True):
     failure: Failure | None = None
     untouched: tuple[Any] | None = None
     payload: Any = None
+    changes: str = ""
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
         """A step that was made. What moved operators add to it may differ in its last bits from host to host."""
         return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload, payload=payload)
 
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What became of it, but for the batch and the text of an exception."""
+        return (self.num_samples,) if self.failure is None else self.failure.error_type
+
+    @property
+    def summary(self) -> str:
+        """The same on one line, and the text."""
+        if self.failure is None:
+            return f"{self.num_samples} samples"
+        return f"{self.failure.error_type[1]}: {summary_of(self.failure)}"
+
 
 def _made_of(answer: Any) -> Made:
     """A step from the answer of `_WitnessSteps`, a child of this process."""
     if isinstance(answer, Failure):
         return Made(0, None, answer)
+    if isinstance(answer, str):
+        return Made(0, None, changes=answer)
     num_samples, batch, other = answer
     # Now: what tensors share comes from the process, which may end.
     untouched = None if other is None else (pickle.loads(other),)
@@ -104,6 +122,8 @@ class _WitnessSteps(StepDataset):
         is_made = False
         try:
             with limited_to_rest() if self._has_limit else nullcontext():
+                if request[1] < 0:
+                    return changed_by(lambda: self.make(request), self._pipeline.user_objects)
                 made, _ = self.make(request)
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.

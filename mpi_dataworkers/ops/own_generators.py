@@ -15,17 +15,17 @@ import contextlib
 import functools
 import inspect
 import random
-import sys
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.ops.origins import digest_of_state
-from hetstream.mpi_dataworkers.ops.program import is_own
+from hetstream.mpi_dataworkers.ops.program import is_programs
 from hetstream.mpi_dataworkers.ops.reachable import reachable
+from hetstream.mpi_dataworkers.ops.reached import names_in
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 
 
@@ -114,10 +114,10 @@ def _beside(held: Any, looked: set[int]) -> Iterator[Any]:
 
 
 def _named_by(function: FunctionType | None, looked: set[int]) -> Iterator[Any]:
-    if function is None or id(function.__code__) in looked or not _is_programs(function):
+    if function is None or id(function.__code__) in looked or not is_programs(function):
         return
     looked.add(id(function.__code__))
-    named = [function.__globals__.get(name) for name in _names(function.__code__)]
+    named = [function.__globals__.get(name) for name in names_in(function.__code__)]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # it has no value yet
             named.append(cell.cell_contents)
@@ -126,13 +126,6 @@ def _named_by(function: FunctionType | None, looked: set[int]) -> Iterator[Any]:
             yield value
         else:
             yield from _named_by(function_of(value), looked)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def function_of(value: Any) -> FunctionType | None:
@@ -149,12 +142,6 @@ def function_of(value: Any) -> FunctionType | None:
         else:
             break
     return None
-
-
-def _is_programs(function: FunctionType) -> bool:
-    # In a data worker code of the script has the name of another script's module.
-    name = function.__module__
-    return name in ("__main__", "__mp_main__") or is_own(sys.modules.get(name))
 
 
 def _is_generator(value: Any) -> bool:

@@ -147,6 +147,11 @@ class Pipeline:
         """Whether the dataset says that several threads may make its samples; they draw from `sample_generator()`."""
         return is_its_own(self.dataset, "thread_safe") and self.dataset.thread_safe is True
 
+    @property
+    def user_objects(self) -> dict[str, Any]:
+        """What makes its samples, by the names that torch's DataLoader has for it."""
+        return {"dataset": self.dataset, "collate_fn": self.collate_fn}
+
     def with_own_generators(self) -> Pipeline:
         """The same, for the process that makes its samples: what it holds of generators is seeded before each.
 

@@ -130,6 +130,12 @@ def is_own(module: ModuleType | None) -> bool:
     return isinstance(path, str) and is_own_file(path)
 
 
+def is_programs(value: Any) -> bool:
+    """The same of a class or a function; in a data worker code of the script has another module's name."""
+    name = value.__module__
+    return name in ("__main__", "__mp_main__") or is_own(sys.modules.get(name))
+
+
 def is_own_file(path: str) -> bool:
     """The same of a module's file."""
     path = os.path.abspath(path)

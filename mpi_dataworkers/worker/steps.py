@@ -5,14 +5,18 @@ User code runs here, in the main thread of `worker.py`. Whatever it raises becom
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.forks import ForksEndHere
+from hetstream.mpi_dataworkers.ops.changes import changed_by
+from hetstream.mpi_dataworkers.ops.index_form import IndexForm
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
@@ -27,6 +31,7 @@ from hetstream.mpi_dataworkers.ops.round_reader import RankReader, SharedRounds,
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.sharding import Indices, SampleSeeds
+from hetstream.mpi_dataworkers.sources.together import reads_apart
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.codec import Leaf, fuse
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -81,6 +86,7 @@ class StepMaker:
         self._said_one_thread = False
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
+        self._tried: set[str] = set()  # pipelines of which a sample was made twice
 
     def close(self) -> None:
         """End its threads."""
@@ -186,7 +192,8 @@ class StepMaker:
         epoch, epoch_step, _ = place_of(lease, step)
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
         listed_step = None if isinstance(session.order, PlannedOrder) else step
-        seeds = self._pipelines.seeds_of(session).of_step(indices, listed_step, epoch)
+        pass_seeds = self._pipelines.seeds_of(session)
+        seeds = pass_seeds.of_step(indices, listed_step, epoch)
         kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
         left_out = lease.left_out.get(step, [])
         if len(kept) == 0:
@@ -197,6 +204,10 @@ class StepMaker:
             taken = earlier.take(lease, step)
             if taken is not None:
                 return self._finished(taken, indices, seeds, pipeline, lease)
+        is_shared = session.sharing is not None  # each of its samples is made once for all
+        if step == 0 and session.worker_seeds is None and not is_shared and session.pipeline_id not in self._tried:
+            self._tried.add(session.pipeline_id)
+            _refuse_changes(pipeline, kept[:1], pass_seeds.of_step(kept[:1], listed_step, epoch), self._page, form)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
         began = time.monotonic()
@@ -239,4 +250,24 @@ class StepMaker:
                 "one of the threads makes all samples of %s: it does not say thread_safe = True, or gives whole "
                 "batches. Use --processes for the CPUs of this data worker",
                 type(pipeline.dataset).__name__,
+            )
+
+
+def _refuse_changes(pipeline: Pipeline, index: Indices, seed: Sequence[int], page: WorkPage, form: IndexForm) -> None:
+    """See that samples leave what makes them as it is: else each would depend on who made which before it.
+
+    A program that only knows torch keeps its own worker processes then, see `loader.compared_pass`; a loader of
+    hetstream's own says that its batches are the same whoever makes them.
+
+    Raises:
+        PipelineError: they change it.
+    """
+    if reads_apart(pipeline.dataset):  # a source of hetstream's
+        return
+    with contextlib.suppress(SampleError):  # it is the step's own failure, and is told as that
+        changes = changed_by(lambda: pipeline.make_batch(index, seed, page, form=form), pipeline.user_objects)
+        if changes:
+            raise PipelineError(
+                f"samples of {type(pipeline.dataset).__name__} change what makes them ({changes}), and data workers "
+                "make them in any order. Let it hold what samples only read, or a cache of them"
             )

@@ -133,7 +133,8 @@ def test_verify_compares_some_steps_of_the_first_pass_and_one_of_each_later_one(
             stats = loader.stats()
             streamed = stats["steps"] - stats["local_steps"]
             if streamed == 6 * (pass_number + 1):  # else the first were made here, and there was nothing to compare
-                assert (stats["compared_steps"], stats["differing_steps"]) == (2 + pass_number, 0)
+                assert stats["differing_steps"] == 0
+                assert 2 + pass_number <= stats["compared_steps"] <= 3 + pass_number
 
 
 class Interrupting(Sound):

@@ -199,7 +199,7 @@ class OpenedWhenLoaded(Dataset[Any]):
 
 
 class WritesIntoItsTable(Dataset[Any]):
-    """Each sample is the number of times that this process has written to the table, which starts as zeros."""
+    """Each sample is its process, which it has written into the table, and what is there a moment later."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -208,7 +208,8 @@ class WritesIntoItsTable(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        self.table[0] += 1
+        self.table[0] = os.getpid()
+        time.sleep(0.001)
         return os.getpid(), int(self.table[0])
 
 

@@ -1,0 +1,306 @@
+"""The steps of one pass that are compared with what torch's own worker process makes of them; see `canary`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from hetstream.mpi_dataworkers.errors import DataWorkerDied
+from hetstream.mpi_dataworkers.loader.canary import Canary
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.user_errors import summary_of
+from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, Made, NotInTime, NotMade, Witness
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.staged import StagedBatch
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
+
+_T = TypeVar("_T")
+
+_NEVER = sys.maxsize
+# A step that has ended data workers may end whoever makes it.
+_DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
+
+
+class ComparedPass:
+    """The steps of one pass that are compared.
+
+    Args:
+        canary: of the loader.
+        pipeline: of the program.
+        shards: the steps.
+        policy: what becomes of samples that fail.
+        num_known: steps below it can be asked for.
+        pinned: puts a batch into pinned memory where the loader pins.
+
+    Attributes:
+        due: a step from this one on is to be given to `difference`.
+        wanted: `ask` is to be called when this step can be asked for.
+    """
+
+    def __init__(
+        self,
+        canary: Canary,
+        pipeline: Pipeline,
+        shards: PassShards,
+        policy: ErrorPolicy,
+        num_known: int,
+        pinned: Callable[[Any], Any],
+    ) -> None:
+        self._canary, self._pipeline, self._policy, self._pinned = canary, pipeline, policy, pinned
+        self._shards, self._first = shards, shards.position
+        self._process = os.getpid()
+        self._steps = canary.steps_of_pass(self._first, pipeline.num_workers)  # to compare, in order
+        self._asked: set[int] = set()  # of these
+        self._num_missed = 0  # that were made here
+        self._last_same = -1
+        self._made_twice: int | None = None  # number of the sample that shows whether samples change what makes them
+        self._witness: Witness | None = None
+        self._began = time.monotonic()
+        self._is_kept = False  # for more failures, and steps that data workers do not deliver
+        self._made_instead: list[int] = []
+        self._made: tuple[int, Made] | None = None  # what was compared last
+        if self._steps:
+            self._witness = canary.witness(pipeline)
+            self._do(lambda witness: witness.begin([*self._before_all(num_known), *self._requests(num_known)]))
+        self._note_next()
+
+    def _before_all(self, num_known: int) -> list[StepRequest]:
+        """What a loader's first process makes before anything that is compared: a sample of another step, twice.
+
+        So that samples which depend on what was made before them (on the last one, with which they are mixed) differ in
+        the first step already: no data worker has made anything before that one. And it shows what samples change.
+        """
+        shards, number = self._shards, -self._pipeline.num_workers
+        if shards.order is None or not self._canary.is_first or num_known <= self._first:
+            return []
+        other = next((step for step in range(self._first, num_known) if step not in self._steps), self._first)
+        sample = one_sample_of(shards.order, other, shards.seeds, self._policy, number)
+        self._made_twice = None if sample is None else number
+        return [] if sample is None else [sample]
+
+    def _requests(self, num_known: int) -> list[StepRequest]:
+        """Of the steps that can be asked for by now, and were not."""
+        steps = [step for step in self._steps if step < num_known and step not in self._asked]
+        self._asked.update(steps)
+        return [self._request(step) for step in steps]
+
+    def _request(self, step: int) -> StepRequest:
+        shards = self._shards
+        request = None if shards.order is None else request_of(shards.order, step, shards.seeds, self._policy)
+        assert request is not None
+        return request
+
+    def _note_next(self) -> None:
+        self.due = self._steps[0] if self._steps else _NEVER
+        self.wanted = next((step for step in self._steps if step not in self._asked), _NEVER)
+
+    def _do(self, work: Callable[[Witness], _T]) -> _T | None:
+        """Let the worker process do something; where it cannot, compare no more in this pass, and give None."""
+        try:
+            if self._witness is not None and os.getpid() == self._process:
+                return work(self._witness)
+        except NotMade as error:
+            if isinstance(error, NotInTime) and self._canary.makes_steps:
+                raise
+            self._give_up(error)
+            return None
+        self._drop()
+        return None
+
+    def _give_up(self, error: NotMade) -> None:
+        """The process is of no use any more: end it, and compare no more."""
+        if self._witness is not None:
+            self._canary.give_up(self._witness)
+        self._canary.say(str(error))
+        self._drop()
+
+    def _drop(self) -> None:
+        """Compare no more in this pass."""
+        self._steps.clear()
+        witness, self._witness = self._witness, None
+        if witness is not None and not self._canary.keeps(witness):
+            self._canary.end_witness(witness)
+        self._note_next()
+
+    def ask(self, num_known: int) -> None:
+        """Ask for steps that can be asked for by now."""
+
+        def ask_all(witness: Witness) -> None:
+            for request in self._requests(num_known):
+                witness.ask(request)
+
+        self._do(ask_all)
+        self._note_next()
+
+    def difference(self, step: int, delivered: Delivered) -> str | None:
+        """How a step that was delivered differs from the program's own, on one line.
+
+        Returns:
+            The line; "" where nothing differs, None where the step was not compared.
+        """
+        is_compared = False
+        while self._steps and self._steps[0] <= step:
+            is_compared = self._steps.pop(0) == step and step in self._asked
+        found: str | None = None
+        if is_compared:
+            made = Made.of(delivered.num_samples, delivered.payload)
+            found = self._compared(step, made)
+        if found is not None and delivered.origin != "local":
+            self._canary.compared()
+        elif found is not None:  # made here of what data workers were sent, it says nothing of their processes
+            self._num_missed += 1
+            self._steps = sorted({*self._steps, step + (self._pipeline.num_workers << self._num_missed - 1)})
+        if not self._steps and not self._is_kept:
+            self._drop()
+        self._note_next()
+        return found
+
+    def untouched(self, step: int, payload: Any) -> Any:
+        """The batch of a step that was compared, for the program: torch's own worker's, if to compare is to change."""
+        made = self._made
+        if made is None or made[0] != step or made[1].untouched is None:
+            return payload
+        batch = self._pinned(Made.of(0, made[1].untouched[0]).batch)
+        return StagedBatch(batch, payload.extra) if type(payload) is StagedBatch else batch
+
+    def _compared(self, step: int, found: Made) -> str | None:
+        """How what became of a step differs from the program's own; None where there is nothing to compare with."""
+        try:
+            return self._do(lambda witness: self._difference(witness, step, found))
+        except NotInTime as error:
+            self._give_up(error)
+            return f"step {step} cannot be compared with the program's own, which may wait for what they hold: {error}"
+
+    def _difference(self, witness: Witness, step: int, found: Made) -> str:
+        if self._made_twice is not None and witness.has(self._made_twice):
+            changes = witness.made(self._made_twice, self._limit_s).changes
+            self._made_twice = None
+            if changes:
+                return f"what makes its samples is changed by them, so they may depend on one another: {changes}"
+        expected = self._as_pinned(witness.made(step, self._limit_s))
+        self._made = step, expected
+        difference = self._canary.difference(found, expected, lambda: self._once_more(self._witness or witness, step))
+        if not difference:
+            self._last_same = step
+            return ""
+        difference = f"step {step} of data workers is not the program's own: {difference}"
+        first = max(self._first, self._last_same + 1)
+        return difference if first == step else f"{difference}. Those from step {first} on may have been others, too"
+
+    @property
+    def _limit_s(self) -> float:
+        """How long to wait for a step that data workers have made by now."""
+        return min(MOST_S, max(LEAST_S, 4 * (time.monotonic() - self._began)))
+
+    def _once_more(self, witness: Witness, step: int) -> Made:
+        """What another process makes of a step after all that the first one made before it; it takes its place."""
+        requests = witness.requests.all()
+        self._witness = other = self._canary.other_witness(self._pipeline, witness)
+        other.begin(requests)
+        return self._as_pinned(other.made(step, self._limit_s))
+
+    def instead(self, step: int, num_known: int, limit_s: float) -> Made | str:
+        """Have the process make a step that data workers do not deliver.
+
+        Args:
+            step: which.
+            num_known: steps below it may be asked for ahead.
+            limit_s: how long to wait.
+
+        Returns:
+            The step; or why it cannot make it, on one line.
+        """
+        self._is_kept = True
+        try:
+            if self._witness is None or os.getpid() != self._process:
+                self._process = os.getpid()
+                self._witness = self._canary.witness(self._pipeline)
+                self._witness.begin([])
+            witness = self._witness
+            while self._made_instead and self._made_instead[0] < step:
+                witness.forget(self._made_instead.pop(0))
+            for number in range(step, min(step + 2, num_known)):  # it makes one while the program is at the other
+                if not witness.has(number):
+                    witness.ask(self._request(number))
+                    self._made_instead.append(number)
+            made = self._as_pinned(witness.made(step, limit_s))
+        except NotMade as error:
+            # Another step may have ended it: begin anew with this one alone, and compare no more. Not where it hangs,
+            # nor where it was kept from an earlier pass: a new one would see what the program has changed since.
+            try:
+                if isinstance(error, NotInTime) or self._canary.is_kept:
+                    raise
+                made = self._alone(step, limit_s)
+            except NotMade as last:
+                self._give_up(last)
+                return str(last)
+        return made if made.failure is None else f"torch's own worker process raises {made.summary}"
+
+    def _alone(self, step: int, limit_s: float) -> Made:
+        """What a fresh process makes of one step.
+
+        Raises:
+            NotMade: it cannot.
+        """
+        self._steps, self._made_instead = [], [step]
+        self._note_next()
+        self._witness = witness = self._canary.other_witness(self._pipeline, self._witness)
+        witness.begin([self._request(step)])
+        return self._as_pinned(witness.made(step, limit_s))
+
+    def _as_pinned(self, made: Made) -> Made:
+        return made if made.batch is None else msgspec.structs.replace(made, batch=self._pinned(made.batch))
+
+    def is_confirmed(self, failure: Failure) -> bool:
+        """Whether such an exception is known to be raised, too, where no data worker holds anything."""
+        return not self._canary.makes_steps or failure.error_type in self._canary.confirmed
+
+    def failed(self, step: int, failure: Failure, is_alone: bool = False) -> str:
+        """Look at what a data worker raised.
+
+        Args:
+            step: its step.
+            failure: what it raised.
+            is_alone: no data worker holds anything now: begin with another process.
+
+        Returns:
+            Why it may not be raised, on one line; "" where the program would raise the same.
+        """
+        has_died = failure.error_type == _DIED
+        self._is_kept = True
+        if self._witness is None or has_died or is_alone:
+            self._process = os.getpid()
+            self._witness = self._canary.other_witness(self._pipeline, self._witness, has_died)
+            self._do(lambda witness: witness.begin([self._request(step)]))
+        elif not self._witness.has(step):
+            self._do(lambda witness: witness.ask(self._request(step)))
+        found = Made(0, None, failure)
+        difference = self._compared(step, found)
+        if is_alone and not difference:
+            self._canary.confirmed.add(failure.error_type)
+        if difference is None:  # the process has ended, too, or nobody knows
+            return "" if has_died else f"data workers cannot make step {step}: {summary_of(failure)}"
+        return difference
+
+    def restart(self, pipeline: Pipeline) -> None:
+        """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""
+        self._drop()
+        self._pipeline = pipeline
+
+    def give_way(self) -> None:
+        """End the process: another one makes a step, and may need what this one holds."""
+        if self._witness is not None:
+            self._canary.give_up(self._witness)
+        self._drop()
+
+    def close(self) -> None:
+        """End the pass, which may be in its middle."""
+        self._canary.end(self._shards.position - self._first)
+        self._drop()

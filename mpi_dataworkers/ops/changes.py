@@ -1,0 +1,194 @@
+"""Whether samples change what makes them: counts, generators that are made late, arrays in place.
+
+Where they do, what a sample is may depend on those that its process made before, and torch's worker processes make
+other ones than data workers do. Which of the changes matter nobody can tell. But what a sample leaves for itself alone
+is the same when it is made once more: a cache has it already, and what it overwrites gets the value that it had. So
+one sample is made twice, and what the objects hold is looked at after each.
+
+Seen are the objects that the pipeline holds, what the program's own functions and classes name, and their attributes.
+Not seen are values inside of other packages' modules and of objects that show nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import itertools
+import logging
+import reprlib
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetstream.mpi_dataworkers.ops.program import is_own, is_programs
+from hetstream.mpi_dataworkers.ops.reached import names_in
+
+# What was found at each path: an immutable value, the length of a container, a digest.
+State = Mapping[str, Any]
+
+# Looking takes a moment for each object: of a long list, which is data, only the beginning.
+_MOST_ITEMS = 1_000
+_MOST_OBJECTS = 20_000
+# Of all arrays and tensors together; of others their shape, and of tensors the number of changes that torch counts.
+_MOST_BYTES = 64 << 20
+_VALUES = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
+_SIZED: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+# Of packages with these names the methods that write an object down are called; they are not the user's.
+_THEIRS = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+_OF_LANGUAGE = frozenset(
+    ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__slotnames__")
+)
+
+
+def state_of(roots: Mapping[str, Any]) -> State:
+    """What some objects hold now.
+
+    Args:
+        roots: by the names that paths begin with.
+    """
+    return dict(_Look(roots))
+
+
+def change_between(before: State, after: State) -> str:
+    """The first thing that differs, on one line; "" where nothing does."""
+    for path, value in after.items():
+        if path not in before:
+            return f"{path} is new"
+        if not _is_same(before[path], value):
+            return f"{path}: {_shown(before[path])}, then {_shown(value)}"
+    return next((f"{path} is gone" for path in before if path not in after), "")
+
+
+def changed_by(make: Callable[[], object], roots: Mapping[str, Any]) -> str:
+    """What a sample changes when it is made a second time, on one line; "" where that is nothing.
+
+    Args:
+        make: makes it, with the same random numbers each time.
+        roots: as `state_of`.
+    """
+    make()
+    before = state_of(roots)
+    make()
+    return change_between(before, state_of(roots))
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return type(before) is type(after) and (before == after or repr(before) == repr(after))  # NaN is not NaN
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value) if isinstance(value, _VALUES) else "something else"
+
+
+class _Look:
+    """One look at some objects, the near ones first; iterates over paths and values."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._waiting = deque((name, value) for name, value in roots.items())
+        self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
+        self._bytes_left = _MOST_BYTES
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        while self._waiting:
+            path, value = self._waiting.popleft()
+            if type(value) in _VALUES:
+                yield path, value
+            elif id(value) not in self._seen and len(self._seen) < _MOST_OBJECTS:
+                self._seen[id(value)] = value
+                with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
+                    yield path, self._noted(value)
+                    self._waiting += [(f"{path}{name}", part) for name, part in _parts_of(value)]
+
+    def _noted(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return kind.__qualname__, value.shape, value.dtype, self._of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return kind.__qualname__, value.shape, value.dtype.str, self._digest(value)
+        if isinstance(value, torch.Generator):
+            return zlib.crc32(value.get_state().numpy().tobytes())
+        # Not the user's own `__len__`: looking runs nobody's code.
+        length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
+        return f"{kind.__module__}.{kind.__qualname__}", length
+
+    def _of_tensor(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= self._bytes_left:
+            return self._digest(tensor.detach().flatten().view(torch.uint8).numpy())
+        return tensor._version
+
+    def _digest(self, array: np.ndarray[Any, Any]) -> int:
+        if array.dtype.hasobject or array.nbytes > self._bytes_left or isinstance(array, np.memmap):
+            return 0
+        self._bytes_left -= array.nbytes
+        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with what is added to its path."""
+    if isinstance(value, torch.Tensor | ModuleType | logging.Logger):
+        return
+    if isinstance(value, np.ndarray):
+        items = itertools.islice(value.flat, _MOST_ITEMS) if value.dtype.hasobject else ()
+        yield from ((f"[{place}]", part) for place, part in enumerate(items))
+    elif isinstance(value, type):
+        if is_programs(value):
+            yield from ((f".{name}", part) for name, part in [*vars(value).items()] if name not in _OF_LANGUAGE)
+            yield from ((f".__mro__[{place}]", base) for place, base in enumerate(value.__mro__))
+    elif isinstance(value, MethodType):
+        yield from ((".__func__", value.__func__), (".__self__", value.__self__))
+    elif isinstance(value, FunctionType):
+        yield from _parts_of_function(value)
+    elif isinstance(value, staticmethod | classmethod | property | functools.cached_property):
+        yield from (
+            (f".{name}", getattr(value, name)) for name in ("__func__", "fget", "fset", "func") if hasattr(value, name)
+        )
+    elif isinstance(value, GeneratorType):
+        if value.gi_frame is not None:
+            yield from ((".gi_frame.f_lasti", value.gi_frame.f_lasti), (".gi_yieldfrom", value.gi_yieldfrom))
+            yield from ((f".{name}", part) for name, part in value.gi_frame.f_locals.items())
+    else:
+        yield from _parts_of_instance(value)
+
+
+def _parts_of_instance(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    yield from ((f".{name}", part) for name, part in [*getattr(value, "__dict__", {}).items()])
+    for name in copyreg._slotnames(kind):  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError):
+            yield f".{name}", object.__getattribute__(value, name)
+    if isinstance(value, dict):
+        for key, part in itertools.islice([*dict.items(value)], _MOST_ITEMS):
+            yield f"[{key!r}]" if type(key) in _VALUES else f"[{type(key).__qualname__}]", part
+    elif isinstance(value, list | tuple | deque):
+        base: Any = next(base for base in _SIZED if isinstance(value, base))
+        yield from ((f"[{place}]", part) for place, part in zip(range(_MOST_ITEMS), base.__iter__(value), strict=False))
+    elif not isinstance(value, set | frozenset):
+        # What Python writes down to make it anew, as an iterator's place.
+        base = next(base for base in kind.__mro__ if vars(base).keys() & {"__reduce__", "__reduce_ex__"})
+        if base is not object and base.__module__.partition(".")[0] in _THEIRS:
+            yield ".__reduce__()", value.__reduce_ex__(4)
+    yield ".__class__", kind
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield f".{name}", cell.cell_contents
+    if not is_programs(function):
+        return
+    yield from ((".__defaults__", function.__defaults__), (".__kwdefaults__", function.__kwdefaults__))
+    yield from ((f".{name}", part) for name, part in [*vars(function).items()])
+    names = sorted(names_in(function.__code__))
+    held = [function.__globals__.get(name) for name in names]
+    places = [
+        function.__globals__,
+        *(vars(module) for module in held if isinstance(module, ModuleType) and is_own(module)),
+    ]
+    yield from ((f" {name}", place[name]) for place in places for name in names if name in place)

@@ -132,7 +132,7 @@ class CommandReader:
         """The jobs, with the nodes that pending ones exclude."""
         if details or release >= _FIELD_FOR_EXCLUDED or not any(job.is_pending for job in jobs):
             return jobs
-        said = self._run("squeue", "--all", "--local", "--noheader", "--states=PENDING", "--format=%A %x")
+        said = self._run("squeue", "--all", "--noheader", "--states=PENDING", "--format=%A %x")
         excluded = parse_text.parse_excluded(said)
         return tuple(replace(job, excluded_nodes=excluded.get(job.job_id, ())) for job in jobs)
 
@@ -218,13 +218,12 @@ class CommandReader:
     def _rows(self, uid: int, *fields: str) -> Iterator[dict[str, str]]:
         ends = parse_text.new_separators()
         asked = "-O", parse_text.job_format(fields, *ends)
-        # --local: squeue then does not ask slurmctld for the federation first.
-        said = self._run("squeue", "--all", "--local", "--noheader", f"--user={uid}", *asked)
+        said = self._run("squeue", "--all", "--noheader", f"--user={uid}", *asked)
         return parse_text.parse_rows(said, fields, *ends)
 
     def end_s(self, job_id: str) -> float | None:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
-        said = self._run("squeue", "--all", "--local", "--noheader", f"--jobs={job_id}", "--format=%e").split()
+        said = self._run("squeue", "--all", "--noheader", f"--jobs={job_id}", "--format=%e").split()
         return moment(said[0]) if said else None
 
     def _by_pyslurm(self, release: tuple[int, int]) -> pyslurm_backend.Answer | None:
@@ -285,10 +284,17 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     Times are asked for in seconds since the epoch: local time has an hour twice each autumn.
     """
     own = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
-    return {name: value for name, value in environ.items() if not name.startswith(own)} | {
-        "SLURM_TIME_FORMAT": "%s",
-        "SLURM_BITSTR_LEN": "0",  # all indices of an array: squeue ends them with "..." after 64 characters
-    }
+    # Of a federation they show all clusters' jobs and nodes where the site says so (FederationParameters=fed_display);
+    # sacct is told the cluster.
+    local = {f"{name}LOCAL": "1" for name in own if name != "SACCT_"}
+    return (
+        {name: value for name, value in environ.items() if not name.startswith(own)}
+        | local
+        | {
+            "SLURM_TIME_FORMAT": "%s",
+            "SLURM_BITSTR_LEN": "0",  # all indices of an array: squeue ends them with "..." after 64 characters
+        }
+    )
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ PROGRAM = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 NOBODY = 65534
 DROP = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
+_OWN = ("ClusterName", "SlurmctldPort", "StateSaveLocation", "SlurmctldPidFile", "SlurmctldLogFile", "DefMemPerCPU")
+_OTHER_NODES = "NodeName=q[1-2] NodeAddr=127.0.0.1 NodeHostname=localhost Port=[1-2] CPUs=8 RealMemory=8000 Gres=gpu:2"
 READERS = ("sacct", "scontrol", "sinfo", "squeue")
 WaitUntil = Callable[..., None]
 
@@ -175,3 +178,35 @@ def site(cluster: Any, wait_until: WaitUntil, tmp_path: Path) -> Iterator[Site]:
     yield site
     site.cancel_all()
     wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
+
+
+@pytest.fixture(scope="module")
+def other(cluster: Any, release: str, tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Iterator[str]:
+    """The name of a cluster whose nodes nobody runs: partition qq, 500 MB for each CPU."""
+    place = tmp_path_factory.mktemp("other")
+    name = f"other{os.getpid()}"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    lines = (cluster.state_dir / "slurm.conf").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith((*_OWN, "NodeName", "PartitionName"))]
+    conf = place / "slurm.conf"
+    conf.write_text(
+        "\n".join(kept) + f"\nClusterName={name}\nSlurmctldPort={port}\nStateSaveLocation={place}\n"
+        f"SlurmctldPidFile={place}/pid\nSlurmctldLogFile={place}/log\nDefMemPerCPU=500\n{_OTHER_NODES}\n"
+        "PartitionName=qq Nodes=ALL Default=YES MaxTime=INFINITE\n"
+    )
+    cluster.run(("sacctmgr", "--immediate", "--quiet", "add", "cluster", name))
+    argv = [choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=True).slurmctld, "-D", "-f", conf]
+    daemon = subprocess.Popen(argv, env={**cluster.env, "SLURM_CONF": str(conf)}, stderr=subprocess.DEVNULL)
+    try:
+
+        def is_registered() -> bool:
+            said = cluster.run(("sacctmgr", "--noheader", "--parsable2", "show", "cluster", name, "format=controlport"))
+            return bool(said.stdout.strip() == str(port))
+
+        wait_until(is_registered, 60, "the other cluster's slurmctld in slurmdbd")
+        yield name
+    finally:
+        daemon.terminate()
+        daemon.wait(60)

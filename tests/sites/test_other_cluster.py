@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
 from tests.sites.conftest import HETSTREAM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (ACCOUNTING,)
-OWN = ("ClusterName", "SlurmctldPort", "StateSaveLocation", "SlurmctldPidFile", "SlurmctldLogFile", "DefMemPerCPU")
-NODES = "NodeName=q[1-2] NodeAddr=127.0.0.1 NodeHostname=localhost Port=[1-2] CPUs=8 RealMemory=8000 Gres=gpu:2\n"
 SCRIPT = "#!/bin/bash\n#SBATCH --gpus=1 --cpus-per-task=8 --time=10\n#HETSTREAM --data-workers=1\nsrun true\n"
-
-
-@pytest.fixture(scope="module")
-def other(cluster: Any, release: str, tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Iterator[str]:
-    """The name of a cluster whose nodes nobody runs: partition qq, 500 MB for each CPU."""
-    place = tmp_path_factory.mktemp("other")
-    name = f"other{os.getpid()}"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    lines = (cluster.state_dir / "slurm.conf").read_text().splitlines()
-    kept = [line for line in lines if not line.startswith((*OWN, "NodeName", "PartitionName"))]
-    conf = place / "slurm.conf"
-    conf.write_text(
-        "\n".join(kept) + f"\nClusterName={name}\nSlurmctldPort={port}\nStateSaveLocation={place}\n"
-        f"SlurmctldPidFile={place}/pid\nSlurmctldLogFile={place}/log\nDefMemPerCPU=500\n{NODES}"
-        "PartitionName=qq Nodes=ALL Default=YES MaxTime=INFINITE\n"
-    )
-    cluster.run(("sacctmgr", "--immediate", "--quiet", "add", "cluster", name))
-    argv = [choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=True).slurmctld, "-D", "-f", conf]
-    daemon = subprocess.Popen(argv, env={**cluster.env, "SLURM_CONF": str(conf)}, stderr=subprocess.DEVNULL)
-    try:
-
-        def is_registered() -> bool:
-            said = cluster.run(("sacctmgr", "--noheader", "--parsable2", "show", "cluster", name, "format=controlport"))
-            return bool(said.stdout.strip() == str(port))
-
-        wait_until(is_registered, 60, "the other cluster's slurmctld in slurmdbd")
-        yield name
-    finally:
-        daemon.terminate()
-        daemon.wait(60)
 
 
 def own_name(site: Any) -> str:

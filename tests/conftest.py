@@ -58,6 +58,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure() -> None:
     """Give each of several test processes a /dev/shm of its own (see unshare(2)): what others have there is no leak."""
+    # Until all is collected: modules and tests stay, and to look at them again and again took each process ten seconds.
+    gc.disable()
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     try:
@@ -94,6 +96,7 @@ def pytest_collection_finish() -> None:
     """Modules and tests are there until the end: collecting garbage, as leak checks do, does not look at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

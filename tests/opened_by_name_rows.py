@@ -140,6 +140,7 @@ ROWS: dict[str, dict[str, str]] = {
         ),
         "hetstream/base/faults.py": "_strike",
         "mpi_dataworkers/loader/skipped.py": "SkippedSamples._write*3 writing_problem*3",
+        "mpi_dataworkers/ops/append_later.py": "- appends_to_nowhere appends_to_nowhere.open",
         "mpi_dataworkers/ops/program.py": "_source_of enter_program",
         "mpi_dataworkers/sources/csv.py": (
             "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows"

@@ -33,7 +33,7 @@ $(VENV)/.ready: pyproject.toml
 	  echo "python3-venv is missing: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Not compiled: of 14,000 modules most are never imported, and half of the time went into them.
-	$(BIN)/pip install -q --disable-pip-version-check --no-compile "$(TORCH)" -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)" -e '.[dev]' --no-compile
 	@touch $@
 
 # Real Slurm for the demo and the tests; without root or apt both go on without it and say so.

@@ -16,7 +16,7 @@ from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
-from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, Made, NotInTime, NotMade, Witness
+from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, HasEnded, Made, NotInTime, NotMade, Witness
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
@@ -42,6 +42,7 @@ class ComparedPass:
     Attributes:
         due: a step from this one on is to be given to `difference`.
         wanted: `ask` is to be called when this step can be asked for.
+        has_ended: `instead` gave no step because that step alone has ended its process.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ComparedPass:
         self._made_twice: int | None = None  # number of the sample that shows whether samples change what makes them
         self._witness: Witness | None = None
         self._began = time.monotonic()
+        self.has_ended = False
         self._is_kept = False  # for more failures, and steps that data workers do not deliver
         self._made_instead: list[int] = []
         self._made: tuple[int, Made] | None = None  # what was compared last
@@ -239,6 +241,7 @@ class ComparedPass:
                     raise
                 made = self._alone(step, limit_s)
             except NotMade as last:
+                self.has_ended = isinstance(last, HasEnded) and not self._canary.is_kept
                 self._give_up(last)
                 return str(last)
         return made if made.failure is None else f"torch's own worker process raises {made.summary}"

@@ -286,8 +286,10 @@ class RemoteSource:
         is_suspect = step in self._sessions[slot_index].suspects
         return self._compared is not None and canary is not None and canary.makes_steps and not is_suspect
 
-    def _made_by_witness(self, slot_index: int, fallback: LocalFallback) -> Step:
+    def _made_by_witness(self, slot_index: int, fallback: LocalFallback) -> Step | Ended:
         """Have torch's own worker process make a step that data workers do not deliver.
+
+        A step that ends that process, too, is a suspect, though nobody has said at which step data workers were lost.
 
         Raises:
             Differs: the program's own loader is to make it: that process cannot, or it makes for a long time what data
@@ -302,6 +304,9 @@ class RemoteSource:
         # A step that may end that process would take the batch before it along, which comes from its memory.
         stop = min([order.num_known, *(suspect for suspect in session.suspects if suspect > number)])
         made = compared.instead(number, stop, LEAST_S if fallback.is_late else MOST_S)
+        if compared.has_ended:
+            session.suspects.add(number)
+            return self._made_instead(slot_index, fallback)
         if isinstance(made, str):
             self._differ(number, f"{fallback.reason}, and {made}")
         now = time.monotonic()

@@ -44,6 +44,10 @@ class NotInTime(NotMade):
     """It gave no step in time: it may wait for what another process holds."""
 
 
+class HasEnded(NotMade):
+    """It died while a step was waited for."""
+
+
 class Made(msgspec.Struct, frozen=True):
     """What became of a step.
 
@@ -284,7 +288,7 @@ class Witness:
                 self._is_late = True
                 raise NotInTime(f"torch's own worker process gave no step in {limit_s:g} s")
             worker.join()
-            raise NotMade(f"torch's own worker process ended with exit code {worker.exitcode}")
+            raise HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}")
         try:
             answer = next(self._answers)
             step = self.requests.under_way.popleft()

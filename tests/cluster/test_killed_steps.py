@@ -35,10 +35,10 @@ def test_a_sample_for_which_slurm_kills_the_data_workers_step_does_not_end_the_t
     wait_until(lambda: output.exists() and "\nexit code" in output.read_text(), timeout_s=200, what="the job's end")
     text = output.read_text()
     assert "40 samples, then: " in text, text
-    # Of the step, or torch's own where its worker process has met the sample ahead of the program.
-    assert "at sample 41 of step 10" in text or "40 samples, then: DataLoader worker" in text, text
+    assert "at sample 41 of step 10" in text, text
     assert "the trainer ends by itself\nexit code 0" in text, text
     makers = (directory / "makers").read_text().split("\n")
     assert "trainer" not in makers
     assert "data worker" in makers, release
-    assert makers.count("child") >= 2
+    # The attempts, and torch's own worker once; more often where it met the sample before the loss was known.
+    assert makers.count("child") >= 4

@@ -1,0 +1,112 @@
+"""torch's own worker process makes a step that data workers do not deliver: when another process is begun for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetstream.mpi_dataworkers.loader.canary import Canary
+from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
+from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.step_indices import PlannedSteps
+from hetstream.mpi_dataworkers.loader.witness import Made
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
+
+NEVER = sys.maxsize
+
+
+class Troubled(torch.utils.data.Dataset[Any]):
+    """Notes which process makes which sample; one sample ends the process, another one never ends."""
+
+    def __init__(self, path: Path, ends: int = -1, hangs: int = -1) -> None:
+        self.path, self.ends, self.hangs = path, ends, hangs
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("a") as noted:
+            noted.write(f"{os.getpid()} {index}\n")
+        if index == self.ends:
+            os._exit(3)
+        if index == self.hangs:
+            threading.Event().wait()
+        return torch.tensor(index)
+
+    def by_process(self) -> list[list[int]]:
+        """The samples that each process began, in order; some it makes more than once."""
+        made: dict[str, dict[int, None]] = {}
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            process, index = line.split()
+            made.setdefault(process, {})[int(index)] = None
+        return [[*indices] for indices in made.values()]
+
+
+Begin = Callable[[Troubled, bool], ComparedPass]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Begins a pass of which two steps can be asked for, and are compared."""
+    canaries: list[Canary] = []
+
+    def begun(dataset: Troubled, is_kept: bool) -> ComparedPass:
+        pipeline = Pipeline(dataset, torch.utils.data.default_collate, len(dataset))
+        order = PlannedSteps(EpochPlan(len(dataset), 1, 1, drop_last=False, shuffle=False, seed=0, epoch=0), 0)
+        canaries.append(Canary(is_kept, makes_steps=True))
+        shards = PassShards.undivided(order, 0, 0)
+        return ComparedPass(canaries[-1], pipeline, shards, ErrorPolicy(), 2, lambda batch: batch)
+
+    yield begun
+    for canary in canaries:
+        canary.end_witnesses()
+
+
+def test_a_step_that_another_step_has_ended_the_process_of_is_made_by_a_fresh_one_alone(
+    begin: Begin, tmp_path: Path
+) -> None:
+    dataset = Troubled(tmp_path / "made", ends=1)
+    compared = begin(dataset, False)
+    made = compared.instead(2, 4, 60.0)
+    assert isinstance(made, Made)
+    assert made.batch.tolist() == [2]
+    assert dataset.by_process() == [[0, 1], [2]]
+    assert (compared.due, compared.wanted) == (NEVER, NEVER)
+    assert not compared.has_ended
+    following = compared.instead(3, 4, 60.0)  # by the same process
+    assert isinstance(following, Made)
+    assert dataset.by_process() == [[0, 1], [2, 3]]
+
+
+def test_a_step_that_ends_the_fresh_process_too_is_not_begun_a_third_time(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made", ends=1)
+    compared = begin(dataset, False)
+    assert compared.instead(1, 2, 60.0) == "torch's own worker process ended with exit code 3"
+    assert compared.has_ended
+    assert dataset.by_process() == [[0, 1], [1]]
+
+
+def test_a_process_that_was_kept_is_not_begun_anew(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made", ends=1)
+    compared = begin(dataset, True)
+    assert compared.instead(2, 4, 60.0) == "torch's own worker process ended with exit code 3"
+    assert dataset.by_process() == [[0, 1]]
+    assert (compared.due, compared.wanted) == (NEVER, NEVER)
+    assert not compared.has_ended  # a child of now would see what the program has changed since
+
+
+def test_a_step_that_hangs_is_waited_for_once(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made", hangs=1)
+    compared = begin(dataset, False)
+    assert compared.instead(1, 2, 5.0) == "torch's own worker process gave no step in 5 s"
+    assert not compared.has_ended
+    assert len(dataset.by_process()) <= 1  # none, where it takes so long to begin

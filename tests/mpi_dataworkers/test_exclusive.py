@@ -14,7 +14,7 @@ from hooking import assert_no_local_step, connection_of, hooked
 from torch.utils.data import DataLoader, get_worker_info
 
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.loader import availability, canary, client, remote_source
+from hetstream.mpi_dataworkers.loader import availability, client, compared_pass, remote_source
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -76,7 +76,7 @@ def test_what_a_second_process_waits_for_hangs_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for module in (canary, remote_source):
+    for module in (compared_pass, remote_source):
         monkeypatch.setattr(module, "LEAST_S", 2.0)
     for module in (availability, client, remote_source):
         monkeypatch.setattr(module, "LATE_STEP_S", 2.0)

@@ -266,7 +266,7 @@ def test_the_demo_on_a_cluster(tmp_path: Path, epochs: int) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_demo_removes_its_cluster(tmp_path: Path, number: signal.Signals) -> None:
     argv = [sys.executable, str(DIGITS / "demo.py"), "--work-dir", str(tmp_path / "work")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,9 +107,14 @@ def alarms(
     return found
 
 
+def slow(*values: float) -> list[Any]:
+    """Values between others, which show the same."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @pytest.mark.parametrize("options", [COMPANION, TRAINER], ids=["companion", "trainer"])
-@pytest.mark.parametrize("filling", [5, 8, 10, 12, 15, 20, 30, 45, 60])
-@pytest.mark.parametrize("plateau", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("filling", [5, *slow(8), 10, *slow(12, 15), 20, *slow(30, 45), 60])
+@pytest.mark.parametrize("plateau", [0.3, *slow(0.4), 0.5, *slow(0.6), 0.7, *slow(0.8), 0.9])
 def test_a_first_epoch_that_fills_a_cache(options: GrowthOptions, filling: float, plateau: float) -> None:
     def share(minute: float) -> float:
         return 1 / 16 + (plateau - 1 / 16) * min(1.0, minute / filling)

@@ -520,7 +520,7 @@ def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
 # --- worker processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base_seed", [1, 2])
+@pytest.mark.parametrize("base_seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_worker_init_fn_and_worker_info_are_as_in_torchs_worker_processes(
     three: Any, monkeypatch: pytest.MonkeyPatch, base_seed: int
 ) -> None:

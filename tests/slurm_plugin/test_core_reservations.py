@@ -147,7 +147,7 @@ def test_cores_reserved_for_later_are_kept_from_who_would_not_have_ended() -> No
 
 @pytest.mark.slurm
 @pytest.mark.every_release
-@pytest.mark.parametrize("flags", ["", "MAINT", "FLEX"])
+@pytest.mark.parametrize("flags", ["", *(pytest.param(flags, marks=pytest.mark.slow) for flags in ("MAINT", "FLEX"))])
 def test_cores_in_a_reservation_on_slurm(devcluster: Any, wait_until: Callable[..., None], flags: str) -> None:
     """4 of the 16 cores of gpu1 are reserved: Slurm starts there who needs 12, and keeps waiting who needs 13."""
     slurm = CommandSlurm(devcluster.env)

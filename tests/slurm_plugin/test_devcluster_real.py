@@ -46,11 +46,12 @@ def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def footprint() -> dict[str, set[str]]:
-    """What a cluster could leave on the machine; /var/lib/hetstream may hold clusters of others."""
+    """What a cluster could leave on the machine, without what clusters of others have there at any time."""
+    others = {"/var/lib/hetstream", "/run/hetstream-devcluster.lock"}
     directories = ("/run", "/run/lock", "/dev", "/var/lib", "/var/log", "/etc")
     return {
         "mounts": set(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "entries": {str(path) for parent in directories for path in Path(parent).iterdir()} - {"/var/lib/hetstream"},
+        "entries": {str(path) for parent in directories for path in Path(parent).iterdir()} - others,
     }
 
 

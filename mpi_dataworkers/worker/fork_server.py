@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -300,7 +301,11 @@ class ForkServers:
                 loaded.keep(pickled)
         except Exception as error:  # noqa: BLE001, user code: each process will see for itself
             return loaded, f"failed: {error}"
-        reason = Holdings.now().why_not_fork(before)
+        holdings = Holdings.now()
+        if holdings.num_threads > 1:
+            _end_threads_that_forks_end()
+            holdings = Holdings.now()
+        reason = holdings.why_not_fork(before)
         adopt_orphans(False)
         return loaded, reason
 
@@ -328,3 +333,15 @@ class ForkServers:
 
         fork_child(run)
         return 0
+
+
+def _end_threads_that_forks_end() -> None:
+    """Fork once: libraries with handlers of forks (pthread_atfork(3)), such as OpenBLAS, end their threads before it.
+
+    They begin them anew when they are next used. scipy has such a thread as soon as it is imported.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks where threads are
+        pid = fork_child(lambda: 0)
+    with contextlib.suppress(ChildProcessError):  # loading has taken SIGCHLD: who ends is waited for there
+        os.waitpid(pid, 0)

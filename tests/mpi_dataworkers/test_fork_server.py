@@ -178,6 +178,19 @@ def test_what_cannot_be_forked_is_loaded_in_each_process(three: Any, tmp_path: P
     assert len(others) == len(set(others))
 
 
+def test_threads_that_a_library_ends_before_each_fork_are_in_nobodys_way(
+    three: Any, tmp_path: Path, epoch_of: Any
+) -> None:
+    # Larger than those above: a process that was refused once does not ask for another one of the size.
+    dataset = datasets.Multiplies(LENGTH + 100 * len(KINDS), tmp_path / "note")
+    some = range(0, len(dataset), 50)
+    with loader_of(three, dataset, sampler=some) as loader:
+        assert epoch_of(loader, some)
+    assert dataset.loaders() == [server_of(three)]
+    if int((tmp_path / "threads").read_text()) == 1:
+        pytest.skip("OpenBLAS starts no thread where it may use one CPU")
+
+
 def test_each_process_is_a_worker_of_its_own(three: Any, tmp_path: Path, epoch_of: Any) -> None:
     dataset = datasets.Entered(2 * LENGTH, tmp_path / "note")
     options = {"num_workers": 2, "worker_init_fn": datasets.enter, "job_name": "entered"}

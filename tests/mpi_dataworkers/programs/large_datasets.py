@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 
@@ -68,6 +69,19 @@ class StartsAThread(Checked):
 
     def is_own(self, index: int) -> bool:
         return self.own.is_alive()
+
+
+class Multiplies(Words):
+    """Loading it starts threads of OpenBLAS, which ends them before each fork; samples multiply matrices, too."""
+
+    def loaded(self) -> None:
+        self.product = float((np.ones((600, 600)) @ np.ones((600, 600))).sum())
+        with self.note.with_name("threads").open("a") as threads:
+            threads.write(f"{len(os.listdir('/proc/self/task'))}\n")
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        assert self.product == (np.ones((600, 600)) @ np.ones((600, 600))).sum()
+        return super().__getitem__(index)
 
 
 class StartsAProcess(Checked):

@@ -201,8 +201,9 @@ class LocalLauncher:
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
         arguments, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
-        # The seed, else it would start itself anew. What samples print is the program's output.
-        return start_child(arguments, env=environment_with_hash_seed(), log=log, prints=True)
+        arguments += [] if log is None else ["--log", str(log)]
+        # The seed, else it would start itself anew. What samples write is the program's output.
+        return start_child(arguments, env=environment_with_hash_seed())
 
     def begin_elastic(self) -> None:
         """A local run has no companions."""

@@ -32,7 +32,6 @@ def start_child(
     *,
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
-    prints: bool = False,
     foreground: bool = False,
     death_signal: signal.Signals | None = signal.SIGTERM,
     ignored: Collection[int] = (),
@@ -44,7 +43,6 @@ def start_child(
         argv: the program and its arguments.
         env: its environment; None means this process's own.
         log: file that its output is appended to; None shares this process's output.
-        prints: with a log, what it writes to standard output goes to this process's instead.
         foreground: keep the terminal, so that Ctrl-C reaches it. Otherwise it gets a session of its own and no input.
         death_signal: what it gets when this process dies; None lets it live on.
         ignored: signals that it ignores, unless it says otherwise.
@@ -59,7 +57,7 @@ def start_child(
             list(argv),
             env=None if env is None else dict(env),
             stdin=None if foreground else subprocess.DEVNULL,
-            stdout=None if prints else output,
+            stdout=output,
             stderr=output,
             start_new_session=not foreground,
             preexec_fn=before_exec(os.getpid(), death_signal, ignored),

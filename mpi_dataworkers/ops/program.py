@@ -31,6 +31,7 @@ import torch
 import hetstream
 from hetstream.mpi_dataworkers.config import travelling_environment
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
+from hetstream.mpi_dataworkers.ops.said import loggers, set_loggers, set_warning_filters, warning_filters
 from hetstream.mpi_dataworkers.wire.messages import Program
 
 _log = logging.getLogger(__name__)
@@ -288,6 +289,8 @@ _IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "decimal context": (_decimal_context, _set_decimal_context),
     "errors of arrays": (np.geterr, _set_array_errors),
     "umask": (_umask, _set_umask),
+    "filters of warnings": (warning_filters, set_warning_filters),
+    "loggers": (loggers, set_loggers),
 }
 
 
@@ -365,13 +368,17 @@ class SettingsInForce:
         self._set_values(settings)
         self.blob = blob
 
+    def is_entered(self, pipeline_id: str, blob: bytes) -> bool:
+        """Whether `enter` has nothing to do."""
+        return pipeline_id == self._pipeline_id and blob == self.blob
+
     def enter(self, pipeline_id: str, blob: bytes) -> None:
         """Apply a pipeline's settings; those of `_IN_FORCE` are as its own user code left them, once that has run here.
 
         Raises:
             BaseException: as `apply`.
         """
-        if pipeline_id == self._pipeline_id and blob == self.blob:
+        if self.is_entered(pipeline_id, blob):
             return
         if self._pipeline_id:
             self._left[self._pipeline_id] = _settings_in_force()

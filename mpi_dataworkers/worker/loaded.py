@@ -16,6 +16,7 @@ from hetstream.mpi_dataworkers.ops.import_effects import without_effects
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
+from hetstream.mpi_dataworkers.own_log import imported_again
 from hetstream.mpi_dataworkers.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import Program
 
@@ -56,8 +57,10 @@ class LoadedProgram:
         Raises:
             PipelineError: a module of the program cannot be imported.
         """
+        if self._in_force.is_entered(pickled.pipeline_id, pickled.settings):
+            return
         try:
-            with _imports_of(pickled.program):
+            with _imports_of(pickled.program), imported_again():
                 self._in_force.enter(pickled.pipeline_id, pickled.settings)
         except PipelineError:
             raise
@@ -79,7 +82,7 @@ class LoadedProgram:
         elif not serves(self.program, program):
             raise OtherProgram
         self.program = program if self.program is None else joined(self.program, program)
-        with _imports_of(program):
+        with _imports_of(program), imported_again():
             return self._load(pickled)
 
     def _load(self, pickled: PickledPipeline) -> Pipeline:

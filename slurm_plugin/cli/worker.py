@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start anew in the Python environment of the program when that differs from this one (DIGEST: of the "
         "environment that this process was started in for that)",
     )
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # of `hetstream run`: its own lines, and no others
     parser.set_defaults(run=run)
 
 
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Work until the service ends."""
     from hetstream.mpi_dataworkers.config import cache_bytes_from_environment
     from hetstream.mpi_dataworkers.interpreter import take_hash_seed
+    from hetstream.mpi_dataworkers.own_log import keep_apart
     from hetstream.mpi_dataworkers.threads import MAX_THREADS
     from hetstream.mpi_dataworkers.wire.address import parse_service
 
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--device gpu with --processes or --mpi: start a data worker for each GPU")
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
+    keep_apart(args.log)
     take_hash_seed()
     if is_in_step():
         pass_over_warnings()
@@ -135,4 +138,5 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
 def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, digest: str) -> list[str]:
     arguments = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
     arguments += ["--device", args.device]
+    arguments += [] if args.log is None else ["--log", str(args.log)]
     return [*arguments, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]

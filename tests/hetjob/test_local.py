@@ -229,16 +229,29 @@ def test_a_real_program_streams(tmp_path: Path) -> None:
 
 
 PRINTING = """
+import logging
+import sys
+import warnings
 from torch.utils.data import DataLoader, Dataset
+
+log = logging.getLogger("mine")
 
 class Printing(Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
         print("sample", index)
+        print("as an error", index, file=sys.stderr)
+        log.info("logged %d", index)
+        logging.getLogger("quiet").warning("not shown")
+        warnings.warn(f"warned of {index}")
+        warnings.warn("ignored", DeprecationWarning)
         return index
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s|%(message)s", level=logging.INFO)
+    logging.getLogger("quiet").disabled = True
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
     for batch in DataLoader(Printing(), batch_size=2, num_workers=2):
         print("batch", batch.tolist())
 """
@@ -255,6 +268,13 @@ def test_what_samples_print_is_output_of_the_run(tmp_path: Path) -> None:
     batches = [f"batch [{index}, {index + 1}]" for index in range(0, 8, 2)]
     assert set(done.stdout.splitlines()) == {*batches, *(f"sample {index}" for index in range(8))}
     assert "4 steps, 8 samples, 0 steps made in the trainer" in done.stderr
+    plain = [sys.executable, script]
+    of_torch = subprocess.run(plain, env=buffered, capture_output=True, text=True, check=True, timeout=120)
+    # Without what `hetstream run` says itself.
+    told = [line for line in done.stderr.splitlines() if " INFO hetstream.hetjob." not in line]
+    ours = {line for line in told if not line.startswith("hetstream: ")}
+    assert ours == set(of_torch.stderr.splitlines())
+    assert len(ours) == 8 * 3 + 1, "each line and warning, and the place of the warning"
 
 
 # A dataset with a pool of its own, which nobody shuts down.

@@ -124,6 +124,7 @@ def pipeline_of(
         buckets=buckets if isinstance(buckets, LengthBuckets) else None,
         stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
         num_workers=max(1, loader.num_workers),
+        has_workers=loader.num_workers > 0,
         batch_stage=batch_stage,
         gpu_stage=gpu_stage,
         forward_stage=forward_stage,

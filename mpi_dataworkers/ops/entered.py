@@ -71,6 +71,9 @@ class EnteredPipeline:
     its workers anew for each pass, and with `persistent_workers` draws one base seed. Of an IterableDataset each shard
     plays the part of a worker, see `ops.iterable`.
 
+    Attributes:
+        has_workers: of the pipeline.
+
     Args:
         pipeline: as it was loaded in this process.
         number: of the data worker.
@@ -79,6 +82,7 @@ class EnteredPipeline:
 
     def __init__(self, pipeline: Pipeline, number: int, is_torchs: bool = False) -> None:
         self._number = number
+        self.has_workers = pipeline.has_workers
         self._is_iterable = isinstance(pipeline.dataset, torch.utils.data.IterableDataset)
         self._loaded = pipeline.with_own_generators()
         self._collate_fn = pipeline.collate_fn if is_torchs else _PrivateCollate(pipeline.collate_fn)

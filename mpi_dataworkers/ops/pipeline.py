@@ -124,6 +124,7 @@ class Pipeline:
         gpu_stage: what it goes through then, on data workers that have a GPU.
         forward_stage: what it goes through last, where its last stage runs: operators of the model's forward.
         num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
+        has_workers: these are processes of their own; else the program makes the samples itself.
         own_generators: what `with_own_generators` found in the objects here; None where they are not used.
         origins: what the seeds of samples are mixed with.
     """
@@ -139,6 +140,7 @@ class Pipeline:
     gpu_stage: BatchStage | None = None
     forward_stage: BatchStage | None = None
     num_workers: int = 1
+    has_workers: bool = False
     own_generators: OwnGenerators | None = field(default=None, compare=False)
     origins: Origins = field(default=PLAIN, compare=False)
 

@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import decimal
 import hashlib
 import importlib.util
 import logging
 import os
 import pickle
-import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-
 import hetstream
 from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
-from hetstream.mpi_dataworkers.ops.said import loggers, set_loggers, set_warning_filters, warning_filters
 from hetstream.mpi_dataworkers.wire.messages import Program
 
 _log = logging.getLogger(__name__)
@@ -209,7 +204,7 @@ class _Settings:
         argv: `sys.argv`.
         environment: variables with their values.
         removed: variables that the program started with and has removed.
-        in_force: values of `_IN_FORCE`.
+        in_force: settings of the whole process.
         digests: of the values in `values`, by module and name.
         values: the values, pickled together, so that what was one object stays one.
     """
@@ -239,70 +234,7 @@ def settings_of(reached: Reached) -> bytes:
     except Exception as error:  # noqa: BLE001, user code runs, and does now what it did not a moment ago
         _log.warning("hetstream: values that the program has set do not travel: %s: %s", type(error).__name__, error)
         digests, values = {}, b""
-    return pickle.dumps(_Settings(list(sys.argv), environment, removed, _settings_in_force(), digests, values))
-
-
-def _flushes_denormals() -> bool:
-    return bool((torch.full((1,), 1e-40) * 1.0).item() == 0.0)  # there is a setter alone
-
-
-def _umask() -> int:
-    """As it is, without setting it: another thread may make a file meanwhile. It is there since Linux 4.7."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^Umask:\s*(\d+)", status, re.MULTILINE)
-    return int(found[1], 8) if found else -1
-
-
-def _set_umask(umask: int) -> None:
-    if umask >= 0:
-        os.umask(umask)
-
-
-def _decimal_context() -> tuple[Any, ...]:
-    """Without its flags, which say what has happened so far."""
-    context = decimal.getcontext()
-    traps = [kind.__name__ for kind, is_set in context.traps.items() if is_set]
-    return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp, traps
-
-
-def _set_decimal_context(values: tuple[Any, ...]) -> None:
-    prec, rounding, least, most, capitals, clamp, names = values
-    traps = [getattr(decimal, name) for name in names]
-    decimal.setcontext(decimal.Context(prec, rounding, least, most, capitals, clamp, [], traps))
-
-
-def _set_array_errors(values: Mapping[str, Any]) -> None:
-    np.seterr(**values)
-
-
-def _set_mkldnn(is_enabled: bool) -> None:
-    torch._C._set_mkldnn_enabled(is_enabled)
-
-
-# Settings of the whole process, or of the thread that makes samples, that decide about samples: getter and setter.
-_IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
-    "mkldnn": (torch._C._get_mkldnn_enabled, _set_mkldnn),
-    "decimal context": (_decimal_context, _set_decimal_context),
-    "errors of arrays": (np.geterr, _set_array_errors),
-    "umask": (_umask, _set_umask),
-    "filters of warnings": (warning_filters, set_warning_filters),
-    "loggers": (loggers, set_loggers),
-}
-
-
-def _settings_in_force() -> dict[str, Any]:
-    return {name: get() for name, (get, _) in _IN_FORCE.items()}
-
-
-def _put_in_force(wanted: Mapping[str, Any]) -> None:
-    found = _settings_in_force()
-    for name, value in wanted.items():
-        if found[name] != value:
-            _IN_FORCE[name][1](value)
+    return pickle.dumps(_Settings(list(sys.argv), environment, removed, settings_in_force(), digests, values))
 
 
 # --- in a data worker -----------------------------------------------------------------------------------------------
@@ -364,7 +296,7 @@ class SettingsInForce:
         sys.argv[:] = settings.argv
         self._set_environment(settings)
         self._in_force = settings.in_force
-        _put_in_force(settings.in_force)
+        put_in_force(settings.in_force)
         self._set_values(settings)
         self.blob = blob
 
@@ -373,7 +305,7 @@ class SettingsInForce:
         return pipeline_id == self._pipeline_id and blob == self.blob
 
     def enter(self, pipeline_id: str, blob: bytes) -> None:
-        """Apply a pipeline's settings; those of `_IN_FORCE` are as its own user code left them, once that has run here.
+        """Apply a pipeline's settings; those of the process are as its own user code left them, once that has run here.
 
         Raises:
             BaseException: as `apply`.
@@ -381,10 +313,10 @@ class SettingsInForce:
         if self.is_entered(pipeline_id, blob):
             return
         if self._pipeline_id:
-            self._left[self._pipeline_id] = _settings_in_force()
+            self._left[self._pipeline_id] = settings_in_force()
             self._pipeline_id = ""
         self.apply(blob)
-        _put_in_force(self._left.pop(pipeline_id, self._in_force))
+        put_in_force(self._left.pop(pipeline_id, self._in_force))
         self._pipeline_id = pipeline_id
 
     def forget(self, pipeline_id: str) -> None:

@@ -14,6 +14,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease, SessionSpec
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
+from hetstream.mpi_dataworkers.worker.acted_process import act
 from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, wish
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram, objects_bytes
@@ -75,6 +76,7 @@ class Pipelines:
         self._prepared = ""
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._entered: EnteredPipeline | None = None  # the last one
+        self._acts = False  # as one of torch's worker processes
         self._user_code_begins = functools.partial(page.at_sample, -1)
         self._seeds: tuple[SessionSpec | None, PassSeeds] = None, PassSeeds(0, 0)  # of the session that was asked last
         self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
@@ -128,6 +130,9 @@ class Pipelines:
                     self._prepare_fork(lease)
                 self._loaded.enter(self._in_use[pipeline_id])
                 self._entered = entered
+                if entered.has_workers is not self._acts:
+                    self._acts = entered.has_workers
+                    act(self._acts, self._worker_number())
                 return entered.enter(self.seeds_of(lease.session), step, self._user_code_begins)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[pipeline_id] = error

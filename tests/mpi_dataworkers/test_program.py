@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import decimal
+import gc
 import importlib
+import logging
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.ops import program
+from hetstream.mpi_dataworkers.ops import process_settings
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
@@ -65,6 +68,19 @@ def mode_of_a_file() -> int:
         return place.stat().st_mode & 0o777
 
 
+def shown_warnings() -> list[bool]:
+    shown = []
+    for category in (UserWarning, RuntimeWarning):
+        for text in ("of mine", "of others"):
+            try:
+                warnings.warn(text, category, stacklevel=1)
+            except Warning:  # pytest has them raised
+                shown.append(True)
+            else:
+                shown.append(False)
+    return shown
+
+
 # What a program sets, and how a sample sees it: neither asks `program.py`.
 CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("default dtype", lambda: torch.set_default_dtype(torch.float64), lambda: torch.tensor(1.0).dtype),
@@ -85,6 +101,12 @@ CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ),
     ("errors of arrays", lambda: np.seterr(all="raise"), np.geterr),
     ("umask", lambda: os.umask(0o077), mode_of_a_file),
+    ("garbage", lambda: gc.set_threshold(900, 9, 9), gc.get_threshold),
+    ("no garbage", gc.disable, gc.isenabled),
+    ("recursion", lambda: sys.setrecursionlimit(1500), sys.getrecursionlimit),
+    ("switching", lambda: sys.setswitchinterval(0.25), sys.getswitchinterval),
+    ("warnings", lambda: warnings.filterwarnings("ignore", "of mine"), shown_warnings),
+    ("class of warnings", lambda: warnings.simplefilter("ignore", RuntimeWarning), shown_warnings),
 ]
 
 
@@ -102,12 +124,12 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 def settings_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `SettingsInForce` changes is as it was after the test."""
-    argv, environment, in_force = list(sys.argv), dict(os.environ), program._settings_in_force()
+    argv, environment, in_force = list(sys.argv), dict(os.environ), process_settings.settings_in_force()
     yield
     sys.argv[:] = argv
     os.environ.clear()
     os.environ.update(environment)
-    program._put_in_force(in_force)
+    process_settings.put_in_force(in_force)
 
 
 def reached_from(*roots: Any) -> Reached:
@@ -195,6 +217,28 @@ def test_what_is_in_force_in_the_process_travels(
     assert look() == changed
     in_force.apply(before)
     assert (look(), settings_of(reached)) == (plain, before)
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_loggers_are_as_the_program_has_them(user: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    logger, reached, in_force = logging.getLogger("mine.own"), reached_from(user.Data), SettingsInForce()
+    before = settings_of(reached)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("{levelname} of {name}: {message}", style="{"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    after = settings_of(reached)
+    in_force.apply(before)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.CRITICAL)
+    in_force.apply(after)
+    logger.info("shown")
+    logger.debug("not shown")
+    assert capsys.readouterr().out == "INFO of mine.own: shown\n"
+    assert settings_of(reached) == after
+    in_force.apply(before)
+    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
 
 
 def test_what_user_code_of_one_pipeline_sets_is_not_seen_by_another(user: Any, settings_kept: None) -> None:

@@ -22,7 +22,7 @@ _STREAMS = ("stdout", "stderr")
 _Handler = tuple[str, int, str | None, str | None, str]
 # Of a logger: its level, whether it passes lines on and is switched off, and its handlers.
 _Logger = tuple[int, bool, bool, list[_Handler]]
-_STYLES: dict[type, str] = {kind: style for style, (kind, _) in logging._STYLES.items()}
+_STYLES: dict[Any, str] = {kind: style for style, (kind, _) in logging._STYLES.items()}
 _UNSET: _Logger = logging.NOTSET, True, False, []
 _set_here: set[str] = set()  # names of loggers
 
@@ -30,7 +30,8 @@ _set_here: set[str] = set()  # names of loggers
 def warning_filters() -> str:
     """The filters of warnings, the first one first. Those for a class of the script are left out."""
     found: dict[Any, None] = {}  # of equal ones the first one counts
-    for action, message, category, module, line in warnings.filters:
+    filters: Any = warnings.filters
+    for action, message, category, module, line in filters:
         if category.__module__ not in _SCRIPTS and "<locals>" not in category.__qualname__:
             kind = category.__module__, category.__qualname__
             found[action, _pattern(message), kind, _pattern(module), line] = None
@@ -98,5 +99,5 @@ def set_loggers(text: str) -> None:
             made: logging.Handler = logging.StreamHandler(getattr(sys, stream))
             made.setLevel(least)
             if text is not None:
-                made.setFormatter(logging.Formatter(text, dates, style))  # type: ignore[arg-type]
+                made.setFormatter(logging.Formatter(text, dates, style))
             logger.addHandler(made)

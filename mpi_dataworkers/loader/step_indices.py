@@ -23,6 +23,8 @@ from hetstream.mpi_dataworkers.order.sharding import EpochPlan, Indices, SampleS
 from hetstream.mpi_dataworkers.wire.messages import ListedOrder
 
 _LARGEST_INDEX = 2**63 - 1
+# Of a pass that torch's own workers are to go on with, so many steps at most are made again by them before.
+_MOST_MADE_AGAIN = 64
 # Without another bound, a listed order is drawn from the program's sampler this many steps beyond the window.
 _LIST_AHEAD_STEPS = 64
 
@@ -251,6 +253,16 @@ class PartlyListedSteps(ListedSteps):
     unlisted: Iterator[Any] | None = None
     reason = ""
 
+    def __init__(self, index_sampler: Iterable[Any], batched: bool) -> None:
+        super().__init__(index_sampler, batched)
+        self._taken: list[Any] = []  # what the sampler gave for the first steps
+
+    def forget(self, step: int) -> None:
+        """Drop a step that the training loop has taken, but for the first ones and `taken`."""
+        if step == len(self._taken) < _MOST_MADE_AGAIN and step in self._drawn:
+            self._taken.append(self._forms[step].given(self._drawn[step]))
+        super().forget(step)
+
     def _end_at(self, drawn: Any) -> None:
         self.reason = self._refusal(drawn).rstrip(".")
         self.unlisted = itertools.chain([drawn], self._iterator)
@@ -260,6 +272,10 @@ class PartlyListedSteps(ListedSteps):
         """What the sampler gives from a step on that was not taken: what was drawn already, and then the others."""
         drawn = [self._forms[number].given(self._drawn[number]) for number in range(step, self._next)]
         return itertools.chain(drawn, self._iterator if self.unlisted is None else self.unlisted)
+
+    def steps_before(self, step: int) -> list[Any]:
+        """What the sampler gave for all steps before this one, which were taken; empty where that is not kept."""
+        return self._taken[:step] if step <= len(self._taken) else []
 
 
 Order = PlannedSteps | ListedSteps

@@ -6,6 +6,7 @@ the samples come in the order that they have without hetstream, and the program'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -280,16 +281,26 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         return next(self._plain)
 
     def _go_on_locally(self, steps: Iterator[Any], reason: str) -> None:
-        """From here on torch makes the steps, in this pass and in those that follow."""
+        """From here on torch makes the steps, in this pass and in those that follow.
+
+        Of a pass that has just begun its worker processes make the steps before, too, so that what they keep, count and
+        draw is as if all had been theirs.
+        """
         first = 0
         if self._streamed is not None:
             first = self._streamed.shards.position
             self._streamed.close()
             self._streamed = None
+        before = self._order.steps_before(first) if self._num_workers > 0 else []
+        if before:
+            reason = f"{reason}. Its own workers make all steps of this pass, also those that it has had"
         if self._kept.connection is not None:
             _say_local(type(self._dataset).__name__, reason)
         self._kept.stay_local()
-        self._plain = self._made_by_torch(steps, first)
+        self._plain = self._made_by_torch(itertools.chain(before, steps), first - len(before))
+        for _ in before:
+            with contextlib.suppress(Exception):  # the program has had what was raised there
+                next(self._plain)
 
     def _made_by_torch(self, steps: Iterator[Any], first: int) -> Iterator[Any]:
         """Steps from a number on, each by the worker process that makes it where all are torch's."""

@@ -118,6 +118,15 @@ class Ending(Sent):
         return torch.tensor([index])
 
 
+class Remembering(Sent):
+    """Another package's module counts its samples, and from the seventh one of a process on it tells."""
+
+    def __getitem__(self, index: int) -> Any:
+        count = np.random.__dict__.setdefault("_counted", [0])
+        count[0] += 1
+        return torch.tensor([index, int(count[0] > 6)])
+
+
 def doubles(records: list[Record]) -> list[int]:
     return [record.double[0] for record in records]
 
@@ -143,7 +152,7 @@ def steps_of(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def loader_of(dataset: Dataset[Any], **keywords: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=2, **{"num_workers": 2} | keywords)
+    return DataLoader(dataset, **{"batch_size": 2, "num_workers": 2} | keywords)
 
 
 def main() -> None:
@@ -164,6 +173,7 @@ def main() -> None:
     print("of a sample, kept", [list(steps_of(each)) for each in [loader_of(Sent(), persistent_workers=True)] * 2])
     for num_workers in (1, 2):
         print("mixed", num_workers, list(steps_of(loader_of(Mixing(), num_workers=num_workers))))
+    print("remembered", list(steps_of(loader_of(Remembering(), batch_size=4))))
     changed = Changed()
     for epoch in range(2):
         for batch in loader_of(changed):

@@ -152,13 +152,16 @@ def test_the_trainer_is_the_plain_job_whatever_says_so(
     assert data_workers["Reboot"] == ("1" if "--reboot" in words else "0")
 
 
-@pytest.mark.parametrize("dependency", ["singleton", pytest.param("afterany:1,singleton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dependency", ["singleton", pytest.param("afterany:JOB,singleton", marks=pytest.mark.slow)])
 def test_a_chain_of_jobs_with_one_name_goes_on(
     devcluster: Any, wait_until: Callable[..., None], dependency: str
 ) -> None:
     """The second waits for the first, and not for itself."""
     name = f"chain-{os.getpid()}-{len(dependency)}"
     log = devcluster.out_dir / f"{name}.log"
+    if "JOB" in dependency:
+        before = devcluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap=true"]).stdout.strip()
+        dependency = dependency.replace("JOB", before)
     script = f"#!/bin/bash\n#SBATCH -J {name} -d {dependency} -o /dev/null\necho $SLURM_JOB_ID >> {log}\nsleep 1\n"
     log.touch(mode=0o666)
     jobs = []

@@ -6,7 +6,7 @@ Called by `convert.py`. A script without GPUs trains on its CPUs, and keeps them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,6 +16,11 @@ from hetstream.hetjob.sbatch_options import TRES_CPUS, SbatchOption, SbatchOptio
 from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
 from hetstream.hetjob.step_demand import Allocation, Surroundings, least_cpus
 
+# With these the CPUs that a task takes of a node are not those that it asks for.
+_OF_CORES = (
+    "cores-per-socket", "extra-node-info", "hint", "ntasks-per-core", "ntasks-per-socket", "sockets-per-node",
+    "threads-per-core",
+)  # fmt: skip
 _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
 
 
@@ -53,6 +58,7 @@ def trainer_overrides(
     mb_per_cpu: tuple[float | None, float | None],
     foreign: int | None = None,
     surroundings: Surroundings | None = None,
+    node_cpus: Collection[int] = (),
 ) -> tuple[list[SbatchOption], list[Change]]:
     """What component 0 gets instead of what the script asks for, with the reasons.
 
@@ -65,6 +71,7 @@ def trainer_overrides(
             default that is not known.
         foreign: line with options of another batch system, if there is one.
         surroundings: of the script; None for nothing.
+        node_cpus: CPUs of the kinds of nodes that the trainer may get; empty where they are not known.
     """
     asked = _asked_for(options)
     why = _why_unchanged(spec, options, asked, foreign)
@@ -96,6 +103,14 @@ def trainer_overrides(
             f"this partition gives at most {memory_words(max_mb_per_cpu)} for each CPU (MaxMemPerCPU), and the trainer "
             f"keeps its memory: with fewer CPUs in the request Slurm would add them again"
         )
+    if kept < asked.cpus and not spec.trainer_cpus:
+        needed = _kept_for_nodes(options, asked, kept, node_cpus, is_default and not default_mb_per_cpu)
+        if needed > kept:
+            kept = needed
+            why = (
+                "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go "
+                "to a node, and share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
+            )
     if kept >= asked.cpus:
         why = f"the script asks for {asked.cpus}, the trainer may keep {kept}" if kept > asked.cpus else why
         return [], [Change("trainer: CPUs unchanged", why)]
@@ -129,6 +144,29 @@ def _kept_for_task(spec: JobSpec, options: SbatchOptions) -> tuple[int, str]:
     kept = spec.trainer_cpus or max(1, default)
     share = f"--trainer-cpus={kept}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
     return kept, f"data workers do the preprocessing; the trainer keeps {share}"
+
+
+def _kept_for_nodes(
+    options: SbatchOptions, asked: _Asked, kept: int, node_cpus: Collection[int], is_memory_of_nodes: bool
+) -> int:
+    """The fewest CPUs, from `kept` on, with which nodes have room for as many of its tasks as with those asked for.
+
+    Slurm gives a job that names no number of nodes as few as its tasks have room on, and fills one after the other.
+    """
+    tasks, nodes = tasks_and_nodes(options)
+    is_one_node = options.has("ntasks-per-node") and not options.has("ntasks")
+    of_nodes = is_memory_of_nodes or options.has("gpus-per-node", "gpus-per-socket", "gres", "mem")
+    if nodes is not None or tasks < 2 or is_one_node or not of_nodes:
+        return kept
+    sizes = [cpus for cpus in node_cpus if cpus >= asked.cpus]
+    if not sizes or options.has(*_OF_CORES):
+        return asked.cpus
+    number = _allocation(options, asked.option).units
+
+    def room(cpus: int) -> list[int]:
+        return [min(number, size // cpus) for size in sizes]
+
+    return next(cpus for cpus in range(kept, asked.cpus + 1) if room(cpus) == room(asked.cpus))
 
 
 def _allocation(options: SbatchOptions, unit: str) -> Allocation:

@@ -334,3 +334,30 @@ def test_steps_have_room_in_a_converted_job(
     wait_until(lambda: log.exists() and "done" in log.read_text(), 120, "the script has ended")
     assert "done 0" in log.read_text()
     wait_until(lambda: not devcluster.run(["squeue", "-h", f"--name={path.name}"]).stdout, 60, "the job is over")
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("options", ["--gpus-per-node=2", pytest.param("--gpus=4", marks=pytest.mark.slow)])
+def test_a_job_that_names_no_number_of_nodes_is_divided_as_a_plain_one(
+    devcluster: Any, wait_until: Callable[..., None], tmp_path: Path, options: str
+) -> None:
+    """Nodes have 16 CPUs: 2 tasks with 8 go to each, and share what it asks for of a node."""
+    script = tmp_path / "train.sbatch"
+    script.write_text(f"#!/bin/bash\n#SBATCH -n4 -c8 {options} --mem=1000 --time=10 -o /dev/null\nsrun sleep 600\n")
+
+    def nodes_and_memory(component: str, *argv: str) -> tuple[str, str]:
+        done = subprocess.run([*argv, script], env=devcluster.env, capture_output=True, text=True, timeout=60)
+        job = done.stdout.strip().split(";")[0]
+
+        def shown() -> str:
+            return str(devcluster.run(["scontrol", "show", "job", f"{job}{component}"]).stdout)
+
+        wait_until(lambda: "JobState=RUNNING" in shown(), 90, "its start")
+        running = shown()
+        devcluster.run(["scancel", job])
+        wait_until(lambda: "JobState=CANCELLED" in shown(), 60, "its end")
+        return re.findall(r"\bNumNodes=(\d+) ", running)[0], re.findall(r"mem=(\w+),node=\d+", running)[-1]
+
+    plain = nodes_and_memory("", "sbatch", "--parsable", f"--chdir={tmp_path}")
+    converted = nodes_and_memory("+0", str(HETSTREAM), "sbatch", "--parsable", f"--chdir={tmp_path}", *OWN)
+    assert converted == plain == ("2", "2000M")

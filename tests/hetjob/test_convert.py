@@ -19,11 +19,14 @@ from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.hetjob.spec import WITH_VALUE, JobSpec
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
+# Each node has room for all tasks of the scripts here.
+LARGE_NODES = Cluster(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
 
 
 def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "srun python train.py") -> HetPlan:
     outside, _ = parse_words(command_line, "command line", extra=WITH_VALUE)
-    return convert(spec, f"#!/bin/bash\n#SBATCH {sbatch}\n{body}\n", "train.sbatch", command_line=outside)
+    text = f"#!/bin/bash\n#SBATCH {sbatch}\n{body}\n"
+    return convert(spec, text, "train.sbatch", cluster=LARGE_NODES, command_line=outside)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,34 @@ def test_cpus_of_the_trainer(sbatch: str, kept: tuple[str, ...]) -> None:
     plan = plan_of(sbatch)
     assert plan.components[0].options == kept
     assert all(change.change and change.why for change in plan.changes)
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "kept"),
+    [
+        # Nodes of 16 CPUs have room for 2 tasks with 8 CPUs, and with 6; with 5 for 3.
+        ("-n4 -c8 --gpus-per-node=2", ("--cpus-per-task=6",)),
+        ("-n4 -c8 --gres=gpu:2", ("--cpus-per-task=6",)),
+        ("-n4 -c8 --gpus=4 --mem=10G", ("--cpus-per-task=6",)),
+        ("-n4 -c8 --gpus=4 -N1-4 --mem=10G", ("--cpus-per-task=6",)),
+        ("-n4 -c8 --gpus=4", ("--cpus-per-task=6",)),  # the memory of a job that asks for none is of a node, too
+        ("--gpus=4 --ntasks-per-gpu=1 --cpus-per-gpu=8 --mem=10G", ("--cpus-per-gpu=6",)),
+        ("-n4 -c8 --gpus=4 --mem-per-gpu=10G", ("--cpus-per-task=2",)),
+        ("-n4 -c8 -N2 --gpus-per-node=2", ("--cpus-per-task=2",)),
+        ("-n2 -c8 --gpus-per-node=2", ("--cpus-per-task=2",)),
+        ("--ntasks-per-node=2 -c8 --gpus-per-node=2", ("--cpus-per-task=2",)),
+        # Who knows how many CPUs of a node its tasks take?
+        ("-n4 -c8 --gpus-per-node=2 --hint=nomultithread", ()),
+        ("-n4 -c4 --gpus-per-socket=1 --sockets-per-node=2", ()),
+        ("-n4 -c4 --gres=gpu:2 --ntasks-per-socket=1", ()),
+        ("-n4 -c8 --gpus-per-node=2 -p elsewhere", ()),
+    ],
+)
+def test_a_script_that_names_no_number_of_nodes_gets_as_many(sbatch: str, kept: tuple[str, ...]) -> None:
+    nodes = PartitionLimits((NodeSize(16, 64000, True), NodeSize(64, 64000, False)))
+    cluster = Cluster(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": nodes})
+    text = f"#!/bin/bash\n#SBATCH {sbatch}\nsrun python train.py\n"
+    assert convert(SPEC, text, "train.sbatch", cluster=cluster).components[0].options == kept
 
 
 def test_trainer_cpus_can_be_asked_for() -> None:

@@ -11,10 +11,13 @@ import pytest
 
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
 from hetstream.hetjob.spec import JobSpec
 from hetstream.hetjob.step_demand import Surroundings
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
+# Each node has room for all tasks of the scripts here.
+LARGE_NODES = Cluster(frozenset({"gpu"}), "gpu", None, {"gpu": PartitionLimits((NodeSize(1024, 1 << 22, True),))})
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,7 +25,8 @@ def plan_of(
     options: str, body: str, files: Mapping[str, str] = {}, environ: Mapping[str, str] = {}
 ) -> HetPlan:  # fmt: skip
     around = Surroundings(lambda path: files.get(path.removeprefix("./")), environ)
-    return convert(SPEC, f"#!/bin/bash\n#SBATCH {options}\n{body}\n", "train.sbatch", surroundings=around)
+    text = f"#!/bin/bash\n#SBATCH {options}\n{body}\n"
+    return convert(SPEC, text, "train.sbatch", cluster=LARGE_NODES, surroundings=around)
 
 
 def cpus_of(plan: HetPlan) -> int | None:

@@ -21,6 +21,10 @@ _OF_CORES = (
     "cores-per-socket", "extra-node-info", "hint", "ntasks-per-core", "ntasks-per-socket", "sockets-per-node",
     "threads-per-core",
 )  # fmt: skip
+_DIVIDED = (
+    "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go to a node, and "
+    "share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
+)
 _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
 
 
@@ -105,12 +109,7 @@ def trainer_overrides(
         )
     if kept < asked.cpus and not spec.trainer_cpus:
         needed = _kept_for_nodes(options, asked, kept, node_cpus, is_default and not default_mb_per_cpu)
-        if needed > kept:
-            kept = needed
-            why = (
-                "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go "
-                "to a node, and share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
-            )
+        kept, why = needed, why if needed == kept else _DIVIDED
     if kept >= asked.cpus:
         why = f"the script asks for {asked.cpus}, the trainer may keep {kept}" if kept > asked.cpus else why
         return [], [Change("trainer: CPUs unchanged", why)]

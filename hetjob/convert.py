@@ -182,8 +182,7 @@ def convert(
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        memory = _mb_per_cpu(options, cluster)
-        sizes = _node_cpus(options, cluster)
+        memory, sizes = _mb_per_cpu(options, cluster), _node_cpus(options, cluster)
         overrides, changes = trainer_overrides(spec, script, options, memory, foreign, surroundings, sizes)
         _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
         components, added = data_worker_component(spec, options, partition, cluster, foreign)

@@ -22,8 +22,8 @@ _OF_CORES = (
     "threads-per-core",
 )  # fmt: skip
 _DIVIDED = (
-    "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go to a node, and "
-    "share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
+    "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go to a node, "
+    "and share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
 )
 _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
 
@@ -81,17 +81,7 @@ def trainer_overrides(
     why = _why_unchanged(spec, options, asked, foreign)
     if asked is None or why:
         return [], [Change("trainer: CPUs unchanged", why)]
-    kept, why = _kept_for_task(spec, options)
-    if asked.option == "cpus-per-gpu":
-        kept = math.ceil(kept / max(gpus_per_task(options), Fraction(1)))
-    if kept < asked.cpus:
-        least, reason = least_cpus(
-            script, _allocation(options, asked.option), kept, asked.cpus, surroundings or Surroundings()
-        )
-        if least is not None:
-            kept, why = least, reason or why
-        elif not spec.trainer_cpus:
-            kept, why = asked.cpus, reason
+    kept, why = _kept_for_steps(spec, script, options, asked, surroundings or Surroundings())
     max_mb_per_cpu, default_mb_per_cpu = mb_per_cpu
     is_default = not options.has("mem", "mem-per-cpu", "mem-per-gpu")
     per_cpu = (default_mb_per_cpu if is_default else megabytes(options.value("mem-per-cpu") or "")) or 0.0
@@ -143,6 +133,22 @@ def _kept_for_task(spec: JobSpec, options: SbatchOptions) -> tuple[int, str]:
     kept = spec.trainer_cpus or max(1, default)
     share = f"--trainer-cpus={kept}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
     return kept, f"data workers do the preprocessing; the trainer keeps {share}"
+
+
+def _kept_for_steps(
+    spec: JobSpec, script: str, options: SbatchOptions, asked: _Asked, surroundings: Surroundings
+) -> tuple[int, str]:
+    """How many CPUs a task or GPU keeps, so that the steps of the script have room, and why."""
+    kept, why = _kept_for_task(spec, options)
+    if asked.option == "cpus-per-gpu":
+        kept = math.ceil(kept / max(gpus_per_task(options), Fraction(1)))
+    if kept < asked.cpus:
+        least, reason = least_cpus(script, _allocation(options, asked.option), kept, asked.cpus, surroundings)
+        if least is not None:
+            return least, reason or why
+        if not spec.trainer_cpus:
+            return asked.cpus, reason
+    return kept, why
 
 
 def _kept_for_nodes(

@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/loader/witness.py": "_WitnessSteps.__getitem__",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
-        "mpi_dataworkers/ops/program.py": "_umask",
+        "mpi_dataworkers/ops/process_settings.py": "_umask",
         "mpi_dataworkers/ops/shared_memory.py": "_shared_lines",
         "mpi_dataworkers/worker/own_memory.py": "OwnMemory._read",
         "mpi_dataworkers/worker/watch.py": "count_oom_kills*2",
@@ -194,6 +194,7 @@ ROWS: dict[str, dict[str, str]] = {
     "private": {
         "checkpoint/integrations/huggingface.py": "FlashCheckpointCallback.resume_folder*7",
         "hetjob/local.py": "_await_dispatcher",
+        "mpi_dataworkers/own_log.py": "keep_apart",
         "hetjob/temporary.py": "_is_nobodys*2 remove_leftovers*2 temporary_directory*5",
         "mpi_dataworkers/features/compiled_cache.py": "_of_this_process _private _remove _why_not",
         "mpi_dataworkers/features/native.py": "_compiled _loaded library",

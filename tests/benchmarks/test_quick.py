@@ -176,6 +176,7 @@ def test_checkpoints(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # several systems save many times, beside other tests
 @pytest.mark.parametrize("name", ["ckpt_save", "ckpt_stall", "ckpt_disk", "ckpt_growth"])
 def test_checkpoints_and_their_peers(tmp_path: Path, name: str) -> None:
     rows = run(name, tmp_path, "")

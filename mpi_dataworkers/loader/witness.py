@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -125,15 +125,20 @@ class _WitnessSteps(StepDataset):
             return None
         is_made = False
         try:
-            with limited_to_rest() if self._has_limit else nullcontext():
+            with limited_to_rest() if self._has_limit else contextlib.nullcontext():
                 if request[1] < 0:
-                    return changed_by(lambda: self.make(request), self._pipeline.user_objects)
+                    return changed_by(lambda: self._tried(request), self._pipeline.user_objects)
                 made, _ = self.make(request)
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
             return made.num_samples, *_pickled(made.batch)
         except Exception as error:  # noqa: BLE001, user code may raise anything
             return describe_failure(error, is_final=is_made)
+
+    def _tried(self, request: StepRequest) -> None:
+        """Make a sample; a collate function that needs several raises, and what samples change shows all the same."""
+        with contextlib.suppress(Exception):
+            self.make(request)
 
 
 class _Requests:

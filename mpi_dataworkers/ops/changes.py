@@ -14,13 +14,17 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import io
 import itertools
 import logging
+import mmap
+import os
 import reprlib
 import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -73,6 +77,7 @@ def changed_by(make: Callable[[], object], roots: Mapping[str, Any]) -> str:
         make: makes it, with the same random numbers each time.
         roots: as `state_of`.
     """
+    roots = {**roots, "os.environ": os.environ}
     make()
     before = state_of(roots)
     make()
@@ -114,6 +119,12 @@ class _Look:
             return kind.__qualname__, value.shape, value.dtype.str, self._digest(value)
         if isinstance(value, torch.Generator):
             return zlib.crc32(value.get_state().numpy().tobytes())
+        if isinstance(value, mmap.mmap):
+            return self._digest(np.frombuffer(value, np.uint8))
+        if isinstance(value, io.BytesIO | io.StringIO):
+            return value.tell(), value.getvalue()
+        if isinstance(value, set | frozenset):
+            return len(value), {part for part in itertools.islice([*value], _MOST_ITEMS) if type(part) in _VALUES}
         # Not the user's own `__len__`: looking runs nobody's code.
         length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
         return f"{kind.__module__}.{kind.__qualname__}", length
@@ -124,7 +135,8 @@ class _Look:
         return tensor._version
 
     def _digest(self, array: np.ndarray[Any, Any]) -> int:
-        if array.dtype.hasobject or array.nbytes > self._bytes_left or isinstance(array, np.memmap):
+        is_file = isinstance(array, np.memmap) and array.mode != "c"
+        if array.dtype.hasobject or array.nbytes > self._bytes_left or is_file:
             return 0
         self._bytes_left -= array.nbytes
         return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -141,6 +153,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         if is_programs(value):
             yield from ((f".{name}", part) for name, part in [*vars(value).items()] if name not in _OF_LANGUAGE)
             yield from ((f".__mro__[{place}]", base) for place, base in enumerate(value.__mro__))
+            yield ".__class__", type(value)
     elif isinstance(value, MethodType):
         yield from ((".__func__", value.__func__), (".__self__", value.__self__))
     elif isinstance(value, FunctionType):
@@ -149,6 +162,8 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (f".{name}", getattr(value, name)) for name in ("__func__", "fget", "fset", "func") if hasattr(value, name)
         )
+    elif isinstance(value, ContextVar):
+        yield ".get()", value.get(None)
     elif isinstance(value, GeneratorType):
         if value.gi_frame is not None:
             yield from ((".gi_frame.f_lasti", value.gi_frame.f_lasti), (".gi_yieldfrom", value.gi_yieldfrom))
@@ -164,12 +179,12 @@ def _parts_of_instance(value: Any) -> Iterator[tuple[str, Any]]:
         with contextlib.suppress(AttributeError):
             yield f".{name}", object.__getattribute__(value, name)
     if isinstance(value, dict):
-        for key, part in itertools.islice([*dict.items(value)], _MOST_ITEMS):
-            yield f"[{key!r}]" if type(key) in _VALUES else f"[{type(key).__qualname__}]", part
+        for place, (key, part) in enumerate(itertools.islice([*dict.items(value)], _MOST_ITEMS)):
+            yield f"[{key!r}]" if type(key) in _VALUES else f"[{type(key).__qualname__} {place}]", part
     elif isinstance(value, list | tuple | deque):
         base: Any = next(base for base in _SIZED if isinstance(value, base))
         yield from ((f"[{place}]", part) for place, part in zip(range(_MOST_ITEMS), base.__iter__(value), strict=False))
-    elif not isinstance(value, set | frozenset):
+    elif not isinstance(value, set | frozenset | io.IOBase):
         # What Python writes down to make it anew, as an iterator's place.
         base = next(base for base in kind.__mro__ if vars(base).keys() & {"__reduce__", "__reduce_ex__"})
         if base is not object and base.__module__.partition(".")[0] in _THEIRS:
@@ -186,9 +201,12 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((".__defaults__", function.__defaults__), (".__kwdefaults__", function.__kwdefaults__))
     yield from ((f".{name}", part) for name, part in [*vars(function).items()])
     names = sorted(names_in(function.__code__))
-    held = [function.__globals__.get(name) for name in names]
-    places = [
-        function.__globals__,
-        *(vars(module) for module in held if isinstance(module, ModuleType) and is_own(module)),
-    ]
-    yield from ((f" {name}", place[name]) for place in places for name in names if name in place)
+    places, met = [function.__globals__], {function.__module__}
+    for place in places:  # modules of the program in modules, and what is imported here alone
+        for name in names:
+            module = place.get(name) or sys.modules.get(name)
+            if isinstance(module, ModuleType) and is_own(module) and module.__name__ not in met:
+                met.add(module.__name__)
+                places.append(vars(module))
+    for place in places:
+        yield from ((f" {place.get('__name__')}.{name}", place[name]) for name in names if name in place)

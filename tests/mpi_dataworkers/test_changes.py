@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import array
 import collections
+import enum
 import functools
+import io
 import itertools
+import mmap
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,6 +90,38 @@ def opened_late(dataset: Held) -> None:
         dataset.kept = Path("/dev/null").open()  # noqa: SIM115, it stays open
 
 
+CONTEXT: ContextVar[int] = ContextVar("CONTEXT", default=0)
+
+
+class Kind(type):
+    count = 0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+class Name(enum.Enum):
+    CAT = 1
+    DOG = 2
+
+
+def in_a_context(_: Held) -> None:
+    CONTEXT.set(CONTEXT.get() + 1)
+
+
+def in_the_environment(_: Held) -> None:
+    os.environ["COUNTED"] = str(int(os.environ.get("COUNTED", "0")) + 1)
+
+
+def in_a_metaclass(_: Held) -> None:
+    type(OfKind).count += 1
+
+
+def counted_at(key: Any) -> Callable[[Held], None]:
+    return lambda dataset: dataset.held.__setitem__(key, dataset.held[key] + 1)
+
+
 def numbers() -> Iterator[int]:
     yield from range(100)
 
@@ -134,6 +171,16 @@ CHANGES: list[Any] = [
     pytest.param(called("update", [3]), collections.Counter(), id="a counter"),
     pytest.param(lambda dataset: dataset.held(torch.ones(2, 3)), torch.nn.BatchNorm1d(3), id="a layer's statistics"),
     pytest.param(kept(time.perf_counter), None, id="a time"),
+    pytest.param(in_a_context, None, id="a context variable"),
+    pytest.param(in_the_environment, None, id="a variable of the environment"),
+    pytest.param(in_a_metaclass, None, id="a metaclass"),
+    pytest.param(counted_at(np.int64(0)), {np.int64(0): 0, np.int64(1): 0}, id="a count by NumPy's numbers"),
+    pytest.param(counted_at(Name.CAT), {Name.CAT: 0, Name.DOG: 0}, id="a count by names"),
+    pytest.param(counted_at((0, 1)), {(0, 1): 0, (1, 1): 0}, id="a count by pairs"),
+    pytest.param(called("write", b"3"), io.BytesIO(), id="a buffer"),
+    pytest.param(lambda dataset: dataset.held.add(len(dataset.held)), {0}, id="a growing set"),
+    pytest.param(kept(lambda: {time.perf_counter()}), None, id="a set of another value"),
+    pytest.param(counted_at(0), mmap.mmap(-1, 4096), id="mapped memory"),
 ]
 KEEPS: list[Any] = [
     pytest.param(kept(lambda: 3), None, id="its last value"),
@@ -142,16 +189,24 @@ KEEPS: list[Any] = [
     pytest.param(called("setdefault", 3, Slotted()), {}, id="a cache"),
     pytest.param(called("add", 3), set(), id="what it has read"),
     pytest.param(lambda dataset: dataset.held(3), functools.lru_cache(str), id="a function's cache"),
+    pytest.param(
+        lambda dataset: (dataset.held.seek(0), dataset.held.read()), io.BytesIO(b"3"), id="a buffer that it reads"
+    ),
     pytest.param(opened_late, None, id="a file that it opens"),
     pytest.param(lambda dataset: dataset.held.acquire(blocking=False), threading.Lock(), id="a lock"),
     pytest.param(lambda _: torch.rand(3), None, id="global generators, which are seeded for each"),
 ]
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COUNTED", "0")
+
+
 @pytest.mark.parametrize(("make", "held"), CHANGES)
 def test_what_goes_on_from_sample_to_sample_is_a_change(make: Any, held: Any) -> None:
     dataset = Held(make, held)
-    assert changed_by(lambda: dataset[3], {"dataset": dataset}).startswith("dataset.")
+    assert changed_by(lambda: dataset[3], {"dataset": dataset}).startswith(("dataset.", "os.environ"))
 
 
 @pytest.mark.parametrize(("make", "held"), KEEPS)

@@ -127,6 +127,19 @@ class Remembering(Sent):
         return torch.tensor([index, int(count[0] > 6)])
 
 
+def of_two(samples: list[Any]) -> Any:
+    assert len(samples) > 1, "two samples are mixed"
+    return torch.stack(samples)
+
+
+class Read(Sent):
+    """It counts, and what counts is in sight."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return torch.tensor([index, int(self.count > 8)])
+
+
 def doubles(records: list[Record]) -> list[int]:
     return [record.double[0] for record in records]
 
@@ -174,6 +187,7 @@ def main() -> None:
     for num_workers in (1, 2):
         print("mixed", num_workers, list(steps_of(loader_of(Mixing(), num_workers=num_workers))))
     print("remembered", list(steps_of(loader_of(Remembering(), batch_size=4))))
+    print("where one sample is no batch", list(steps_of(loader_of(Read(), collate_fn=of_two))))
     changed = Changed()
     for epoch in range(2):
         for batch in loader_of(changed):

@@ -34,6 +34,8 @@ _signals: Any = signal_handling
 
 # For a step, which torch's own loader would wait for without end: for a first look, and at most.
 LEAST_S, MOST_S = 60.0, 300.0
+# For the end of a process whose connections are gone.
+_ENDS_IN_S = 2.0
 
 
 class NotMade(Exception):
@@ -300,4 +302,8 @@ class Witness:
             if step is not None:
                 self._made[step] = _made_of(answer)
         except Exception as error:  # of torch, and of user code that makes the batch's objects anew
+            # It may end with what tensors of its answer lie in.
+            if isinstance(error, OSError | EOFError) and connection.wait([worker.sentinel], _ENDS_IN_S):
+                worker.join()
+                raise HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}") from error
             raise NotMade(f"{type(error).__name__}: {error}".partition("\n")[0]) from error

@@ -200,7 +200,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         return
     yield from ((".__defaults__", function.__defaults__), (".__kwdefaults__", function.__kwdefaults__))
     yield from ((f".{name}", part) for name, part in [*vars(function).items()])
-    names = sorted(names_in(function.__code__))
+    names = sorted({*names_in(function.__code__)})
     places, met = [function.__globals__], {function.__module__}
     for place in places:  # modules of the program in modules, and what is imported here alone
         for name in names:

@@ -158,7 +158,7 @@ class Reached:
         is_script = name in _SCRIPTS
         if not is_script and not self._is_own(module):
             return
-        names = names_in(function.__code__)
+        names = {*names_in(function.__code__)}
         # What a function of the script reads travels with it; so its values are followed, but not sent.
         holder = module if module is not None and vars(module) is function.__globals__ and not is_script else None
         if holder is not None:
@@ -215,10 +215,10 @@ def _is_found(value: Any) -> bool:
     return found is value
 
 
-def names_in(code: CodeType) -> set[str]:
-    """Names of globals and attributes in a function's code and in what is defined inside it."""
-    names = set(code.co_names)
+def names_in(code: CodeType) -> list[str]:
+    """Names of globals and attributes in a function's code and in what is defined inside it, in their order."""
+    names = [*code.co_names]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= names_in(constant)
+            names += names_in(constant)
     return names

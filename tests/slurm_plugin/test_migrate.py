@@ -158,6 +158,9 @@ class FakeSlurm:
         job = Job(31, "train", str(os.geteuid()), ("gpu",), self.state, "", 1, 4, 1, 4, 4096, work_dir=self.work_dir)
         return SimpleNamespace(jobs=[job], config={})
 
+    def seen(self) -> Any:
+        return self.snapshot()
+
     def command(self, job_id: str) -> str:
         return "/tmp/hetstream-gone/train.sbatch"
 

@@ -25,6 +25,10 @@ _DIVIDED = (
     "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go to a node, "
     "and share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
 )
+_BY_WHOLE_CORES = (
+    "the script's memory goes by its CPUs, and with fewer of them it would be another one. --mem=SIZE lets the trainer "
+    "have fewer"
+)
 _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --mem=SIZE leaves more to others"
 
 
@@ -100,6 +104,9 @@ def trainer_overrides(
     if kept < asked.cpus and not spec.trainer_cpus:
         needed = _kept_for_nodes(options, asked, kept, node_cpus, is_default and not default_mb_per_cpu)
         kept, why = needed, why if needed == kept else _DIVIDED
+    if per_cpu and kept < asked.cpus and not spec.trainer_cpus:
+        kept = _kept_for_memory(asked.cpus, kept, per_cpu)
+        why = why if kept < asked.cpus else _BY_WHOLE_CORES
     if kept >= asked.cpus:
         why = f"the script asks for {asked.cpus}, the trainer may keep {kept}" if kept > asked.cpus else why
         return [], [Change("trainer: CPUs unchanged", why)]
@@ -116,6 +123,8 @@ def _why_unchanged(spec: JobSpec, options: SbatchOptions, asked: _Asked | None, 
     """Why the trainer's CPUs cannot be fewer, or would free none; empty if they can."""
     if options.has("exclusive"):
         return "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
+    if options.has("mincpus"):
+        return "--mincpus asks for CPUs of each node, whatever its tasks have"
     if options.has("overcommit"):
         return "with --overcommit Slurm allocates a CPU for each node, whatever the script asks for each task"
     if spec.trainer_cpus is None and not asks_for_gpus(options):
@@ -172,6 +181,20 @@ def _kept_for_nodes(
         return [min(number, size // cpus) for size in sizes]
 
     return next(cpus for cpus in range(kept, asked.cpus + 1) if room(cpus) == room(asked.cpus))
+
+
+def _kept_for_memory(asked: int, kept: int, per_cpu_mb: float) -> int:
+    """The fewest CPUs, from `kept` on, among which the memory of those asked for is divided without a rest.
+
+    Slurm takes whole MB for each CPU, so a rest makes the job larger than its node may be. And of a node whose cores
+    have two threads a task gets whole cores, with the memory of both (`SelectTypeParameters`, slurm.conf(5)): even
+    numbers stay what they are, and of an odd one nobody knows here how much memory it brings.
+    """
+    if asked % 2:
+        return asked
+    return next(
+        cpus for cpus in range(kept + kept % 2, asked + 1, 2) if per_cpu_mb * asked % cpus == 0 or cpus == asked
+    )
 
 
 def _allocation(options: SbatchOptions, unit: str) -> Allocation:

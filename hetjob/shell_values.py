@@ -61,8 +61,12 @@ class Values:
             return
         if first in _READING:
             self._changed |= {word.text for word in command.words if _NAME.fullmatch(word.text)}
+        if first == "unset":
+            self._changed |= {word.text for word in command.words[1:] if _NAME.fullmatch(word.text)}
         for word in command.words:
-            if found := re.match(r"(\w+)\+?=", word.text, re.ASCII):
+            if found := re.match(r"(\w+)\+=(?![\"']?[\s(-])", word.text, re.ASCII):  # more of one word, or of a number
+                self._changed.add(found[1])
+            elif found := re.match(r"(\w+)\+?=", word.text, re.ASCII):
                 self._assigned.setdefault(found[1], []).append(word.text[found.end() :])
             elif found := re.match(r"(\w+)(?:\+\+|--|[-*/%]=)|(?:\+\+|--)(\w+)$", word.text, re.ASCII):
                 self._changed.add(found[1] or found[2])

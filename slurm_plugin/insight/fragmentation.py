@@ -311,7 +311,11 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
     rooms += [table.memory_free_mb // np.maximum(1, memory_mb)] if shape.memory_mb else []
     rooms += [free // count for _, count, _, free in table.gres_of(shape)]
     copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
-    used = copies * getattr(shape, unit)
+    # What a copy takes: of a node with two threads for each core, whole cores.
+    taken = np.maximum(shape.cpus, cpus) if unit == "cpus" else getattr(shape, unit)
+    used = copies * taken
+    if unit == "cpus":
+        used = np.minimum(used, table.cpus_free)
     if shape.whole_nodes or table.takes_whole_nodes(shape.partitions):
         free = table.cpus_free if unit == "cpus" else table.gpus_free
         used = np.where(copies > 0, free, 0)

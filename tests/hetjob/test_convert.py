@@ -56,6 +56,11 @@ def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "
         # ... and its memory, when that was said per CPU ...
         ("--gres=gpu:1 -c16 --mem-per-cpu=4G", ("--cpus-per-task=2", "--mem-per-cpu=32G")),
         ("--gres=gpu:1 -c16 --mem=64G", ("--cpus-per-task=2",)),
+        # ... without a rest, and whole cores of two threads have the memory of both ...
+        ("--gres=gpu:3 -c16 --mem-per-cpu=4000", ("--cpus-per-task=8", "--mem-per-cpu=8000M")),
+        ("--gres=gpu:1 -c7 --mem-per-cpu=1500", ()),
+        ("--gres=gpu:1 -c14 --mem-per-cpu=1501", ("--cpus-per-task=2", "--mem-per-cpu=10507M")),
+        ("-N1 --gres=gpu:2 -c8 --mincpus=16", ()),
         # ... but never gets more than the script asked for, and whole nodes stay whole.
         ("--gres=gpu:4 -c 4", ()),
         ("--gres=gpu:1", ()),
@@ -119,7 +124,7 @@ def test_a_script_without_gpus_gives_cpus_away_only_when_told() -> None:
         # Slurm adds CPUs to a job whose memory for each CPU is above the limit: 2 of 32G would become 16 of 4G.
         ("--gres=gpu:1 -c16 --mem-per-cpu=4G", 4096, ()),
         ("--gres=gpu:1 -c16 --mem-per-cpu=4G", 8192, ("--cpus-per-task=8", "--mem-per-cpu=8G")),
-        ("--gres=gpu:1 -c15 --mem-per-cpu=1000", 4000, ("--cpus-per-task=4", "--mem-per-cpu=3750M")),
+        ("--gres=gpu:1 -c12 --mem-per-cpu=1000", 4000, ("--cpus-per-task=4", "--mem-per-cpu=3000M")),
         ("--gres=gpu:1 -c16 --mem-per-cpu=100", 4096, ("--cpus-per-task=2", "--mem-per-cpu=800M")),
         ("--gres=gpu:1 -c16 --mem=64G", 4096, ("--cpus-per-task=2",)),
     ],

@@ -97,6 +97,8 @@ RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each ran
         (ONE, 'LAUNCHER="srun -l"\n$LAUNCHER -c 5 python x.py', 5),
         (ONE, '"$(which srun)" -c 5 true', 5),
         (ONE, 'L="srun --jobid $SLURM_JOB_ID"\n$L -c 5 true', 5),
+        (ONE, "C=1\nC+=2\nsrun -c $C true", None),
+        (ONE, "unset SLURM_CPUS_PER_TASK\nsrun -c ${SLURM_CPUS_PER_TASK:-8} true", None),
         (ONE, "cmd=(srun)\ncmd+=(-c 5)\n${cmd[*]} true", 5),
         (ONE, "trap 'srun -c 5 true' EXIT", 5),
         (ONE, '"s"run -c 5 true', 5),

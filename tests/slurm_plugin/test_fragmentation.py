@@ -101,6 +101,19 @@ def test_stranded_is_what_no_pending_shape_can_use(jobs: list[Job], gpus: int, c
     assert (one.stranded_gpus, one.stranded_cpus, one.lacking) == (gpus, cpus, lacking)
 
 
+@pytest.mark.parametrize(
+    ("jobs", "stranded"),
+    [
+        ([], 0),  # 16 jobs of one CPU fill 32 CPUs
+        ([pending(3)], 0),  # each takes two cores
+        ([pending(5)], 2),  # each three
+    ],
+)
+def test_copies_of_a_shape_take_whole_cores_of_two_threads(jobs: list[Job], stranded: int) -> None:
+    threads = node("n", "0/32", cpus_per_core=2, layout=(2, 8, 2))
+    assert by_name(measure([threads], jobs))["n"].stranded_cpus == stranded
+
+
 def test_a_shape_counts_where_it_may_run() -> None:
     typed = Node("t", frozenset({"IDLE"}), ("gpu",), 16, 0, 1000, 0, (Gres("gpu", "h200", 2), Gres("gpu", "a100", 2)))
     elsewhere = replace(pending(1, 1), partitions=("cpu",))

@@ -182,8 +182,8 @@ def convert(
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        memory, sizes = _mb_per_cpu(options, cluster), _node_cpus(options, cluster)
-        overrides, changes = trainer_overrides(spec, script, options, memory, foreign, surroundings, sizes)
+        memory = _mb_per_cpu(options, cluster)
+        overrides, changes = trainer_overrides(spec, script, options, memory, foreign, surroundings)
         _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
         components, added = data_worker_component(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
@@ -312,14 +312,6 @@ def _mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> tuple[float | None,
         min(most, default=None),
         None if known is None else max((known.get(name, 0) for name in names.split(",")), default=0),
     )
-
-
-def _node_cpus(options: SbatchOptions, cluster: Cluster) -> frozenset[int]:
-    """CPUs of the kinds of nodes that the trainer may get; empty where they are not known."""
-    limits = cluster.limits_of(options.value("partition") or cluster.default_partition or "")
-    nodes = [node for limit in limits for node in limit.nodes]
-    with_gpus = [node for node in nodes if node.has_gpus]
-    return frozenset(node.cpus for node in with_gpus or nodes)
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:

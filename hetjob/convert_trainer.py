@@ -6,7 +6,7 @@ Called by `convert.py`. A script without GPUs trains on its CPUs, and keeps them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,14 +16,9 @@ from hetstream.hetjob.sbatch_options import TRES_CPUS, SbatchOption, SbatchOptio
 from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
 from hetstream.hetjob.step_demand import Allocation, Surroundings, least_cpus
 
-# With these the CPUs that a task takes of a node are not those that it asks for.
-_OF_CORES = (
-    "cores-per-socket", "extra-node-info", "hint", "ntasks-per-core", "ntasks-per-socket", "sockets-per-node",
-    "threads-per-core",
-)  # fmt: skip
 _DIVIDED = (
-    "the script says how many tasks there are, and not how many nodes: with fewer CPUs more tasks would go to a node, "
-    "and share what it asks for of each (GPUs, memory). --nodes=N lets the trainer have fewer"
+    "the script does not say how many nodes there are: with fewer CPUs more tasks and GPUs might go to a node, and "
+    "share what it has. --nodes=N lets the trainer have fewer"
 )
 _BY_WHOLE_CORES = (
     "the script's memory goes by its CPUs, and with fewer of them it would be another one. --mem=SIZE lets the trainer "
@@ -66,7 +61,6 @@ def trainer_overrides(
     mb_per_cpu: tuple[float | None, float | None],
     foreign: int | None = None,
     surroundings: Surroundings | None = None,
-    node_cpus: Collection[int] = (),
 ) -> tuple[list[SbatchOption], list[Change]]:
     """What component 0 gets instead of what the script asks for, with the reasons.
 
@@ -79,7 +73,6 @@ def trainer_overrides(
             default that is not known.
         foreign: line with options of another batch system, if there is one.
         surroundings: of the script; None for nothing.
-        node_cpus: CPUs of the kinds of nodes that the trainer may get; empty where they are not known.
     """
     asked = _asked_for(options)
     why = _why_unchanged(spec, options, asked, foreign)
@@ -102,8 +95,7 @@ def trainer_overrides(
             f"keeps its memory: with fewer CPUs in the request Slurm would add them again"
         )
     if kept < asked.cpus and not spec.trainer_cpus:
-        needed = _kept_for_nodes(options, asked, kept, node_cpus, is_default and not default_mb_per_cpu)
-        kept, why = needed, why if needed == kept else _DIVIDED
+        kept, why = (kept, why) if _says_how_many_nodes(options) else (asked.cpus, _DIVIDED)
     if per_cpu and kept < asked.cpus and not spec.trainer_cpus:
         kept = _kept_for_memory(asked.cpus, kept, per_cpu)
         why = why if kept < asked.cpus else _BY_WHOLE_CORES
@@ -160,27 +152,16 @@ def _kept_for_steps(
     return kept, why
 
 
-def _kept_for_nodes(
-    options: SbatchOptions, asked: _Asked, kept: int, node_cpus: Collection[int], is_memory_of_nodes: bool
-) -> int:
-    """The fewest CPUs, from `kept` on, with which nodes have room for as many of its tasks as with those asked for.
+def _says_how_many_nodes(options: SbatchOptions) -> bool:
+    """Whether the job has as many nodes with fewer CPUs.
 
-    Slurm gives a job that names no number of nodes as few as its tasks have room on, and fills one after the other.
+    Else Slurm gives as few nodes as its tasks and GPUs have room on, and room depends on CPUs, on cores that GPUs are
+    bound to, on memory, and on what other jobs have there.
     """
-    tasks, nodes = tasks_and_nodes(options)
-    is_one_node = options.has("ntasks-per-node") and not options.has("ntasks")
-    of_nodes = is_memory_of_nodes or options.has("gpus-per-node", "gpus-per-socket", "gres", "mem")
-    if nodes is not None or tasks < 2 or is_one_node or not of_nodes:
-        return kept
-    sizes = [cpus for cpus in node_cpus if cpus >= asked.cpus]
-    if not sizes or options.has(*_OF_CORES):
-        return asked.cpus
-    number = _allocation(options, asked.option).units
-
-    def room(cpus: int) -> list[int]:
-        return [min(number, size // cpus) for size in sizes]
-
-    return next(cpus for cpus in range(kept, asked.cpus + 1) if room(cpus) == room(asked.cpus))
+    _, nodes = tasks_and_nodes(options)
+    is_one_node = options.has("ntasks-per-node") and not options.has("ntasks", "nodes")
+    gpus = count(options.value("gpus")) or 0
+    return is_one_node or (nodes is not None and (options.has("nodes") or gpus < 2))
 
 
 def _kept_for_memory(asked: int, kept: int, per_cpu_mb: float) -> int:

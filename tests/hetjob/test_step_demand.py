@@ -123,9 +123,9 @@ RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each ran
         (RANKS, "srun -n 4 -c 5 true", 5),
         (RANKS, "srun -N 1 -n 2 -c 5 true", 5),
         (RANKS, "srun -N 1 -n 1 -c 6 true", 3),
-        ("--gpus=4 -n 4 -c 8", "srun -n 1 -c 5 true", 5),
-        ("-n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=3 python x.py", 3),
-        ("-n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=$SLURM_CPUS_PER_GPU python x.py", 2),
+        ("--gpus=4 -n 4 -c 8", "srun -n 1 -c 5 true", None),
+        ("-N1 -n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=3 python x.py", 3),
+        ("-N1 -n 4 --gres=gpu:4 --cpus-per-gpu=4", "srun --cpus-per-gpu=$SLURM_CPUS_PER_GPU python x.py", 2),
         (FOUR, "srun --exact -n1 -c 9 true\nsrun --exact -n1 -c 8 true", 9),
     ],
 )

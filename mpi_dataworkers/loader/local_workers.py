@@ -66,6 +66,14 @@ class FailedStep:
             raise
 
 
+def is_of_sample(error: BaseException) -> bool:
+    """Whether torch's own loader raises it for a worker process that made a step: what user code raised there."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code is _ExceptionWrapper.reraise.__code__
+
+
 class ShardEnd:
     """In the place of a step: the shard whose turn it was has no more."""
 

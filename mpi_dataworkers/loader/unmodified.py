@@ -6,7 +6,6 @@ the samples come in the order that they have without hetstream, and the program'
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -26,7 +25,7 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.canary import Canary, Differs
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader
+from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, is_of_sample
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
@@ -237,6 +236,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             self._streamed.close()
         self._options = torch_options(loader)
         self._streamed = self._plain = None
+        self._num_again = 0  # steps that `_plain` makes once more
         self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
         connection = self._kept.connection
         if connection is None:
@@ -278,7 +278,21 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             self._go_on_locally(*left)
         if self._plain is None:
             raise StopIteration
+        while self._num_again:
+            self._drop_next(self._plain)
         return next(self._plain)
+
+    def _drop_next(self, plain: Iterator[Any]) -> None:
+        """Have a step made that the program has had, with what its samples raised. Anything else is raised: the sampler
+        is drawn ahead, and a worker process may die."""
+        try:
+            next(plain)
+        except Exception as error:
+            self._num_again -= 1
+            if not is_of_sample(error):
+                raise
+        else:
+            self._num_again -= 1
 
     def _go_on_locally(self, steps: Iterator[Any], reason: str) -> None:
         """From here on torch makes the steps, in this pass and in those that follow.
@@ -298,9 +312,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             _say_local(type(self._dataset).__name__, reason)
         self._kept.stay_local()
         self._plain = self._made_by_torch(itertools.chain(before, steps), first - len(before))
-        for _ in before:
-            with contextlib.suppress(Exception):  # the program has had what was raised there
-                next(self._plain)
+        self._num_again = len(before)
 
     def _made_by_torch(self, steps: Iterator[Any], first: int) -> Iterator[Any]:
         """Steps from a number on, each by the worker process that makes it where all are torch's."""

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.changes import changed_by
+from hetstream.mpi_dataworkers.ops.changes import changed_by, state_of
 
 COUNT = 0
 READ: list[int] = []
@@ -217,12 +217,11 @@ def test_what_a_sample_finds_or_makes_as_it_was_is_none(make: Any, held: Any) ->
         dataset.kept.close()
 
 
-def test_large_data_is_looked_at_in_a_moment() -> None:
+def test_of_large_data_the_beginning_is_looked_at() -> None:
     rows = [{"name": str(number), "at": (number, number + 1)} for number in range(300_000)]
     dataset = Held(kept(lambda: 3), [rows, np.zeros(10_000_000)])
-    began = time.process_time()
     assert changed_by(lambda: dataset[3], {"dataset": dataset}) == ""
-    assert time.process_time() - began < 5, "two looks take 0.1 s on a machine of 2024"
+    assert 1_000 < len(state_of({"dataset": dataset})) < 10_000
 
 
 class Counting(Dataset[Any]):

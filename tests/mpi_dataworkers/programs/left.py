@@ -127,6 +127,14 @@ class Remembering(Sent):
         return torch.tensor([index, int(count[0] > 6)])
 
 
+class RaisingSampler:
+    """It ends with an error, which is no end of data."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(24)
+        raise ValueError("the sampler is broken")
+
+
 def of_two(samples: list[Any]) -> Any:
     assert len(samples) > 1, "two samples are mixed"
     return torch.stack(samples)
@@ -187,6 +195,8 @@ def main() -> None:
     for num_workers in (1, 2):
         print("mixed", num_workers, list(steps_of(loader_of(Mixing(), num_workers=num_workers))))
     print("remembered", list(steps_of(loader_of(Remembering(), batch_size=4))))
+    broken = loader_of(Remembering(), batch_size=4, sampler=RaisingSampler())
+    print("of a sampler", [each if isinstance(each, str) else "a batch" for each in steps_of(broken)])
     print("where one sample is no batch", list(steps_of(loader_of(Read(), collate_fn=of_two))))
     changed = Changed()
     for epoch in range(2):

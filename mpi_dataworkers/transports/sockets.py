@@ -239,14 +239,18 @@ class SocketReceiver:
                     return
                 left -= count
         except BlockingIOError:
-            connection.wait_for_more()
+            pass
         except OSError:
             self._drop(connection)
+            return
         except ProtocolError as error:
             # A stranger's bytes are not worth a line in the log; a worker that sends garbage has to prove itself again.
             if connection.handshake.proven:
                 batches.append(error)
             self._drop(connection)
+            return
+        # However reading ended: what is missing now may be less than what was to wake us before.
+        connection.wait_for_more()
 
     def _go_on(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
         """Read more of a message that has begun."""

@@ -21,7 +21,7 @@ import zmq
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
-from hetstream.mpi_dataworkers.transports import registry
+from hetstream.mpi_dataworkers.transports import registry, sockets
 from hetstream.mpi_dataworkers.transports import shm as shm_module
 from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.choice import TransportSender
@@ -250,6 +250,18 @@ def test_many_large_tensors_arrive_as_one_frame_whatever_they_are(loader: Loader
         came = unflatten(spec, split(received.frames, [(0, 0, buffer.nbytes)]))
         assert all(torch.equal(came[name], tensor) for name, tensor in tree.items())
         assert list(came) == list(tree)
+
+
+@pytest.mark.parametrize("burst_bytes", [1, 1 << 20, 5 << 20])
+def test_a_message_ends_wherever_a_burst_of_reading_does(
+    loader: Loader, sender: BatchSender, monkeypatch: pytest.MonkeyPatch, burst_bytes: int
+) -> None:
+    """The rest of it is less than what a large message wakes the loader for."""
+    monkeypatch.setattr(sockets, "_BURST_BYTES", burst_bytes)
+    for step, nbytes in enumerate((9 << 20, 5 << 20, (8 << 20) + 12_345, 3, 6 << 20)):
+        sender.send(loader.address, header(step, [(0, 0, nbytes)]), [memoryview(pattern(step, nbytes))])
+        received = loader.take()
+        assert b"".join(bytes(part) for part in split(received.frames, [(0, 0, nbytes)])) == pattern(step, nbytes)
 
 
 # Alone and packed, copied out of a message and seen in it, around each limit in between.

@@ -58,6 +58,14 @@ def stop_requests() -> Callable[[], bool]:
     return ask
 
 
+def hold_warnings() -> None:
+    """Let what would warn this process wait until `pass_over_warnings`, also where it becomes another program first.
+
+    A program that begins has no handlers yet, and one that replaces another keeps what is held.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, FATAL - {*_STOP_SIGNALS})
+
+
 def pass_over_warnings() -> None:
     """Let nothing but SIGTERM and SIGINT end this process and those that it forks.
 
@@ -67,6 +75,7 @@ def pass_over_warnings() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FATAL - {*_STOP_SIGNALS})
 
 
 def sleep_in_parts(seconds: float) -> None:

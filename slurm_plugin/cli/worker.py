@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.base.signals import is_in_step, pass_over_warnings
+from hetstream.base.signals import hold_warnings, is_in_step, pass_over_warnings
 from hetstream.slurm_plugin.program import become
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
     keep_apart(args.log)
+    if is_in_step():
+        hold_warnings()
     take_hash_seed()
     if is_in_step():
         pass_over_warnings()
@@ -132,6 +134,8 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
         if code != CHANGE or wanted is None:
             return code
     log.info("starting anew as %s, the Python of the program", wanted.executable)
+    if is_in_step():
+        hold_warnings()
     become(wanted, _words(args, address_file, cache_bytes, wanted.digest))
 
 

@@ -33,6 +33,17 @@ sys.stdin.readline()
 print(subprocess.run([sys.executable, "-c", "import signal; print(signal.getsignal(10) is signal.SIG_DFL)"],
                      capture_output=True, text=True).stdout.strip(), flush=True)
 """
+BECOMING = """
+import os, signal, sys
+from hetstream.base.signals import hold_warnings, pass_over_warnings
+if len(sys.argv) == 1:
+    hold_warnings()
+    print("ready", flush=True)
+    os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "again"])
+sys.stdin.readline()
+pass_over_warnings()
+print("alive", flush=True)
+"""
 SLEEPING = """
 import signal, threading, time
 from hetstream.base.signals import sleep_in_parts
@@ -121,6 +132,16 @@ def test_a_data_worker_passes_warnings_over_and_what_it_starts_does_not(
         process.send_signal(number)
     out, _ = process.communicate("go\n", timeout=30)
     assert (out, process.returncode) == ("True\n", 0)
+
+
+def test_a_data_worker_that_begins_anew_passes_over_what_comes_meanwhile(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start(BECOMING)
+    for number in FATAL - {signal.SIGINT, signal.SIGTERM}:
+        process.send_signal(number)
+    out, _ = process.communicate("go\n", timeout=30)
+    assert (out, process.returncode) == ("alive\n", 0)
 
 
 def test_the_keeper_goes_on_while_the_job_runs_and_hands_on_what_ends_it(

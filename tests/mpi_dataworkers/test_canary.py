@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import time
 import weakref
 from pathlib import Path
@@ -21,6 +22,8 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.hook import environment
 
 PROGRAMS = Path(__file__).parent / "programs"
+# What torch's own workers may say of another iterator that they have inherited, whenever they collect garbage.
+UNRAISABLE = re.compile(r"Exception ignored in: .*__del__ .*\n(?:.+\n)*?AssertionError: can only test a child process\n")
 
 
 @pytest.mark.parametrize(
@@ -36,11 +39,11 @@ def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
 ) -> None:
     source = (PROGRAMS / program).read_text()
     plain = run_program(source, tmp_path, *arguments)
-    assert (plain.returncode, plain.stderr) == (0, "")
+    assert (plain.returncode, UNRAISABLE.sub("", plain.stderr)) == (0, "")
     found = run_program(source, tmp_path, *arguments, **environment(three.name, {}))
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr
-    assert "Traceback" not in found.stderr
+    assert "Traceback" not in UNRAISABLE.sub("", found.stderr)
 
 
 def test_a_program_finds_its_own_objects_where_its_samples_note_their_ids(

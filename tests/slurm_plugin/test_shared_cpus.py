@@ -197,7 +197,9 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
         for cpus in (10, 10, 4):
             options = ["--output=/dev/null", "--mem=100", "--time=60", "-p", "twice", f"-c{cpus}"]
             submitted.append(slurm.submit("#!/bin/sh\nexec sleep 600\n", options))
-        wait_until(lambda: [one.state for one in slurm.snapshot().jobs] == ["RUNNING"] * 3, 60, "all three to run")
+            # One after the other: in another order Slurm gives them other CPUs.
+            states = ["RUNNING"] * len(submitted)
+            wait_until(lambda states=states: [one.state for one in slurm.snapshot().jobs] == states, 60, "it to run")
         wait_until(lambda: in_use() == 14, 60, "sinfo to count them")
         jobs = told("jobs")
         assert jobs["summary"]["cpus_held"] == 14

@@ -82,6 +82,7 @@ def main() -> None:
             patch.install()
             if system == "not compared":
                 Canary.steps_of_pass = lambda *_: []  # type: ignore[method-assign]
+                Canary.num_to_prove = lambda *_: 0  # type: ignore[method-assign]
         for case, options in request["cases"].items():
             trained_ms = 1000 * options["steps"] * options["step_s"]
             pass_ms = measure(options)

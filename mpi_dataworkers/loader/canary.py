@@ -1,10 +1,17 @@
 """The canary: compares some steps of data workers with what torch's own worker process makes of them.
 
 What can differ in another process is not known beforehand: a library's registry, a global switch, what `__getstate__`
-leaves out, a file on another node. So it is looked for in each run. When a pass begins, one worker process is started
-as torch starts them, from the program's own objects. In a loader's first pass it makes the first two steps, step
-`num_workers`, and later ones, twice as far apart each time; in each later pass one step at random. What it makes is
-compared before the program gets the step. What a data worker raises is looked at in the same way.
+leaves out, what samples that the same process made before have left. So it is looked for in each run, with worker
+processes that are started as torch starts them, from the program's own objects. What they make is compared before the
+program gets the step:
+
+* all steps from the first one on, until 64 were equal, by as many processes as the program asks for, each of which
+  makes the steps that it would make without data workers (`first_workers`). A pass with another dataset is looked at
+  anew.
+* behind them, of each stretch twice as long as the one before, one step; in each later pass one at random. One process
+  makes these; for hetstream's own loader also the first two and step `num_workers`.
+
+What a data worker raises is looked at in the same way.
 
 A sample that is made twice must leave the program's objects as they were, or the loader stays local from its first
 step; see `ops.changes`. The rest of it is in `compared_pass`.
@@ -29,9 +36,14 @@ _log = logging.getLogger(__name__)
 
 # Of a loader; until so many were compared, those of the next pass are its first ones, too.
 _FIRST_STEPS = 2
+# So many steps are made as without data workers, and were equal, before others are believed; with each change of the
+# dataset half as many, but two of each process.
+_PROVING_STEPS = 64
 # Of so many steps one is compared, too, behind the first ones, and then of twice as many each time.
 _SOON = 16
 _MOST_STRETCHES = 40  # no pass has more
+# By the digest of what data workers were sent, as programs make a new loader for each epoch.
+_num_proved: dict[str, int] = {}
 
 
 class Differs(PipelineError):
@@ -71,7 +83,10 @@ class Canary:
         self._random = random.Random()  # the program's own generators are left alone
         self._num_compared = self._most_steps = 0
         self._is_over = False
-        self._varying: set[str] = set()  # with kept processes, of the first pass
+        self._num_passes = 0  # that have ended
+        self._num_kinds = 0  # datasets for which steps were to be proved
+        self._kind: str | None = None
+        self._varying: set[str] = set()  # of this pass; with kept processes, of the first one
         self._said: set[str] = set()
 
     @property
@@ -94,6 +109,30 @@ class Canary:
             later = [begin + length - _SOON + self._random.randrange(length) for length in stretches]
             return sorted({first, first + 1, first + distance, *later})
         return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
+
+    def num_to_prove(self, digest: str, num_workers: int) -> int:
+        """How many steps of a pass that begins are to be equal to those of torch's own workers, from its first one on.
+
+        Args:
+            digest: of what data workers were sent.
+            num_workers: that the program asks for.
+        """
+        if not self.makes_steps or (self.is_kept and self._num_passes):
+            return 0
+        if digest != self._kind:
+            self._kind = digest
+            self._num_kinds += 1
+        wanted = max(2 * num_workers, _PROVING_STEPS >> min(self._num_kinds - 1, _MOST_STRETCHES))
+        return max(0, wanted - _num_proved.get(digest, 0))
+
+    def proved(self) -> None:
+        """Note that a step was equal to that of torch's own workers."""
+        assert self._kind is not None
+        _num_proved[self._kind] = _num_proved.get(self._kind, 0) + 1
+
+    def new_witness(self, pipeline: Pipeline) -> Witness:
+        """A process for the first steps."""
+        return self._new(pipeline, False)
 
     def witness(self, pipeline: Pipeline) -> Witness:
         """The process of a pass that begins."""
@@ -166,7 +205,7 @@ class Canary:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
         differences, varying = self._compared(found, expected), self._varying
         # A process that is started now, in a later pass, is none that was kept.
-        if differences and not (self.is_kept and not self.is_first):
+        if differences and not (self.is_kept and self._num_passes):
             # Two of now, because the program may have changed its objects since the first one was started.
             again, other = once_more(), once_more()
             made = expected, again, other
@@ -174,7 +213,7 @@ class Canary:
                 expected = next((each for each in made if each.outcome == found.outcome), expected)
                 differences = self._compared(found, expected)
             elif varying := {each.field for each in self._compared(again, other)}:
-                self._varying = self._varying | varying if self.is_kept else set()
+                self._varying |= varying
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
         return next((str(each) for each in differences if each.field not in varying), "")
 
@@ -201,6 +240,9 @@ class Canary:
     def end(self, num_steps: int) -> None:
         """End a pass of which so many steps were taken."""
         self._most_steps = max(self._most_steps, num_steps)
+        self._num_passes += 1
+        if not self.is_kept:
+            self._varying = set()
 
     def say(self, line: str, about: str = "") -> None:
         """Say what is not compared, once for each thing that it is about."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import msgspec
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.first_workers import FirstWorkers
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
@@ -24,6 +26,8 @@ from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 _T = TypeVar("_T")
 
 _NEVER = sys.maxsize
+# For so long after data workers' first step, steps are proved by torch's own workers, where these are slow.
+_PROVING_S = 30.0
 # A step that has ended data workers may end whoever makes it.
 _DIED = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
 
@@ -38,6 +42,7 @@ class ComparedPass:
         policy: what becomes of samples that fail.
         num_known: steps below it can be asked for.
         pinned: puts a batch into pinned memory where the loader pins.
+        digest: of what data workers were sent.
 
     Attributes:
         due: a step from this one on is to be given to `difference`.
@@ -53,11 +58,17 @@ class ComparedPass:
         policy: ErrorPolicy,
         num_known: int,
         pinned: Callable[[Any], Any],
+        digest: str,
     ) -> None:
         self._canary, self._pipeline, self._policy, self._pinned = canary, pipeline, policy, pinned
         self._shards, self._first = shards, shards.position
         self._process = os.getpid()
-        self._steps = canary.steps_of_pass(self._first, pipeline.num_workers)  # to compare, in order
+        self._num_to_prove = canary.num_to_prove(digest, pipeline.num_workers)
+        self._proved_since = math.inf  # on the monotonic clock, s
+        steps = canary.steps_of_pass(self._first, pipeline.num_workers)
+        # To compare one by one, in order.
+        self._steps = [step for step in steps if step >= self._first + self._num_to_prove or not self._num_to_prove]
+        self._workers: FirstWorkers | None = None
         self._asked: set[int] = set()  # of these
         self._num_missed = 0  # that were made here
         self._last_same = -1
@@ -71,6 +82,11 @@ class ComparedPass:
         if self._steps:
             self._witness = canary.witness(pipeline)
             self._do(lambda witness: witness.begin([*self._before_all(num_known), *self._requests(num_known)]))
+        if self._num_to_prove:
+            self._workers = FirstWorkers(
+                lambda: canary.new_witness(pipeline), canary.end_witness, pipeline.num_workers, self._first
+            )
+            self._ask_workers(num_known)
         self._note_next()
 
     def _before_all(self, num_known: int) -> list[StepRequest]:
@@ -102,6 +118,8 @@ class ComparedPass:
     def _note_next(self) -> None:
         self.due = self._steps[0] if self._steps else _NEVER
         self.wanted = next((step for step in self._steps if step not in self._asked), _NEVER)
+        if self._workers is not None:
+            self.due, self.wanted = self._first, min(self.wanted, self._workers.next_step)
 
     def _do(self, work: Callable[[Witness], _T]) -> _T | None:
         """Let the worker process do something; where it cannot, compare no more in this pass, and give None."""
@@ -116,6 +134,38 @@ class ComparedPass:
         self._drop()
         return None
 
+    def _ask_workers(self, num_known: int) -> None:
+        """Have torch's own workers make the steps that can be asked for by now."""
+        workers = self._own_workers()
+        if workers is None:
+            return
+        try:
+            workers.ask(self._request(step) for step in range(workers.next_step, num_known))
+        except NotMade as error:
+            self._give_up(error)
+
+    def _own_workers(self) -> FirstWorkers | None:
+        """Those of the first steps; none in a process that was forked since."""
+        if os.getpid() != self._process:
+            self._workers = None
+        return self._workers
+
+    def _begin_anew(self, workers: FirstWorkers, step: int) -> None:
+        """Begin anew with the workers, and with no other process, which may have what they need."""
+        self._steps.clear()
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            self._canary.give_up(witness)
+        try:
+            workers.begin_anew(step)
+        except NotMade as error:
+            self._give_up(error)
+
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.end()
+
     def _give_up(self, error: NotMade) -> None:
         """The process is of no use any more: end it, and compare no more."""
         if self._witness is not None:
@@ -126,6 +176,7 @@ class ComparedPass:
     def _drop(self) -> None:
         """Compare no more in this pass."""
         self._steps.clear()
+        self._end_workers()
         witness, self._witness = self._witness, None
         if witness is not None and not self._canary.keeps(witness):
             self._canary.end_witness(witness)
@@ -138,7 +189,9 @@ class ComparedPass:
             for request in self._requests(num_known):
                 witness.ask(request)
 
-        self._do(ask_all)
+        if self._steps:
+            self._do(ask_all)
+        self._ask_workers(num_known)
         self._note_next()
 
     def difference(self, step: int, delivered: Delivered) -> str | None:
@@ -147,6 +200,10 @@ class ComparedPass:
         Returns:
             The line; "" where nothing differs, None where the step was not compared.
         """
+        if (workers := self._own_workers()) is not None:
+            difference = self._proved(workers, step, delivered)
+            self._note_next()
+            return difference
         is_compared = False
         while self._steps and self._steps[0] <= step:
             is_compared = self._steps.pop(0) == step and step in self._asked
@@ -164,6 +221,27 @@ class ComparedPass:
         self._note_next()
         return found
 
+    def _proved(self, workers: FirstWorkers, step: int, delivered: Delivered) -> str | None:
+        """How a step differs from that of the worker process which would make it without data workers."""
+        found: str | None = None
+        if delivered.origin != "local":
+            self._proved_since = min(self._proved_since, time.monotonic())
+            found = self._compared(step, Made.of(delivered.num_samples, delivered.payload))
+            if found == "":
+                self._canary.compared()
+                self._canary.proved()
+                self._num_to_prove -= 1
+        if self._workers is not workers:
+            return found
+        workers.drop(step)
+        has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
+        if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
+            self._end_workers()
+            self._steps = [later for later in self._steps if later > step]
+            if not self._steps and not self._is_kept:
+                self._drop()
+        return found
+
     def untouched(self, step: int, payload: Any) -> Any:
         """The batch of a step that was compared, for the program: torch's own worker's, if to compare is to change."""
         made = self._made
@@ -175,20 +253,48 @@ class ComparedPass:
     def _compared(self, step: int, found: Made) -> str | None:
         """How what became of a step differs from the program's own; None where there is nothing to compare with."""
         try:
+            if (workers := self._own_workers()) is not None and workers.has(step):
+                return self._difference_of_workers(workers, step, found)
             return self._do(lambda witness: self._difference(witness, step, found))
         except NotInTime as error:
             self._give_up(error)
             return f"step {step} cannot be compared with the program's own, which may wait for what they hold: {error}"
 
+    def _difference_of_workers(self, workers: FirstWorkers, step: int, found: Made) -> str | None:
+        changes = self._do(self._changes) if self._witness is not None else ""
+        if changes or self._workers is not workers:  # which end with the process that makes a sample twice
+            return changes
+        try:
+            expected = workers.made(step, self._limit_s)
+            return self._difference_from(
+                step, found, expected, lambda: self._as_pinned(workers.made_anew(step, self._limit_s))
+            )
+        except NotMade as error:
+            if isinstance(error, NotInTime):
+                raise
+            self._give_up(error)
+            return None
+
+    def _changes(self, witness: Witness) -> str:
+        """What the sample that was made twice changes, on one line; asked for once."""
+        if self._made_twice is None or not witness.has(self._made_twice):
+            return ""
+        changes = witness.made(self._made_twice, self._limit_s).changes
+        self._made_twice = None
+        if not changes:
+            return ""
+        return f"what makes its samples is changed by them, so they may depend on one another: {changes}"
+
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
-        if self._made_twice is not None and witness.has(self._made_twice):
-            changes = witness.made(self._made_twice, self._limit_s).changes
-            self._made_twice = None
-            if changes:
-                return f"what makes its samples is changed by them, so they may depend on one another: {changes}"
-        expected = self._as_pinned(witness.made(step, self._limit_s))
+        if changes := self._changes(witness):
+            return changes
+        expected = witness.made(step, self._limit_s)
+        return self._difference_from(step, found, expected, lambda: self._once_more(self._witness or witness, step))
+
+    def _difference_from(self, step: int, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
+        expected = self._as_pinned(expected)
         self._made = step, expected
-        difference = self._canary.difference(found, expected, lambda: self._once_more(self._witness or witness, step))
+        difference = self._canary.difference(found, expected, once_more)
         if not difference:
             self._last_same = step
             return ""
@@ -220,6 +326,12 @@ class ComparedPass:
             The step; or why it cannot make it, on one line.
         """
         self._is_kept = True
+        if (workers := self._own_workers()) is not None and workers.has(step):
+            try:
+                made = self._as_pinned(workers.made(step, limit_s))
+                return made if made.failure is None else f"torch's own worker process raises {made.summary}"
+            except NotMade:
+                self._end_workers()  # a process of its own says what that step does
         try:
             if self._witness is None or os.getpid() != self._process:
                 self._process = os.getpid()
@@ -278,7 +390,10 @@ class ComparedPass:
         """
         has_died = failure.error_type == _DIED
         self._is_kept = True
-        if self._witness is None or has_died or is_alone:
+        if (workers := self._own_workers()) is not None and workers.has(step) and not has_died:
+            if is_alone:
+                self._begin_anew(workers, step)
+        elif self._witness is None or has_died or is_alone:
             self._process = os.getpid()
             self._witness = self._canary.other_witness(self._pipeline, self._witness, has_died)
             self._do(lambda witness: witness.begin([self._request(step)]))

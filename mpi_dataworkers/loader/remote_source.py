@@ -91,7 +91,13 @@ class RemoteSource:
         if connection.canary is not None and order is not None:
             policy, num_known = connection.skipped.policy, order.num_known
             self._compared = ComparedPass(
-                connection.canary, connection.pipeline, self.shards, policy, num_known, connection.pinned
+                connection.canary,
+                connection.pipeline,
+                self.shards,
+                policy,
+                num_known,
+                connection.pinned,
+                self._sent.message.pipeline_id,
             )
 
     def _open_session(self, slot: Slot) -> LoaderSession:

@@ -237,6 +237,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._options = torch_options(loader)
         self._streamed = self._plain = None
         self._num_again = 0  # steps that `_plain` makes once more
+        self._is_lost = False  # the next step
         self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
         connection = self._kept.connection
         if connection is None:
@@ -261,6 +262,26 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             self._go_on_locally(self._order.unlisted, self._order.reason)
 
     def _next_data(self) -> Any:
+        if self._is_lost:
+            self._is_lost = False
+            try:
+                self._next_step()
+            except StopIteration:
+                raise
+            except Exception:  # noqa: BLE001, whatever it was, nobody would have seen it
+                _log.debug("a step that torch loses could not be made", exc_info=True)
+        streamed = self._streamed
+        before = -1 if streamed is None else streamed.shards.position
+        try:
+            return self._next_step()
+        except StopIteration:
+            raise
+        except Exception:
+            # What the sampler raises, torch raises where it has the step already, which is lost then.
+            self._is_lost = streamed is not None and self._streamed is streamed and streamed.shards.position == before
+            raise
+
+    def _next_step(self) -> Any:
         if self._streamed is not None:
             left: tuple[Iterator[Any], str] | None = None
             try:

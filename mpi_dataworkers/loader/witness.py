@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import pickle
+import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
@@ -143,6 +144,19 @@ class _WitnessSteps(StepDataset):
             self.make(request)
 
 
+@contextlib.contextmanager
+def _handler_kept() -> Iterator[None]:
+    """Leave the handler that torch sets for the death of a child as it is.
+
+    Torch sets it behind the start of a loader's processes: the next process, too, begins without it.
+    """
+    handler, was_set = signal.getsignal(signal.SIGCHLD), _signals._SIGCHLD_handler_set
+    yield
+    if _signals._SIGCHLD_handler_set and not was_set:
+        signal.signal(signal.SIGCHLD, handler)
+        _signals._SIGCHLD_handler_set = False
+
+
 class _Requests:
     """The steps that a witness is asked for: what torch's loader draws from its sampler, two steps ahead.
 
@@ -218,6 +232,7 @@ class Witness:
             multiprocessing_context=multiprocessing_context,
         )
         self._made: dict[int, Made] = {}
+        self._kept_from: int | None = None
         self._answers: Any = None
         self._is_late = False
 
@@ -230,7 +245,8 @@ class Witness:
         self._made.clear()
         self.requests.begin(requests)
         try:
-            self._answers = iter(self._loader)
+            with _handler_kept():
+                self._answers = iter(self._loader)
         except Exception as error:  # of torch or the system; with start method "spawn" also of what it pickles
             raise NotMade(f"no worker process can be started: {error}") from error
         # As else its death would be an exception of torch in whatever the trainer does then.
@@ -274,6 +290,11 @@ class Witness:
         self._made.pop(step, None)
         self.requests.forget(step)
 
+    def drop_before(self, step: int) -> None:
+        """Keep no batch of a step before this one."""
+        self._kept_from = step
+        self._made = {number: made for number, made in self._made.items() if number >= step}
+
     def end(self) -> None:
         """End the process, and wait until it has ended: what it holds is free then."""
         iterator: Any = self._answers
@@ -299,7 +320,7 @@ class Witness:
         try:
             answer = next(self._answers)
             step = self.requests.under_way.popleft()
-            if step is not None:
+            if step is not None and (self._kept_from is None or step >= self._kept_from):
                 self._made[step] = _made_of(answer)
         except Exception as error:  # of torch, and of user code that makes the batch's objects anew
             # It may end with what tensors of its answer lie in.

@@ -240,12 +240,9 @@ class SocketReceiver:
                 left -= count
         except BlockingIOError:
             pass
-        except OSError:
-            self._drop(connection)
-            return
-        except ProtocolError as error:
+        except (OSError, ProtocolError) as error:
             # A stranger's bytes are not worth a line in the log; a worker that sends garbage has to prove itself again.
-            if connection.handshake.proven:
+            if isinstance(error, ProtocolError) and connection.handshake.proven:
                 batches.append(error)
             self._drop(connection)
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,17 @@ from hetstream.mpi_dataworkers.loader import availability, client, compared_pass
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody has, and that the kernel gives to nobody who asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        first = random.randrange(10_000, lowest - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 @pytest.mark.parametrize(
     ("kind", "where", "num_workers"),
     [
@@ -32,9 +45,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 def test_what_is_refused_to_a_second_process_is_torchs_own_workers(
     kind: str, where: str, num_workers: str, three: Any, tmp_path: Path, run_program: Any
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(probe.getsockname()[1]))
+    (tmp_path / "port").write_text(str(free_ports(2)))
     source = (PROGRAMS / "exclusive.py").read_text()
     plain = run_program(source, tmp_path, kind, where, num_workers)
     assert (plain.returncode, plain.stderr) == (0, "")

@@ -14,6 +14,7 @@ import torch
 
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import PlannedSteps
 from hetstream.mpi_dataworkers.loader.witness import Made
@@ -51,20 +52,22 @@ class Troubled(torch.utils.data.Dataset[Any]):
         return [[*indices] for indices in made.values()]
 
 
-Begin = Callable[[Troubled, bool], ComparedPass]
+Begin = Callable[..., ComparedPass]
 
 
 @pytest.fixture
-def begin() -> Iterator[Begin]:
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Begins a pass of which two steps can be asked for, and are compared."""
     canaries: list[Canary] = []
 
-    def begun(dataset: Troubled, is_kept: bool) -> ComparedPass:
-        pipeline = Pipeline(dataset, torch.utils.data.default_collate, len(dataset))
+    def begun(dataset: Troubled, is_kept: bool, has_first_workers: bool = False) -> ComparedPass:
+        pipeline = Pipeline(dataset, torch.utils.data.default_collate, len(dataset), num_workers=1 + has_first_workers)
         order = PlannedSteps(EpochPlan(len(dataset), 1, 1, drop_last=False, shuffle=False, seed=0, epoch=0), 0)
         canaries.append(Canary(is_kept, makes_steps=True))
+        if not has_first_workers:
+            monkeypatch.setattr(canaries[-1], "num_to_prove", lambda *_: 0)
         shards = PassShards.undivided(order, 0, 0)
-        return ComparedPass(canaries[-1], pipeline, shards, ErrorPolicy(), 2, lambda batch: batch)
+        return ComparedPass(canaries[-1], pipeline, shards, ErrorPolicy(), 2, lambda batch: batch, str(dataset.path))
 
     yield begun
     for canary in canaries:
@@ -110,3 +113,36 @@ def test_a_step_that_hangs_is_waited_for_once(begin: Begin, tmp_path: Path) -> N
     assert compared.instead(1, 2, 5.0) == "torch's own worker process gave no step in 5 s"
     assert not compared.has_ended
     assert len(dataset.by_process()) <= 1  # none, where it takes so long to begin
+
+
+def test_first_workers_make_their_own_steps_where_data_workers_deliver_none(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made")
+    compared = begin(dataset, False, True)
+    compared.ask(7)
+    made = [compared.instead(step, 7, 60.0) for step in range(7)]
+    assert [one.batch.tolist() for one in made if isinstance(one, Made)] == [[step] for step in range(7)]
+    assert [0, 2, 4, 6] in dataset.by_process()
+    assert [1, 3, 5] in dataset.by_process()
+
+
+def test_a_step_that_ends_a_first_worker_is_made_by_another_process(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made", ends=1)
+    compared = begin(dataset, False, True)
+    compared.ask(4)
+    made = [compared.instead(step, 4, 60.0) for step in (0, 1, 2)]
+    assert [one.batch.tolist() if isinstance(one, Made) else one for one in made] == [
+        [0],
+        "torch's own worker process ended with exit code 3",
+        [2],
+    ]
+
+
+def test_what_differs_late_is_looked_at_by_a_process_that_has_made_the_same_steps(begin: Begin, tmp_path: Path) -> None:
+    dataset = Troubled(tmp_path / "made")
+    compared = begin(dataset, False, True)
+    compared.ask(7)
+    found = [compared.difference(step, Delivered(torch.tensor([step]), 1, 8)) for step in range(6)]
+    found.append(compared.difference(6, Delivered(torch.tensor([9]), 1, 8)))
+    assert found[:6] == [""] * 6
+    assert found[6] == "step 6 of data workers is not the program's own: batch: 9 in place of 6"
+    assert sum(made == [0, 2, 4, 6] for made in dataset.by_process()) == 3  # two more, which say what varies

@@ -73,8 +73,8 @@ def test_under_the_hook_it_is_the_error_of_its_step(service: Any, tmp_path: Path
         assert [index for _ in range(3) for index in next(passing)[1].tolist()] == list(range(12))
         with pytest.raises(RuntimeError, match="at sample 13 of step 3"):  # as torch's for a worker that died
             next(passing)
-    # The attempts, and one of torch's own worker, also where no data worker holds anything.
-    assert makers(tmp_path / "log")["child"] == 5
+    # The attempts, and those of torch's own workers, also where no data worker holds anything.
+    assert makers(tmp_path / "log")["child"] == 6
     assert "trainer" not in makers(tmp_path / "log")
 
 

@@ -37,7 +37,7 @@ from hetstream.hetjob.convert_data_workers import (
     worker_options,
 )
 from hetstream.hetjob.convert_gpu_stage import gpu_companion_options, gpu_stage_changes
-from hetstream.hetjob.convert_trainer import trainer_overrides
+from hetstream.hetjob.convert_trainer import TrainerPartition, trainer_overrides
 from hetstream.hetjob.directives import is_own
 from hetstream.hetjob.errors import ConversionError
 from hetstream.hetjob.option_lines import foreign_line, option_lines, prologue_length, split_line
@@ -182,8 +182,8 @@ def convert(
     if spec.data_workers_max:
         partition = _partition(spec, name, cluster)
         foreign = None if options.has("ignore-pbs") else foreign_line(script)
-        memory = _mb_per_cpu(options, cluster)
-        overrides, changes = trainer_overrides(spec, script, options, memory, foreign, surroundings)
+        runs_in = _trainer_partition(options, cluster)
+        overrides, changes = trainer_overrides(spec, script, options, runs_in, foreign, surroundings)
         _check_size(spec, worker_megabytes(spec, options), partition, cluster, name)
         components, added = data_worker_component(spec, options, partition, cluster, foreign)
         changes += [*added, *gpu_stage_changes(spec)]
@@ -300,17 +300,16 @@ def _interpreter(first_line: str) -> str | None:
     return names[0] if names else None
 
 
-def _mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> tuple[float | None, float | None]:
-    """Memory for each CPU where the trainer runs: the most, and what a job gets that asks for none.
-
-    Of several partitions it is the smallest limit, and the largest default; 0 where CPUs do not decide.
-    """
-    names = options.value("partition") or cluster.default_partition or ""
-    most = (limit.max_mb_per_cpu for limit in cluster.limits_of(names) if limit.max_mb_per_cpu)
+def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerPartition:
+    """Of several partitions the smallest limit of memory, the largest default, and a setting that one of them has."""
+    names = (options.value("partition") or cluster.default_partition or "").split(",")
     known = cluster.default_mb_per_cpu
-    return (
-        min(most, default=None),
-        None if known is None else max((known.get(name, 0) for name in names.split(",")), default=0),
+    of_each = [cluster.limits[name] for name in names if name in cluster.limits]
+    limits = [limit.max_mb_per_cpu for limit in of_each if limit.max_mb_per_cpu]
+    return TrainerPartition(
+        min(limits, default=None),
+        None if known is None else max((known.get(name, 0) for name in names), default=0),
+        next((limit.alone for limit in of_each if limit.alone), ""),
     )
 
 

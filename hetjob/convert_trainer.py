@@ -28,6 +28,22 @@ _BY_CPUS = ": the script asks for none, and this partition gives it by CPUs. --m
 
 
 @dataclass(frozen=True)
+class TrainerPartition:
+    """What counts of the partitions that the trainer may run in.
+
+    Attributes:
+        max_mb_per_cpu: the most memory for each CPU (`MaxMemPerCPU`); None without a limit.
+        default_mb_per_cpu: what a job gets for each that asks for none (`DefMemPerCPU`), 0 where CPUs do not decide;
+            None where it is not known.
+        alone: by which setting no job of others comes to a job's nodes; "" where one may.
+    """
+
+    max_mb_per_cpu: float | None = None
+    default_mb_per_cpu: float | None = None
+    alone: str = ""
+
+
+@dataclass(frozen=True)
 class _Asked:
     """CPUs as the script asks for them.
 
@@ -58,7 +74,7 @@ def trainer_overrides(
     spec: JobSpec,
     script: str,
     options: SbatchOptions,
-    mb_per_cpu: tuple[float | None, float | None],
+    partition: TrainerPartition,
     foreign: int | None = None,
     surroundings: Surroundings | None = None,
 ) -> tuple[list[SbatchOption], list[Change]]:
@@ -68,18 +84,16 @@ def trainer_overrides(
         spec: what the directives ask for.
         script: the whole text.
         options: of the script and the command line.
-        mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`), and what it gives for each
-            to a job that asks for none (`DefMemPerCPU`), 0 where CPUs do not decide; None without a limit, and for a
-            default that is not known.
+        partition: where it is to run.
         foreign: line with options of another batch system, if there is one.
         surroundings: of the script; None for nothing.
     """
     asked = _asked_for(options)
-    why = _why_unchanged(spec, options, asked, foreign)
+    why = _why_unchanged(spec, options, asked, foreign, partition.alone)
     if asked is None or why:
         return [], [Change("trainer: CPUs unchanged", why)]
     kept, why = _kept_for_steps(spec, script, options, asked, surroundings or Surroundings())
-    max_mb_per_cpu, default_mb_per_cpu = mb_per_cpu
+    max_mb_per_cpu, default_mb_per_cpu = partition.max_mb_per_cpu, partition.default_mb_per_cpu
     is_default = not options.has("mem", "mem-per-cpu", "mem-per-gpu")
     per_cpu = (default_mb_per_cpu if is_default else megabytes(options.value("mem-per-cpu") or "")) or 0.0
     if is_default and default_mb_per_cpu is None and kept < asked.cpus:
@@ -111,10 +125,14 @@ def trainer_overrides(
     return overrides, changes
 
 
-def _why_unchanged(spec: JobSpec, options: SbatchOptions, asked: _Asked | None, foreign: int | None) -> str:
+def _why_unchanged(
+    spec: JobSpec, options: SbatchOptions, asked: _Asked | None, foreign: int | None, alone: str
+) -> str:  # fmt: skip
     """Why the trainer's CPUs cannot be fewer, or would free none; empty if they can."""
-    if options.has("exclusive"):
-        return "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
+    if exclusive := options.last("exclusive"):
+        alone = f"--exclusive={exclusive.value}" if exclusive.value else "--exclusive"
+    if alone:
+        return f"{alone}: no job of others comes to its nodes, so fewer CPUs for the trainer would free none for them"
     if options.has("mincpus"):
         return "--mincpus asks for CPUs of each node, whatever its tasks have"
     if options.has("overcommit"):

@@ -62,11 +62,14 @@ class PartitionLimits:
         nodes: the kinds of its nodes; empty where they are not known.
         max_mb_per_cpu: `MaxMemPerCPU`; None without a limit.
         max_time_s: `MaxTime`; None without a limit.
+        alone: the setting by which no job of others comes to a job's nodes, such as `OverSubscribe=EXCLUSIVE`; "" where
+            one may.
     """
 
     nodes: tuple[NodeSize, ...]
     max_mb_per_cpu: int | None = None
     max_time_s: float | None = None
+    alone: str = ""
 
 
 @dataclass(frozen=True)

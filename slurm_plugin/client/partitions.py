@@ -14,6 +14,9 @@ from hetstream.slurm_plugin.client.values import seconds
 # Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
 SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
 
+# A job has whole nodes, or those of its user or its part of the topology; 26.05 has one word for all (slurm.conf(5)).
+_ALONE = re.compile(r"\s(OverSubscribe=EXCLUSIVE|Exclusive(?:User|Topo)=YES|Exclusive=(?:NODE|USER|TOPO))(?=\s|$)")
+
 
 def names_of(partitions: str) -> list[str]:
     """The names in `scontrol --oneliner show partition` as sinfo writes them: the default one with `*`."""
@@ -41,6 +44,7 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         else:
             unknown.add(name)
     everywhere = _number("MaxMemPerCPU", config)
+    is_linear = re.search(r"^SelectType\s*=\s*select/linear\s*$", config, re.MULTILINE)
     found = {}
     for name in dict.fromkeys((*nodes, *unknown)):
         line = next(
@@ -53,7 +57,9 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         sizes = tuple(replace(kind, cpus=min(kind.cpus, most)) if most else kind for kind in kinds)
         longest = re.search(r"\sMaxTime=(\S+)", line)
         max_time_s = seconds(longest[1]) if longest else None
-        found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s)
+        setting = _ALONE.search(line)
+        alone = setting[1] if setting else "SelectType=select/linear" if is_linear else ""
+        found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s, alone)
     return found
 
 

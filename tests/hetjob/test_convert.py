@@ -158,6 +158,25 @@ def test_a_trainer_that_asks_for_no_memory_keeps_what_its_cpus_bring(sbatch: str
     assert not [word for word in plan.components[1].options if "mem" in word] or "--mem" in sbatch
 
 
+@pytest.mark.parametrize(("partitions", "keeps"), [("gpu,whole", True), ("gpu", False), ("gpu,unknown", False)])
+def test_a_trainer_that_has_its_nodes_alone_keeps_its_cpus(partitions: str, keeps: bool) -> None:
+    """One of several partitions is enough: nobody knows in which the job will run."""
+    limits = {"gpu": PartitionLimits(()), "whole": PartitionLimits((), alone="OverSubscribe=EXCLUSIVE")}
+    cluster = Cluster(frozenset(limits), "whole", None, limits)
+    for partition in (f" -p {partitions}", "") if keeps else (f" -p {partitions}",):
+        script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c16 --mem=8G{partition}\nsrun python train.py\n"
+        plan = convert(SPEC, script, "train.sbatch", cluster=cluster)
+        assert plan.components[0].options == (() if keeps else ("--cpus-per-task=2",))
+        assert not keeps or "OverSubscribe=EXCLUSIVE" in plan.changes[0].why
+
+
+@pytest.mark.parametrize("value", ["", "=user", "=topo", "=mcs"])
+def test_a_trainer_that_wants_its_nodes_alone_keeps_its_cpus(value: str) -> None:
+    plan = plan_of(f"--gres=gpu:1 -c 64 --exclusive{value}")
+    assert plan.components[0].options == ()
+    assert f"--exclusive{value}:" in plan.changes[0].why
+
+
 def test_cpus_of_tasks_that_share_them_are_not_cut() -> None:
     """Slurm allocates a CPU for each node: four times the memory for each would be four times the memory."""
     plan = convert(SPEC, "#!/bin/bash\n#SBATCH --gres=gpu:1 -O -c8 --mem-per-cpu=4G\n", "train.sbatch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
 from hetstream.slurm_plugin.client.partitions import parse_default_memory, parse_limits
 
@@ -32,6 +34,28 @@ def test_the_limits_of_partitions() -> None:
     assert {name: one.max_mb_per_cpu for name, one in everywhere.items()} == {"gpu": 8000} | dict.fromkeys(
         ("cpu", "small", "mixed"), 4000
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "alone"),
+    [
+        ("ExclusiveUser=NO OverSubscribe=EXCLUSIVE PreemptMode=OFF", "OverSubscribe=EXCLUSIVE"),
+        ("ExclusiveUser=YES GraceTime=0 OverSubscribe=NO", "ExclusiveUser=YES"),
+        ("ExclusiveUser=NO ExclusiveTopo=YES OverSubscribe=FORCE:4", "ExclusiveTopo=YES"),
+        ("Exclusive=NODE OverSubscribe=NO", "Exclusive=NODE"),
+        ("Exclusive=USER OverSubscribe=NO", "Exclusive=USER"),
+        ("Exclusive=TOPO OverSubscribe=NO", "Exclusive=TOPO"),
+        ("Exclusive=NO OverSubscribe=NO", ""),
+        ("ExclusiveUser=NO ExclusiveTopo=NO OverSubscribe=YES:4", ""),
+    ],
+)
+def test_whose_jobs_have_their_nodes_alone(written: str, alone: str) -> None:
+    """As 22.05, 24.11 and 26.05 say it of a partition, and select/linear of the whole cluster."""
+    shown = f"PartitionName=gpu AllowGroups=ALL {written} State=UP\n"
+    assert parse_limits(["gpu*|8|8000|1|(null)"], shown, "")["gpu"].alone == alone
+    assert parse_limits(["gpu*"], shown, "SelectType              = select/cons_tres\n")["gpu"].alone == alone
+    linear = parse_limits(["gpu*|8|8000|1|(null)"], shown, "SelectType              = select/linear\n")
+    assert linear["gpu"].alone == (alone or "SelectType=select/linear")
 
 
 def test_what_is_in_another_form_is_not_known() -> None:

@@ -199,7 +199,12 @@ def _kept_for_memory(asked: int, kept: int, per_cpu_mb: float) -> int:
 def _allocation(options: SbatchOptions, unit: str) -> Allocation:
     tasks, nodes = tasks_and_nodes(options)
     gpus = math.ceil(gpus_per_task(options) * tasks)
-    return Allocation(unit, gpus if unit == "cpus-per-gpu" else tasks, tasks, nodes, gpus)
+    # sbatch exports these where an option gives them (src/sbatch/opt.c; seen on 22.05 to 26.05).
+    may_lack = (
+        *(() if options.has("ntasks") else ("SLURM_NTASKS", "SLURM_NPROCS")),
+        *(() if options.has("ntasks-per-node") else ("SLURM_NTASKS_PER_NODE",)),
+    )
+    return Allocation(unit, gpus if unit == "cpus-per-gpu" else tasks, tasks, nodes, gpus, may_lack)
 
 
 def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[list[SbatchOption], list[Change]]:

@@ -21,11 +21,11 @@ _NAMES = "|".join(re.escape(name) for name in LAUNCHERS)
 _MENTION = re.compile(rf"(?<![\w./-])(?:[\w./-]*/)?({_NAMES})(?![\w./-])")
 # Variables of srun that ask for CPUs or say where they are.
 _OF_SRUN = re.compile(
-    r"S(?:RUN|LURM)_\w*(?:CPU|TASK|PROC|CORE|THREAD|EXACT|EXCLUSIVE|HINT|BIND|TRES|OVERLAP|MEM_PER_)\w*"
+    r"S(?:RUN|LURM)_\w*(?:CPU|TASK|PROC|CORE|THREAD|EXACT|EXCLUSIVE|HINT|BIND|TRES|OVERLAP|MEM_PER_|JOB_NUM_NODES)\w*"
 )
 # Slurm gives them to each job anew.
 _OF_JOB = re.compile(
-    r"SLURM_(JOB_CPUS_PER_NODE|CPUS_ON_NODE|TASKS_PER_NODE|PROCID|TASK_PID|PRIO_PROCESS|STEP_\w+|\w+_(HET|PACK)_GROUP_\d+)"
+    r"SLURM_(JOB_NUM_NODES|JOB_CPUS_PER_NODE|CPUS_ON_NODE|TASKS_PER_NODE|PROCID|TASK_PID|PRIO_PROCESS|STEP_\w+|\w+_(HET|PACK)_GROUP_\d+)"
 )
 _HANDLED = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS")
 # Files that set up an environment and start no steps; they are found by paths of the site that nobody else knows.

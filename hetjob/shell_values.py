@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from hetstream.hetjob.shell_text import Command, Word, unquoted
 
@@ -46,6 +46,7 @@ class Values:
         self._given, self._is_complete = given, is_complete
         self._assigned: dict[str, list[str]] = {}
         self._changed: set[str] = set()
+        self._may_lack: Collection[str] = ()
         self._found: dict[str, dict[str, None]] = {}  # of each variable what it may be assigned, in order
         for command in found:
             self._note(command)
@@ -71,10 +72,10 @@ class Values:
             elif found := re.match(r"(\w+)(?:\+\+|--|[-*/%]=)|(?:\+\+|--)(\w+)$", word.text, re.ASCII):
                 self._changed.add(found[1] or found[2])
 
-    def with_given(self, given: Mapping[str, str]) -> Values:
-        """Those of the same script where it has these variables from outside."""
+    def with_given(self, given: Mapping[str, str], may_lack: Collection[str] = ()) -> Values:
+        """Those of the same script where it has these variables from outside, and perhaps lacks some of them."""
         found = copy.copy(self)
-        found._given, found._found = given, {}
+        found._given, found._may_lack, found._found = given, may_lack, {}
         return found
 
     def has(self, name: str) -> bool:
@@ -134,16 +135,26 @@ class Values:
         if name in self._changed:
             raise Unknown(f"${name} changes while the script runs")
         if name not in self._found:
-            raws = dict.fromkeys(self._assigned.get(name, ()))
+            raws = dict.fromkeys(filter(None, (self._default_of(name, raw) for raw in self._assigned.get(name, ()))))
             self._found[name] = {text: None for raw in raws for text in self._texts(raw, depth + 1)}
         values = self._found[name]
         if name in self._given:
-            return [*(values | {self._given[name]: None})]
+            values = values | {self._given[name]: None}
+            is_set = name not in self._may_lack
+            return [
+                *(values if found[2] is None or is_set else values | dict.fromkeys(self._texts(found[2], depth + 1)))
+            ]
         if found[2] is not None and (self._is_complete or values):
             return [*(values | dict.fromkeys(self._texts(found[2], depth + 1)))]
         if not values:
             raise Unknown(f"${name} is known only in the job")
         return [*values]
+
+    def _default_of(self, name: str, raw: str) -> str:
+        """Of `N=${N:-8}` the default, which it has where it had no value; "" where it had one. Else the text itself."""
+        own = re.fullmatch(rf'"?\$\{{{name}:?[-=]([^${{}}`"]*)\}}"?', raw)
+        is_set = name in self._given and name not in self._may_lack
+        return raw if not own else "" if is_set else own[1]
 
     def _number(self, expression: str, depth: int) -> int:
         def number(found: re.Match[str]) -> str:

@@ -9,17 +9,24 @@ CPUs, and the reason names the line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetstream.hetjob.mpi_options import processes_of_mpi
+from hetstream.hetjob.of_cpus import OfCpus
 from hetstream.hetjob.sbatch_options import TRES_CPUS
 from hetstream.hetjob.script_launches import Launch, ScriptText, check_program, check_variables, launches_of
 from hetstream.hetjob.shell_text import UnreadableText, Word
 from hetstream.hetjob.shell_values import Unknown, Values, as_number
 from hetstream.hetjob.srun_options import Step, steps_of
 from hetstream.hetjob.understood_commands import UnderstoodCommands, functions_of
+
+# srun takes one of them for its -c: the first before Slurm 23.11, the second since then (env_vars in src/srun/opt.c). A
+# script that sets the other one means it, too, so there is to be room by both.
+_VARIABLES_OF_SRUN = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
+# Options of srun that say how many CPUs a step has.
+_OF_CPUS = ("cpus-per-task", "cpus-per-gpu", "tres-per-task")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Allocation:
         tasks: in all.
         nodes: None where the request leaves that open.
         gpus: in all.
+        may_lack: of Slurm's variables those that the job has only if it says how many tasks there are.
     """
 
     unit: str
@@ -39,6 +47,7 @@ class Allocation:
     tasks: int
     nodes: int | None
     gpus: int
+    may_lack: tuple[str, ...] = ()
 
     def holds(self, tasks: int, cpus_per_task: int, nodes: int | None, cpus: int) -> bool:
         """Whether a step has room where each unit has so many CPUs."""
@@ -103,18 +112,24 @@ def least_cpus(
         check_variables(surroundings.environ, text)
         values, processes = Values(text.commands, {}, is_complete=text.is_complete), text.processes_per_node()
 
+        of_cpus = OfCpus(text.commands)
+
         def with_cpus(number: int) -> _JobSize:
-            return _JobSize(number, values.with_given({**surroundings.environ, **allocation.variables(number)}))
+            given = {**surroundings.environ, **allocation.variables(number)}
+            return _JobSize(number, values.with_given(given, allocation.may_lack))
 
         before = with_cpus(asked)
         for cpus in range(kept, asked):
             try:
-                _check_all(text, processes, allocation, with_cpus(cpus), before)
+                for variable in _VARIABLES_OF_SRUN:
+                    _Check(text, processes, allocation, with_cpus(cpus), before, of_cpus, variable).check_all()
             except _NoRoom as error:
                 why = str(error)
             else:
-                functions, was_read = functions_of(text.commands), text.was_read
-                UnderstoodCommands(before.values, functions, was_read, check_program).check_all(text.placed)
+                has_mpi = any(launch.launcher != "srun" for launch in text.launches)
+                UnderstoodCommands(
+                    before.values, functions_of(text.commands), text.was_read, check_program, of_cpus, has_mpi=has_mpi
+                ).check_all(text.placed)
                 return cpus, why
     except (Unknown, UnreadableText) as error:
         return None, f"{error}, so nothing proves that fewer CPUs are enough (--trainer-cpus=N says that they are)"
@@ -132,60 +147,120 @@ class _JobSize(NamedTuple):
     values: Values
 
 
-def _check_all(
-    text: ScriptText, processes: Sequence[Word], allocation: Allocation, now: _JobSize, before: _JobSize
-) -> None:  # fmt: skip
-    """Whether all steps have room.
+@dataclass(frozen=True)
+class _Check:
+    """Whether all steps have room, and are as many and of as many tasks as before.
 
-    Raises:
-        _NoRoom: one has none.
-        Unknown: that cannot be known.
+    Attributes:
+        text: what was found in the script.
+        processes: that it starts on each node, as its words say.
+        allocation: what its job has.
+        now: with fewer CPUs.
+        before: with those that it asks for.
+        of_cpus: which of its words depend on them.
+        variable: that srun takes for its -c.
     """
-    for launch in text.launches:
-        try:
-            if any(word.text == ":" for word in launch.words):
-                raise Unknown("it starts several programs, with : between them")
-            if launch.launcher == "srun":
-                _check_srun(launch, allocation, now, before, is_alone=not text.has_background)
-            else:
-                _check_mpi(launch, allocation, now)
-        except Unknown as error:
-            raise Unknown(f"{launch.where} runs {launch.launcher}: {error}") from error
-    for word in processes:
-        try:
-            numbers = [as_number(found) for found in now.values.of(word.text)]
-        except Unknown as error:
-            raise Unknown(f"line {word.line} starts processes on each node: {error}") from error
-        for number in numbers:
-            if not allocation.holds(number * (allocation.nodes or 1), 1, None, now.cpus):
-                raise _NoRoom(f"line {word.line} starts {number} processes on each node, which need a CPU each")
 
+    text: ScriptText
+    processes: Sequence[Word]
+    allocation: Allocation
+    now: _JobSize
+    before: _JobSize
+    of_cpus: OfCpus
+    variable: str
 
-def _check_srun(launch: Launch, allocation: Allocation, now: _JobSize, before: _JobSize, *, is_alone: bool) -> None:
-    def readings(values: Values) -> list[_Needs]:
-        return [_needs(options, allocation, values) for options in steps_of(launch.words, values)]
+    def check_all(self) -> None:
+        """Look at all steps.
 
-    def exact_sizes(found: Sequence[_Needs]) -> list[int]:
-        return [tasks * cpus for step in found if step.is_exact for tasks, cpus in step.sizes]
+        Raises:
+            _NoRoom: one has none.
+            Unknown: that cannot be known, or they would be others.
+        """
+        for launch in self.text.launches:
+            try:
+                if any(word.text == ":" for word in launch.words):
+                    raise Unknown("it starts several programs, with : between them")
+                if launch.launcher == "srun":
+                    self._check_srun(launch)
+                else:
+                    self._check_mpi(launch)
+            except Unknown as error:
+                raise Unknown(f"{launch.where} runs {launch.launcher}: {error}") from error
+        for word in self.processes:
+            try:
+                numbers, numbers_before = (
+                    [as_number(found) for found in size.values.of(word.text)] for size in (self.now, self.before)
+                )
+                _refuse_another("number of them", numbers, numbers_before)
+            except Unknown as error:
+                raise Unknown(f"line {word.line} starts processes on each node: {error}") from error
+            for number in numbers:
+                if not self.allocation.holds(number * (self.allocation.nodes or 1), 1, None, self.now.cpus):
+                    raise _NoRoom(f"line {word.line} starts {number} processes on each node, which need a CPU each")
 
-    steps = readings(now.values)
-    for step in steps:
+    def _check_srun(self, launch: Launch) -> None:
+        now, before = (
+            [(options, _needs(options, self.allocation, size.values, self.variable)) for options in options_of]
+            for size, options_of in ((size, steps_of(launch.words, size.values)) for size in (self.now, self.before))
+        )
+        for _, step in now:
+            self._check_room(launch, step)
+        self._check_others(now, before)
+        # Steps side by side share the CPUs: that is as before where each has a share of them.
+        sizes, sizes_before = (
+            [tasks * cpus for _, step in found if step.is_exact for tasks, cpus in step.sizes]
+            for found in (now, before)
+        )
+        shares = [size * self.before.cpus for size in sizes]
+        if self.text.has_background and sizes and shares != [size * self.now.cpus for size in sizes_before]:
+            raise Unknown("steps may run side by side")
+
+    def _check_room(self, launch: Launch, step: _Needs) -> None:
+        allocation, now = self.allocation, self.now.cpus
         for tasks, cpus_per_task in step.sizes:
             what = f"{cpus_per_task} CPUs per task" if step.is_whole else f"{tasks} tasks of {cpus_per_task} CPUs"
-            if not cpus_per_task or not allocation.holds(tasks, cpus_per_task, step.nodes, now.cpus):
+            if not cpus_per_task or not allocation.holds(tasks, cpus_per_task, step.nodes, now):
                 raise _NoRoom(f"{launch.where} runs srun with {what}, which needs as many in the job")
-        if step.cpus_per_gpu > (
-            now.cpus if allocation.unit == "cpus-per-gpu" else allocation.units * now.cpus // max(1, allocation.gpus)
-        ):
+        of_gpu = now if allocation.unit == "cpus-per-gpu" else allocation.units * now // max(1, allocation.gpus)
+        if step.cpus_per_gpu > of_gpu:
             raise _NoRoom(
                 f"{launch.where} runs srun with {step.cpus_per_gpu} CPUs per GPU, which needs as many in the job"
             )
-    # Steps side by side share the CPUs: that is as before where each has a share of them.
-    sizes = [] if is_alone else exact_sizes(steps)
-    if sizes and [size * before.cpus for size in sizes] != [
-        size * now.cpus for size in exact_sizes(readings(before.values))
-    ]:
-        raise Unknown("steps may run side by side")
+
+    def _check_others(self, now: Sequence[tuple[Step, _Needs]], before: Sequence[tuple[Step, _Needs]]) -> None:
+        """Whether all but CPUs is as before."""
+        for what in ("tasks", "nodes"):
+            _refuse_another(
+                f"number of {what}",
+                *({str(getattr(step, what)) for _, step in found} for found in (now, before)),
+            )
+        for name in {name for options, _ in (*now, *before) for name in options if name not in _OF_CPUS}:
+            given, given_before = ([options.get(name) for options, _ in found] for found in (now, before))
+            try:
+                texts, texts_before = (
+                    {text for item in items if item for text in item.texts(size.values)}
+                    for items, size in ((given, self.now), (given_before, self.before))
+                )
+                _refuse_another(f"--{name}", texts, texts_before)
+            except Unknown:
+                if any(item and self.of_cpus.is_in(item.word.text) for item in given) or name in ("ntasks", "nodes"):
+                    raise
+
+    def _check_mpi(self, launch: Launch) -> None:
+        """Of mpirun and its like the number of processes is read, each of which needs a CPU."""
+        (tasks, is_per_node), (tasks_before, _) = (
+            processes_of_mpi(launch.words, size.values) for size in (self.now, self.before)
+        )
+        _refuse_another("number of processes", tasks, tasks_before)
+        allocation = self.allocation
+        tasks = [number * (allocation.nodes or allocation.tasks) for number in tasks] if is_per_node else tasks
+        if not all(allocation.holds(number, 1, None, self.now.cpus) for number in tasks or [allocation.tasks]):
+            raise _NoRoom(f"{launch.where} runs {launch.launcher} with {max(tasks)} processes, which need a CPU each")
+
+
+def _refuse_another(what: str, now: Iterable[object], before: Iterable[object]) -> None:
+    if {*now} != {*before}:
+        raise Unknown(f"its {what} depends on how many CPUs there are")
 
 
 @dataclass(frozen=True)
@@ -194,6 +269,7 @@ class _Needs:
 
     Attributes:
         sizes: numbers of tasks with CPUs of each.
+        tasks: those numbers.
         nodes: that it runs on; None for all of the job's.
         cpus_per_gpu: 0 where it does not say.
         is_exact: it takes only the CPUs that it asks for, so that another can run beside it.
@@ -201,13 +277,14 @@ class _Needs:
     """
 
     sizes: tuple[tuple[int, int], ...]
+    tasks: tuple[int, ...]
     nodes: int | None
     cpus_per_gpu: int
     is_exact: bool
     is_whole: bool
 
 
-def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
+def _needs(options: Step, allocation: Allocation, values: Values, variable: str) -> _Needs:
     def numbers(name: str, default: Sequence[str]) -> list[int]:
         given = options.get(name)
         return [as_number(text) for text in (given.texts(values) if given else default)]
@@ -217,27 +294,20 @@ def _needs(options: Step, allocation: Allocation, values: Values) -> _Needs:
     binding = options.get("cpu-bind") or options.get("cpu_bind")
     if binding and any("map_cpu" in text or "mask_cpu" in text for text in binding.texts(values)):
         raise Unknown("it chooses CPUs by their numbers")
-    own = values.of("$SRUN_CPUS_PER_TASK") if values.has("SRUN_CPUS_PER_TASK") else ["1"]
+    own = values.of(f"${variable}") if values.has(variable) else ["1"]
     cpus = numbers("cpus-per-task", own)
     if resources := options.get("tres-per-task"):
         cpus = [int(found[1]) if (found := TRES_CPUS.search(text)) else 1 for text in resources.texts(values)]
     nodes = numbers("nodes", [])
-    tasks = numbers("ntasks", values.of("$SLURM_NTASKS"))
+    tasks = numbers("ntasks", sorted({*values.of("$SLURM_NTASKS"), *values.of("$SLURM_NPROCS")}))
     if "ntasks" not in options and (per_node := numbers("ntasks-per-node", [])):
         tasks = [number * count for number in per_node for count in nodes or [allocation.nodes or allocation.tasks]]
     says_cpus = bool(options.keys() & {"cpus-per-task", "tres-per-task", "cpus-per-gpu"}) or own != ["1"]
     return _Needs(
         tuple((count, each) for count in tasks for each in cpus),
+        tuple(tasks),
         min(nodes) if nodes else None,
         max(numbers("cpus-per-gpu", ["0"])),
         (says_cpus or bool(options.keys() & {"exact", "exclusive"})) and "overlap" not in options,
         tasks == [allocation.tasks],
     )
-
-
-def _check_mpi(launch: Launch, allocation: Allocation, now: _JobSize) -> None:
-    """Of mpirun and its like the number of processes is read, each of which needs a CPU."""
-    tasks, is_per_node = processes_of_mpi(launch.words, now.values)
-    tasks = [number * (allocation.nodes or allocation.tasks) for number in tasks] if is_per_node else tasks
-    if not all(allocation.holds(number, 1, None, now.cpus) for number in tasks or [allocation.tasks]):
-        raise _NoRoom(f"{launch.where} runs {launch.launcher} with {max(tasks)} processes, which need a CPU each")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hetstream.hetjob.mpi_options import program_of_mpi
+from hetstream.hetjob.of_cpus import OfCpus
 from hetstream.hetjob.shell_text import Command, UnreadableText, Word, commands, substitutions, unquoted
 from hetstream.hetjob.shell_values import Unknown, Values
 from hetstream.hetjob.srun_options import programs_of
@@ -92,6 +93,10 @@ _STARTING = {
     "find": re.compile(r"^-(?:exec|ok)"),
     "env": re.compile(r"^-\w*S|^--s"),
 }
+# What may have words that depend on how many CPUs there are: programs, and what shows or assigns them.
+_SHOWING = ("echo", "printf", "logger", "nproc")
+_ASSIGNING = (":", "export", "declare", "typeset", "local", "readonly", "unset")
+_INTERPRETER = re.compile(r"(?:python|ipython|pypy)[\d.]*")
 _NO_PYTHON = re.compile(r"^--(?:no[-_]python|launcher$|launcher=)")
 _HARMLESS_PAIRS = ("ray start", "ray stop", "ray status", "apptainer pull", "singularity pull")
 _OF_HERE = re.compile(r"$|\.|\w|\$\{?PWD|\$\(pwd|`pwd|\$\{?SLURM_SUBMIT_DIR")
@@ -126,6 +131,8 @@ class UnderstoodCommands:
         functions: that it defines.
         was_read: paths of the scripts whose commands are looked at, too.
         check_python: looks at the text of a Python program, with where it stands.
+        of_cpus: which of its words depend on how many CPUs there are.
+        has_mpi: it starts programs by MPI, which may read files that it writes.
     """
 
     def __init__(
@@ -134,8 +141,14 @@ class UnderstoodCommands:
         functions: Collection[str],
         was_read: Collection[str],
         check_python: Callable[[str, str], None],
+        of_cpus: OfCpus,
+        *,
+        has_mpi: bool,
     ) -> None:
         self._check_python = check_python
+        self._of_cpus, self._has_mpi = of_cpus, has_mpi
+        self._is_read = False  # by another command, what the one that is looked at writes
+        self._is_output = False  # it is part of a word, which is looked at itself
         self._values, self._functions = values, functions
         self._has_document = False  # of the command that is looked at
         self._was_read = {path.removeprefix("./") for path in was_read}
@@ -154,6 +167,9 @@ class UnderstoodCommands:
             is_in_test = (begins_test or is_in_test) and "]]" not in texts
             self._has_document = item.command.has_document
             where = f"{item.place}line {item.command.words[0].line}"
+            self._note_output(item.command)
+            if is_part or (item.command.is_data and self._has_mpi):
+                self._refuse_of_cpus("[[" if is_part else "a file", item.command.words, where)
             if not is_part and not item.command.is_data:
                 self._check(item.command.words, where, 0)
             if item.command.is_data and any(_PYTHON_STARTS.search(text) for text in texts):
@@ -161,11 +177,54 @@ class UnderstoodCommands:
             if not item.command.is_literal:
                 self._check_inner(item.command.words, where, 0)
 
+    def _note_output(self, command: Command) -> None:
+        self._is_read = command.is_piped or (command.goes_on and self._has_mpi)
+
+    def _refuse_of_cpus(self, name: str, parts: Sequence[Word], where: str) -> None:
+        if text := self._of_cpus.first(parts):
+            raise Unknown(f"{where} has {text[:40]!r} in {name}, which would be another number with fewer CPUs")
+
+    def _check_numbers(self, path: str, parts: Sequence[Word], where: str) -> None:
+        """Refuse words of a command that would be others with fewer CPUs, but where that is what they are for.
+
+        Options of launchers are compared by `step_demand.py`, and inner commands are looked at by themselves.
+        """
+        name = path.rpartition("/")[2]
+        behind = [*parts[1:]]
+        second = f"{name} {unquoted(behind[0].text)}" if behind else ""
+        is_written = name in _SHOWING and not self._is_read and not any(word.text == "-v" for word in behind[:1])
+        is_program = _INTERPRETER.fullmatch(name) or path.endswith(".py") or second in _HARMLESS_PAIRS
+        is_looked_at = self._is_output or name in (*LAUNCHERS, *_ASSIGNING, "eval", "trap", "alias")
+        if is_looked_at or is_written or is_program:
+            return
+        pair = second if second in _BEFORE_A_COMMAND else name
+        if pair in _BEFORE_A_COMMAND:
+            behind = behind[1:] if pair == second else behind
+            program = _behind_options(behind, *_BEFORE_A_COMMAND[pair])
+            behind = [word for word in behind[: len(behind) - len(program)] if not re.match(r"\w+=", word.text)]
+        elif _PYTHON.fullmatch(name):
+            texts = [unquoted(word.text) for word in behind]
+            end = next((at for at, text in enumerate(texts) if text.endswith(".py") or text == "-m"), len(texts))
+            behind = [
+                word
+                for word, text, before in zip(behind[:end], texts, ["", *texts], strict=False)
+                if "thread" not in f"{text} {before}"  # of each process
+            ]
+        elif name in SHELLS:  # the text behind -c is looked at by itself
+            texts = [unquoted(word.text) for word in behind]
+            behind = [
+                word for word, before in zip(behind, ["", *texts], strict=False) if not re.match(r"-\w*c$", before)
+            ]
+        self._refuse_of_cpus(name, [*parts[:1], *behind], where)
+
     def _check_inner(self, parts: Iterable[Word], where: str, depth: int) -> None:
         """Look at the command substitutions in words."""
+        before = self._is_output
         for word in parts:
             for text in substitutions(word.text):
+                self._is_output = not _LAUNCHER.search(text)
                 self._check_text(text, word.line, where, depth)
+        self._is_output = before
 
     def _check_text(self, text: str, line: int, where: str, depth: int) -> None:
         if depth > _DEEPEST:
@@ -175,6 +234,7 @@ class UnderstoodCommands:
         except UnreadableText as error:
             raise Unknown(f"{where} has text that is no command ({error})") from error
         for command in found:
+            self._note_output(command)
             self._check(command.words, where, depth + 1)
             self._check_inner(command.words, where, depth + 1)
 
@@ -228,6 +288,7 @@ class UnderstoodCommands:
         name = path.rpartition("/")[2]
         behind = parts[1:]
         second = f"{name} {unquoted(behind[0].text)}" if behind else ""
+        self._check_numbers(path, parts, where)
         if name == "srun":
             for program in programs_of(behind, self._values):
                 self._check(program, where, depth, before)

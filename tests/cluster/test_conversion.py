@@ -265,7 +265,18 @@ KINDS: dict[str, tuple[dict[str, str], str]] = {
     "pipeline": ({}, f"{HALF} {SHOW} | {HALF} cat"),
     "memory": ({}, f"srun --mem-per-cpu=1G {SHOW}"),
     "variable": ({}, f"export SLURM_MEM_PER_CPU=1024\nsrun {SHOW}"),
+    # What depends on how many CPUs there are.
+    "CPUs of a task": ({}, f"export SLURM_CPUS_PER_TASK=4\nsrun {SHOW}"),
+    "tasks": ({}, f"srun -c1 -n $SLURM_CPUS_PER_TASK {SHOW}"),
+    "steps": ({}, f"for i in $(seq $SLURM_CPUS_ON_NODE); do srun -n1 -c1 {SHOW}; done"),
+    "test": ({}, f"N=$SLURM_CPUS_ON_NODE\nif (( N < 4 )); then echo done; exit 1; fi\nsrun -c1 {SHOW}"),
 }
+# Beside the job master, which would stay, it is this that the script's own lines get from hetstream.
+EXPORTS = [
+    sys.executable,
+    "-c",
+    "import os; from hetstream.hetjob.job_environment import *; print(export_lines(plain_variables(os.environ)))",
+]
 
 
 def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
@@ -285,9 +296,7 @@ def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
             monkeypatch.chdir(directory)
             text = script.encode()
             if form == "converted":
-                text = convert_script(
-                    text, "x", given, devcluster.env, CommandSlurm(devcluster.env), ["/bin/true"]
-                ).script
+                text = convert_script(text, "x", given, devcluster.env, CommandSlurm(devcluster.env), EXPORTS).script
             argv = ["sbatch", "--parsable", f"--job-name=kinds-{os.getpid()}", "--output=log"]
             subprocess.run(argv, input=text, env=devcluster.env, capture_output=True, check=True)
             logs.setdefault(kind, []).append(directory / "log")

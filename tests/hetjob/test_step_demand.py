@@ -79,8 +79,9 @@ RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each ran
         (ONE, "srun -lc 5 python x.py", 5),
         (ONE, "srun --cpus-per-t 5 python x.py", 5),
         (ONE, "srun -n 3 -c 2 hostname", 6),
-        (ONE, "srun -n 7 hostname", 7),
-        (ONE, "srun --ntasks-per-node=7 hostname", 7),
+        (ONE, "srun -c1 -n 7 hostname", 7),
+        (ONE, "srun -n 7 hostname", None),  # since 23.11 each has SLURM_CPUS_PER_TASK
+        (ONE, "srun --ntasks-per-node=7 -c 1 hostname", 7),
         (ONE, "srun > out.log -c 5 python x.py", 5),
         (ONE, "/usr/bin/srun -c 5 true", 5),
         (ONE, "exec time nohup env A=1 srun -c 5 true", 5),
@@ -113,7 +114,7 @@ RANKS = "-N2 --ntasks-per-node=2 -c 8 --gpus-per-node=2"  # keeps 2 for each ran
         (ONE, "A=2; N=$((A + 3)); srun -c $N true", 5),
         (ONE, "export SRUN_CPUS_PER_TASK=5\nsrun python x.py", 5),
         (ONE, "SRUN_CPUS_PER_TASK=5 srun python x.py", 5),
-        (ONE, "export SLURM_NTASKS=5\nsrun hostname", 5),
+        (ONE, "export SLURM_NTASKS=5\nsrun -c1 hostname", 5),
         (ONE, "srun --tres-per-task=cpu:5 true", 5),
         (ONE, "srun --cpus-per-gpu=5 true", 5),
         (ONE, "cat > step.txt <<EOF\nsrun -c 5 python x.py\nit's an apostrophe\nEOF", 5),
@@ -248,6 +249,143 @@ def test_what_nobody_can_know_leaves_all_cpus_and_says_so(options: str, body: st
     assert plan.changes[0].change == "trainer: CPUs unchanged"
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(plan.changes[0].why)
+
+
+@pytest.mark.parametrize(
+    ("body", "cpus"),
+    [
+        ("export SLURM_CPUS_PER_TASK=5\nsrun python x.py", 5),
+        ("SLURM_CPUS_PER_TASK=5 srun python x.py", 5),
+        ("env SLURM_CPUS_PER_TASK=8 srun python x.py", None),
+        ("export SRUN_CPUS_PER_TASK=5 SLURM_CPUS_PER_TASK=6\nsrun python x.py", 6),
+        ("export SRUN_CPUS_PER_TASK=6 SLURM_CPUS_PER_TASK=5\nsrun python x.py", 6),
+        ("export SLURM_CPUS_PER_TASK=8\nsrun -c 2 python x.py", 2),
+        ("export SLURM_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}\nsrun python x.py", 2),
+        ("unset SLURM_CPUS_PER_TASK\nsrun python x.py", None),
+        ("read SLURM_CPUS_PER_TASK < number\nsrun python x.py", None),
+        ("for i in 1 2; do srun -n1 python x.py & done; wait", 2),
+        ("export SLURM_CPUS_PER_TASK=4\nfor i in 1 2; do srun -n1 python x.py & done; wait", None),
+    ],
+)
+def test_a_step_has_the_cpus_that_a_variable_says(body: str, cpus: int | None) -> None:
+    """srun takes SRUN_CPUS_PER_TASK for -c on 22.05 and 23.02, and SLURM_CPUS_PER_TASK since 23.11."""
+    plan = plan_of(ONE, body)
+    assert cpus_of(plan) == cpus, plan.changes[0]
+
+
+N = "SLURM_CPUS_PER_TASK"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        # What is started depends on the number of CPUs.
+        (f"srun -c 1 -n ${N} hostname", "number of tasks depends"),
+        (f"srun -c 1 -n $(({N}/2)) hostname", "number of tasks depends"),
+        (f'TASKS="${{{N}}}"\nsrun -c1 -n "$TASKS" hostname', "number of tasks depends"),
+        (f'O="-c1 -n ${N}"\nsrun $O hostname', "number of tasks depends"),
+        ("srun -c1 --ntasks=$SLURM_CPUS_ON_NODE hostname", "number of tasks depends"),
+        (f"export SLURM_NTASKS=${N}\nsrun -c1 hostname", "number of tasks depends"),
+        (f"export SLURM_NPROCS=${N}\nsrun -c1 hostname", "number of tasks depends"),
+        (f"srun -c1 --ntasks-per-node=${N} hostname", "number of tasks depends"),
+        (f"srun -N ${N} -c1 hostname", "number of (tasks|nodes) depends"),
+        (f"srun --mem=$(({N} * 1000)) python x.py", "--mem depends"),
+        (f"srun --mem=${{{N}}}G python x.py", "--mem depends"),
+        ("srun --mem=$((SLURM_MEM_PER_CPU * 2)) python x.py", "known only in the job"),
+        (f"srun --gpus-per-task=$(({N}/4)) python x.py", "--gpus-per-task depends"),
+        (f"srun -o log-${N} python x.py", "--output depends"),
+        ("srun -n $(nproc) hostname", "known only in the job"),
+        ("srun -c1 -n $SLURM_JOB_CPUS_PER_NODE hostname", "known only in the job"),
+        (f"mpirun -np ${N} python x.py", "number of processes depends"),
+        (f"torchrun --nproc_per_node=${N} x.py", "number of them depends"),
+        (f"torchrun --nproc_per_node=2 --nnodes ${N} x.py", "in torchrun"),
+        (f"accelerate launch --num_machines=${N} x.py", "in accelerate"),
+        # How often, or whether, depends on it.
+        (f"for i in $(seq ${N}); do srun --exact -n1 -c1 true; done", "in for"),
+        (f"for ((i=0; i<{N}; i++)); do srun -n1 -c1 true; done", "in for"),
+        (f"n=${N}\nfor ((i=0; i<n; i++)); do srun -n1 -c1 true; done", "in for"),
+        (f"i=0; while [ $i -lt ${N} ]; do srun -n1 -c1 true; i=$((i+1)); done", r"in \["),
+        (f"until (( i++ >= {N} )); do srun -c1 true; done", r"in \(\("),
+        (f"if [ ${N} -lt 8 ]; then echo too few; exit 1; fi\nsrun python x.py", r"in \["),
+        (f"[[ -n $A && ${N} -ge 8 ]] || exit 1\nsrun python x.py", r"in \[\["),
+        (f"test ${N} = 8 && srun python x.py", "in test"),
+        (f"(( {N} < 8 )) && exit 1\nsrun python x.py", r"in \(\("),
+        (f"case ${N} in 8) srun python x.py;; *) exit 1;; esac", "in case"),
+        (f"let 'x = {N} > 4' && srun python x.py", "in let"),
+        (f"head -n ${N} list | while read a; do srun -c1 true; done", "in head"),
+        (f"echo ${N} | xargs -n1 srun -c1 -n2 true", "side by side"),
+        (f"echo ${N} | xargs -n1 python x.py", "in echo"),
+        (f"out=$(for i in $(seq ${N}); do srun -c1 true; done)", "in (for|seq)"),
+        (f"A=($(seq ${N}))\nfor i in ${{A[@]}}; do srun -c1 true; done", "in for"),
+        ("N=$(nproc)\nif [ $N -lt 8 ]; then exit 1; fi\npython x.py", r"in \["),
+        ("if [ `nproc` -lt 8 ]; then exit 1; fi\npython x.py", r"in \["),
+        (
+            "C=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')\n[ $C -ge 8 ] || exit\npython x.py",
+            r"in \[",
+        ),
+        ("[ $(scontrol show job $SLURM_JOB_ID | grep -o NumCPUs=8) ] || exit 1\npython x.py", r"in \["),
+        ("[ $(squeue -h -o %C -j $SLURM_JOB_ID) -eq 8 ] || exit 1\npython x.py", r"in \["),
+        ("[ $SLURM_CPUS_ON_NODE -eq 8 ] || exit 1\npython x.py", r"in \["),
+        (f"f() {{ for i in $(seq $1); do srun -c1 true; done; }}\nf ${N}", "in f"),
+        (f"set -- ${N}\nfor i in $(seq $1); do srun -c1 true; done", "in set"),
+        (f'read n <<< "${N}"\n[ $n -lt 8 ] && exit 1\npython x.py', r"in \["),
+        (f"bash -c 'for i in $(seq ${N}); do python x.py; done'", "in for"),
+        (f"srun bash -c '[ ${N} -eq 8 ] && exec python x.py'", r"in \["),
+        (f"timeout $(({N} * 60)) python x.py", "in timeout"),
+        (f"seq 8 | xargs -P ${N} -I {{}} python x.py {{}}", "in xargs"),
+        (f"echo host slots=${N} > hosts\nmpirun --hostfile hosts python x.py", "in echo"),
+        (f"cat > hosts <<E\nhost slots=${N}\nE\nmpirun --hostfile hosts python x.py", "in a file"),
+        (f": ${{P:=${N}}}\n[ $P -gt 4 ] || exit\npython x.py", r"in \["),
+    ],
+)
+def test_what_would_be_another_number_with_fewer_cpus_leaves_all(body: str, why: str) -> None:
+    plan = plan_of(ONE, body)
+    assert cpus_of(plan) is None
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(plan.changes[0].why)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"python x.py --workers ${N} --fast",
+        f"srun python x.py --workers=$(({N} - 1))",
+        "python x.py --workers $(nproc)",
+        f"export OMP_NUM_THREADS=${N} MKL_NUM_THREADS=$(nproc)\nsrun python x.py",
+        f'echo "CPUs: ${N}, $(nproc)" >> log\nprintf "%s\\n" ${N}\npython x.py',
+        f'if [ -z "${N}" ]; then export {N}=1; fi\npython x.py',
+        f"[[ -n ${{{N}}} && -n $A ]] && export OMP_NUM_THREADS=${N}\npython x.py",
+        f"accelerate launch --num_cpu_threads_per_process=${N} --num_processes=1 x.py --n ${N}",
+        f"torchrun --nproc_per_node=1 x.py --workers ${N}",
+        f"env OMP_NUM_THREADS=${N} srun python x.py",
+        f"OMP_NUM_THREADS=${N} timeout 60 python x.py",
+        f"cat > conf.yaml <<E\nworkers: ${N}\nE\npython x.py conf.yaml",
+        f"srun -c ${N} --exact bash -c 'python x.py --workers ${N}'",
+        "nproc\nlscpu | grep CPU\n[ $(nproc --all) -gt 8 ] && echo large\npython x.py",
+        f"N=2\nfor i in $(seq $N); do python x.py --workers ${N}; done",
+        "nproc=1\ntorchrun --nproc_per_node=$nproc x.py",
+        f"# for i in $(seq ${N})\npython x.py",
+    ],
+)
+def test_what_programs_are_told_may_follow_the_cpus(body: str) -> None:
+    plan = plan_of(ONE, body)
+    assert cpus_of(plan) == 2, plan.changes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "cpus"),
+    [
+        # Slurm has SLURM_NTASKS in a job that says how many tasks it has, and in no other.
+        (ONE, "srun -n ${SLURM_NTASKS:-5} -c1 hostname", 5),
+        (f"{ONE} -n1", "srun -n ${SLURM_NTASKS:-5} -c1 hostname", 2),
+        (ONE, "srun -n ${SLURM_NTASKS_PER_NODE-5} -c1 hostname", 5),
+        (ONE, "export SLURM_NPROCS=5\nsrun -c1 hostname", 5),
+        (ONE, "srun -c ${SLURM_CPUS_PER_TASK:-8} hostname", 2),
+        (RANKS, "export SLURM_JOB_NUM_NODES=1\nsrun -n 2 hostname", None),
+    ],
+)
+def test_a_variable_that_slurm_may_not_set_has_its_default(options: str, body: str, cpus: int | None) -> None:
+    assert cpus_of(plan_of(options, body)) == cpus
 
 
 @pytest.mark.parametrize(

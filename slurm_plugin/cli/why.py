@@ -22,10 +22,11 @@ from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import explain_together
+from hetstream.slurm_plugin.insight.lacking import Blocker
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
-from hetstream.slurm_plugin.insight.why import NOT_LOOKED_AT, Blocker, Explainer, Explanation, Verdict, find_jobs
+from hetstream.slurm_plugin.insight.why import NOT_LOOKED_AT, Explainer, Explanation, Verdict, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\

@@ -12,7 +12,7 @@ import numpy as np
 
 from hetstream.slurm_plugin.client.model import SHARING, Job
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape
+from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape, gres_words
 
 # Nodes that others have for themselves, or that it wants without others: `--exclusive=user`, ExclusiveUser=YES, labels.
 OTHER_USERS = "other users"
@@ -25,6 +25,22 @@ class Kept(NamedTuple):
 
     nodes: Mask
     cpus: Counts
+
+
+class Free(NamedTuple):
+    """What of one resource is free on the nodes that could run a job if they were empty.
+
+    Attributes:
+        what: the resource, such as `CPUs`, `a100 GPUs` or `shard:2`.
+        amount: on all of them together.
+        num_nodes: on how many.
+        num_enough: on how many of these as much as the job asks of a node.
+    """
+
+    what: str
+    amount: int
+    num_nodes: int
+    num_enough: int
 
 
 class Room:
@@ -127,6 +143,37 @@ class Room:
         """The resources of which some node has too little."""
         return tuple(name for name in _ALL if name in self.enough and (self.possible & ~self.enough[name]).any())
 
+    @property
+    def scarcest(self) -> str:
+        """Of the resources of which some node has too little the one that the fewest nodes have enough of."""
+        return min(self.short(), key=lambda name: np.count_nonzero(self.possible & self.enough[name]), default="CPUs")
+
+    @property
+    def is_enough_apart(self) -> bool:
+        """Whether enough nodes have enough of each resource, and not the same nodes of all."""
+        return all(self.is_enough(self.possible & enough) for enough in self.enough.values())
+
+    @property
+    def num_kept(self) -> int:
+        """How many nodes that could run it others have for themselves; see `OTHER_USERS`."""
+        return int(np.count_nonzero(self.possible & ~self.enough.get(OTHER_USERS, self.possible)))
+
+    def free_in_all(self) -> list[Free]:
+        """What is free of each resource that it asks for, on nodes that nobody has for himself."""
+        mine = self.possible & self.enough.get(OTHER_USERS, self.possible)
+        kind = f"{self.shape.gpu_type} GPUs" if self.shape.gpu_type else "GPUs"
+        wanted = [
+            (kind if name == "GPUs" else name, self.free[name], self.free[name] >= self._needed[name])
+            for name in RESOURCES
+            if name in self.enough and name in self.free
+        ]
+        for gres, (_, number, _, free) in zip(self.shape.gres, self._table.gres_of(self.shape), strict=True):
+            wanted.append((gres_words(gres), free, free >= number))
+        return [
+            Free(what, int(free[mine].sum()), int((free[mine] > 0).sum()), int(enough[mine].sum()))
+            for what, free, enough in wanted
+        ]
+
     def lacks_together(self, least: Least) -> tuple[str, ...]:
         """What so many of these nodes as the job may have do not have together, if they were empty.
 
@@ -142,7 +189,7 @@ class Room:
         Nothing said means that the nodes with most of one thing have enough of all.
         """
         if self._is_contiguous or not self.is_enough(self.fits):
-            return self.short()[:1] or ("CPUs",)
+            return (self.scarcest,)
         most = likely_nodes if least.max_nodes is None else least.max_nodes
         wanted = self._together(least, now=True)
         for mask in self._in_one_way(self.fits):

@@ -19,7 +19,19 @@ from hetstream.slurm_plugin.client.array_tasks import CUT, has_task
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, Job, Node, Reservation, Snapshot
 from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
-from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
+from hetstream.slurm_plugin.insight.lacking import (
+    Blocker,
+    at_once,
+    count,
+    kept_for_others,
+    lack,
+    lack_several,
+    lack_together,
+    out_of_use,
+    together,
+    too_large,
+)
+from hetstream.slurm_plugin.insight.node_table import NodeTable
 from hetstream.slurm_plugin.insight.reasons import running_in, told_by_slurm
 from hetstream.slurm_plugin.insight.room import OTHER_USERS, Kept, Room
 from hetstream.slurm_plugin.insight.shapes import (
@@ -29,7 +41,6 @@ from hetstream.slurm_plugin.insight.shapes import (
     Shape,
     alike_jobs,
     gres_in_doubt,
-    gres_words,
     least_of,
     request_of,
     shape_of,
@@ -41,22 +52,6 @@ NOT_LOOKED_AT = "not looked at"
 HIDDEN = "hidden"
 # Who goes first in one partition, the smallest: see `_turn_of`.
 _Place = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Blocker:
-    """One thing that a job waits for.
-
-    Attributes:
-        kind: `GPUs`, `CPUs`, `memory`, `gang`, `size`, `backfill`, `priority`, `held`, `dependency`, `limit`, ...;
-            `not looked at` where Slurm finds no room and hetstream does.
-        text: in words.
-        next_step: what to do or look at; empty if there is nothing but to wait.
-    """
-
-    kind: str
-    text: str
-    next_step: str = ""
 
 
 @dataclass(frozen=True)
@@ -312,7 +307,7 @@ class Explainer:
             return self._of_uneven_parts(room, job)
         if room.needs_whole_nodes:
             return ("whole nodes",)
-        return room.short_alone() or room.short()[:1]
+        return room.short_alone() or (room.scarcest,)
 
     def _of_uneven_parts(self, room: Room, job: Job) -> tuple[str, ...]:
         """The same where no even share of it has room, be the nodes empty: others may, and what none can it is told."""
@@ -378,28 +373,28 @@ class Explainer:
         blockers: list[Blocker] = []
         for kind in kinds:
             if kind == "size":
-                return fits, [_too_large(*self._least(job), job)]
+                return fits, [too_large(*self._least(job), job)]
             if kind == "nodes":
                 out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
-                return fits, [_out_of_use(room, job, out, self._table.chosen(room.reserved))]
+                return fits, [out_of_use(room, job, out, self._table.chosen(room.reserved))]
             if kind == "reservation":
                 blockers.append(self._kept_for_later(self._room_of(shape, job, now=True), job))
             elif kind == "whole nodes":
-                possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
+                possible, idle = count(room.possible), count(room.possible & room.enough["CPUs"])
                 why = "OverSubscribe=EXCLUSIVE" if self._table.takes_whole_nodes(job.partitions) else "--exclusive"
                 text = f"it gets whole nodes ({why}), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
             elif kind == OTHER_USERS:
-                blockers.append(_kept_for_others(job, self._table.chosen(room.possible & ~room.enough[kind])))
+                blockers.append(kept_for_others(job, self._table.chosen(room.possible & ~room.enough[kind])))
             elif not is_even:
-                blockers.append(_lack_together(kind, self._least(job)[0], shape))
+                blockers.append(lack_together(kind, shape, *self._least(job)))
             elif room.short_alone():
-                blockers.append(_lack(kind, room, _at_once(job, shape)))
+                blockers.append(lack(kind, room, at_once(job, shape)))
             else:
-                blockers.append(Blocker(kind, f"{' and '.join(room.short())} are not free on the same node(s)"))
+                blockers.append(lack_several(room, at_once(job, shape)))
         if blockers and wanted > 1:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
-            text = f"it needs {wanted} nodes at once{_together(job)}; {len(fits)} have room now{where}"
+            text = f"it needs {wanted} nodes at once{together(job)}; {len(fits)} have room now{where}"
             blockers.append(Blocker("gang", text))
         return fits, blockers
 
@@ -637,101 +632,6 @@ def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
     ]
 
 
-def _out_of_use(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
-    """Nodes that could run it are out of use, or reserved, and the others are fewer than it needs."""
-    asks, eligible, possible = _asks(room.shape) + _together(job), _count(room.eligible), _count(room.possible)
-    others = [f"{compress(node.name for node in out)} is out of use"] if out else []
-    whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
-    others += [f"{compress(node.name for node in reserved)} is {whose}"] if reserved else []
-    others = others or ["other nodes of its partitions are not shown: powered down, or hidden from you"]
-    return Blocker(
-        "nodes",
-        f"it needs {room.shape.num_nodes} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
-        f"{' and '.join(others)}",
-        "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
-    )
-
-
-def _together(job: Job) -> str:
-    """What a job wants of its nodes together; empty if it takes any."""
-    if job.num_nodes < 2:
-        return ""
-    parts = [f"{compress(job.required_nodes)} among them"] if job.required_nodes else []
-    parts += ["side by side (--contiguous)"] if job.is_contiguous else []
-    parts += [f"alike in {job.features}"] if "[" in job.features else []
-    return "".join(f", {part}" for part in parts)
-
-
-def _too_large(least: Least, floor: Room, job: Job) -> Blocker:
-    """It can never run on the nodes that it may use, be they empty, however Slurm divides it."""
-    eligible, possible = _count(floor.eligible), _count(floor.possible)
-    asks = f"{least.num_nodes} node(s) with {_asks(floor.shape)}{_together(job)}"
-    text = f"it needs {asks}; {possible} of {eligible} that it may use have that at all"
-    if floor.is_enough(floor.possible):
-        most = f"{min(least.max_nodes, possible)} of them" if least.max_nodes else "all of them"
-        text = f"it needs {_all_of(least)}; of {possible} node(s) that it may use {most} together have less"
-    return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
-
-
-def _lack_together(kind: str, least: Least, shape: Shape) -> Blocker:
-    """What is short where no even share of it has room."""
-    where = f"about {shape.num_nodes} node(s)" if shape.is_guess else f"{shape.num_nodes} node(s)"
-    text = f"it needs {_all_of(least)} on {where}, divided as Slurm likes; so much is not free on so many"
-    return Blocker(kind, text)
-
-
-def _asks(shape: Shape) -> str:
-    typed = f" {shape.gpu_type}" if shape.gpu_type else ""
-    parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
-    disk = [f"{shape.tmp_disk_mb:,} MB of disk (--tmp)"] if shape.tmp_disk_mb else []
-    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB", *disk])
-
-
-def _all_of(least: Least) -> str:
-    memory = [f"{least.memory_mb:,} MB"] if least.memory_mb else []
-    gpus = [f"{least.gpus} GPU(s)"] if least.gpus else []
-    return ", ".join([*gpus, *map(gres_words, least.gres), f"{least.cpus} CPU(s)", *memory])
-
-
-def _kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
-    """Nodes that the jobs of others have for themselves, or that it wants for itself."""
-    names, what, how = compress(node.name for node in nodes), "user", "--exclusive=user, ExclusiveUser=YES"
-    if job.exclusive == "MCS" or any(node.mcs_label for node in nodes):
-        what, how = "MCS label", "--exclusive=mcs"
-    if job.exclusive in ("USER", "MCS"):
-        text = f"it shares nodes with no job of another {what}, and such jobs are on {names}"
-    else:
-        text = f"jobs of another {what} share {names} with no others ({how})"
-    return Blocker(OTHER_USERS, text, "squeue -w " + names)
-
-
-def _at_once(job: Job, shape: Shape) -> str:
-    """On how many nodes it needs what each of them must have; empty of one."""
-    if shape.num_nodes < 2:
-        return ""
-    # Slurm gives each node as many tasks as it has room for, unless each has one or --ntasks-per-node says how many,
-    # which makes as many CPUs the least of a node.
-    is_free = shape.is_guess or (job.num_tasks > shape.num_nodes and job.min_cpus_per_node < shape.cpus)
-    return f", on {shape.num_nodes} at once" + (" if it is divided evenly, which Slurm need not do" if is_free else "")
-
-
-def _lack(resource: str, room: Room, at_once: str) -> Blocker:
-    """One resource is short on nodes that have enough of the others."""
-    shape = room.shape
-    beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
-    asked = ", ".join(gres_words(gres) for gres in shape.gres if (gres.name == "gpu") == (resource == "GPUs"))
-    if asked and resource in ("GPUs", "GRES"):
-        others = _count(room.enough_but(resource))
-        where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
-        return Blocker(resource, f"it needs {asked} on a node{at_once}; {where}")
-    needed, most, name, num_others = room.most_free(resource)
-    unit = " MB of memory" if resource == "memory" else f" {resource}"
-    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
-    whole = f" ({shape.cpus:,} and what is beside them)" if needed > shape.cpus and resource == "CPUs" else ""
-    text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} the most free is {most:,} ({name})"
-    return Blocker(resource, text)
-
-
 def _start(reservation: Reservation) -> float:
     return reservation.start_s
 
@@ -776,7 +676,3 @@ def _not_looked_at(job: Job, now_s: float) -> Blocker:
 def _note_first(first: dict[str, _Place], partitions: Iterable[str], place: _Place) -> None:
     for name in partitions:
         first[name] = min(first.get(name, place), place)
-
-
-def _count(mask: Mask) -> int:
-    return int(np.count_nonzero(mask))

@@ -148,6 +148,18 @@ def test_nodes_of_closed_partitions_alone_are_not_free(site: Any) -> None:
         site.run("scontrol", "update", "PartitionName=own", "State=UP")
 
 
+def test_where_nothing_is_free_that_is_said_of_each_resource(site: Any) -> None:
+    full = site.submit("-pgpu", "-wgpu0", "-n16", "--gres=gpu:4", *SMALL)
+    site.settle(**{full: "RUNNING"})
+    job = site.submit("-pgpu", "-wgpu0", "-n1", "-c4", "--gres=gpu:1", *SMALL)
+    site.settle(**{job: "PENDING Resources"})
+    assert site.blockers(job) == [
+        ("GPUs", "it needs 1 GPU(s), 4 CPU(s), 100 MB on a node; of 1 node(s) that could give that, free in all: "
+         "no GPUs, no CPUs, 63,900 MB on 1 (enough on 1)")
+    ]  # fmt: skip
+    assert {row["job"]: row["waits_for"] for row in site.told("jobs")["jobs"]}[job] == "GPUs"
+
+
 def test_a_job_that_is_behind_one_of_another_partition_waits_for_its_turn(site: Any) -> None:
     """Both partitions have cpu0. Slurm says Resources, or that nodes are reserved, of the one behind, too."""
     site.run("scontrol", "create", "PartitionName=over", "Nodes=cpu[0-1]", "State=UP", "PriorityTier=1")

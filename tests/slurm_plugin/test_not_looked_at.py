@@ -10,8 +10,9 @@ import pytest
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, parse_jobs
+from hetstream.slurm_plugin.insight.lacking import Blocker
 from hetstream.slurm_plugin.insight.observation import observe
-from hetstream.slurm_plugin.insight.why import Blocker, Explainer
+from hetstream.slurm_plugin.insight.why import Explainer
 
 NOW_S = 1_795_000_000.0
 LOOKED_S = NOW_S - 20

@@ -96,7 +96,8 @@ def test_nodes_of_different_sizes_share_unevenly() -> None:
     assert kind(job, large, small) == "scheduler"
     busy = explain(job, replace(large, cpus_allocated=2), small)
     assert (busy.blockers[0].kind, busy.blockers[0].text) == (
-        "CPUs", "it needs 24 CPU(s) on 2 node(s), divided as Slurm likes; so much is not free on so many"
+        "CPUs", "it needs 24 CPU(s) on 2 node(s), divided as Slurm likes; so much is not free on so many: of 2 node(s) "
+        "that could give a part, free in all: 22 CPUs on 2, 128,000 MB on 2"
     )  # fmt: skip
     # Slurm takes no job of 16 tasks on one node where none has more than 8 CPUs: this one may have two.
     assert kind(pending(num_cpus=16, num_tasks=16), small, replace(small, name="other")) == "scheduler"

@@ -101,7 +101,45 @@ def test_causes_are_all_the_resources_of_which_more_would_do() -> None:
 
 def test_no_resource_alone_would_do() -> None:
     found = explain(pending(8), node("g0", 4, 0))
-    assert found.blockers[0].text == "GPUs and CPUs are not free on the same node(s)"
+    assert found.blockers[0].text == (
+        "it needs 1 GPU(s), 8 CPU(s), 100 MB on a node; of 1 node(s) that could give that, free in all: "
+        "no GPUs, 4 CPUs on 1 (enough on 0), 1,000 MB on 1 (enough on 1)"
+    )
+
+
+def test_what_is_free_of_each_is_told_and_the_scarcest_first() -> None:
+    """Where some of it is free nowhere, that is the reason, and not where it is."""
+    assert kinds(explain(pending(8), node("g0", 4, 0), node("g1", 4, 4, memory_mb=50))) == ["CPUs"]
+    seen = explain(pending(8), node("g0", 4, 0), node("g1", 16, 0, memory_mb=50), node("g2", 2, 4, memory_mb=50))
+    assert kinds(seen) == ["GPUs"]
+    assert seen.blockers[0].text.endswith(
+        "of 3 node(s) that could give that, free in all: 4 GPUs on 1 (enough on 1), 22 CPUs on 3 (enough on 1), "
+        "1,100 MB on 3 (enough on 1), but not enough of all on the same node(s)"
+    )
+    none = explain(pending(8), node("g0", 0, 0), node("g1", 0, 0))
+    assert kinds(none) == ["GPUs"]
+    assert "free in all: no GPUs, no CPUs, 2,000 MB on 2 (enough on 2)" in none.blockers[0].text
+    assert "same node" not in none.blockers[0].text
+    nodes = (node("g0", 4, 0), node("g1", 16, 0, memory_mb=50), node("g2", 2, 4, memory_mb=50))
+    pairs = [replace(one, name=f"{one.name}{letter}") for one in nodes for letter in "ab"]
+    gang = explain(pending(16, num_nodes=2, memory_mb=200), *pairs)
+    assert kinds(gang) == ["GPUs", "gang"]
+    assert "on a node, on 2 at once; of 6 node(s)" in gang.blockers[0].text
+    assert gang.blockers[0].text.endswith("but not enough of all on the same node(s)")
+
+
+def test_what_is_free_of_types_and_of_nodes_for_others_is_told() -> None:
+    typed = tuple(
+        replace(one, gres=(Gres("gpu", "a100", 4),), gres_used=(Gres("gpu", "a100", 4),))
+        for one in (node("g0", 4, 0), node("g1", 4, 0), node("g2", 16, 0))
+    )
+    mine = pending(8, user="eve", gres_per_node=(Gres("gpu", "a100", 1),))
+    found = explain(mine, typed[0], typed[1], replace(typed[2], owner="bob"))
+    assert kinds(found) == ["GPUs"]
+    assert found.blockers[0].text.endswith(
+        "of 3 node(s) that could give that, and others have 1 for themselves, free in all: "
+        "no a100 GPUs, 8 CPUs on 2 (enough on 0), 2,000 MB on 2 (enough on 2)"
+    )
 
 
 def test_a_gang_needs_its_nodes_at_once() -> None:

@@ -150,7 +150,10 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
             for share in job.shares
         ]
         sections.append(Section("shares", _SHARE_COLUMNS, shares, title="Held on each node", hosts="node"))
-    notes = without_types(sum(job.holds_resources and not job.gpu_types_known for job in jobs))
+    notes = [
+        *without_types(sum(job.holds_resources and not job.gpu_types_known for job in jobs)),
+        *explainer.not_looked_at(jobs),
+    ]
     return Report(meta_of("jobs", snapshot), summary, [line], sections, notes)
 
 

@@ -152,25 +152,7 @@ def report_of(
     ]
     summary = {"job": name, "jobs": facts}
     section = Section("blockers", _COLUMNS, blockers, most_lines=0 if is_het else None)
-    return Report(meta_of("why", snapshot), summary, lines, (section,), _not_looked_at(snapshot, found))
-
-
-def _not_looked_at(snapshot: Snapshot, found: Sequence[Explanation]) -> list[str]:
-    """What could give room to jobs that have none, and is not looked at."""
-    waiting = (part for part in found if part.job.waits_for_resources and part.is_room_known)
-    without = [part.job for part in waiting if len(part.fits_on) < part.shape.num_nodes]
-    names = {name for job in without for name in job.partitions}
-    by_wish = sorted(
-        partition.name
-        for partition in snapshot.partitions
-        if partition.name in names and partition.jobs_per_cpu > 1 and not partition.all_share
-    )
-    kind = snapshot.config.get("PreemptType", "")
-    preempts = bool(without) and kind.startswith("preempt/") and kind != "preempt/none"
-    return [
-        *([f"jobs that Slurm may preempt ({kind}) are not looked at, and count as in the way"] if preempts else []),
-        *(f"CPUs of partition {name} that a job may share (--oversubscribe) count as in use" for name in by_wish),
-    ]
+    return Report(meta_of("why", snapshot), summary, lines, (section,), explainer.not_looked_at(jobs))
 
 
 def _with_packing(explanation: Explanation, reasons: Mapping[str, str]) -> Explanation:

@@ -264,6 +264,23 @@ class Explainer:
         lacking = {number: self.causes(job) if self._lacking(job) else () for number, job in one_of.items()}
         return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]
 
+    def not_looked_at(self, jobs: Iterable[Job]) -> list[str]:
+        """Lines on what could give room to those of these jobs that have none, and is not looked at."""
+        if self._snapshot.without_nodes:
+            return []
+        names = {name for job in jobs if job.waits_for_resources and self._lacking(job) for name in job.partitions}
+        by_wish = sorted(
+            partition.name
+            for partition in self._snapshot.partitions
+            if partition.name in names and partition.jobs_per_cpu > 1 and not partition.all_share
+        )
+        kind = self._snapshot.config.get("PreemptType", "")
+        preempts = bool(names) and kind.startswith("preempt/") and kind != "preempt/none"
+        return [
+            *([f"jobs that Slurm may preempt ({kind}) are not looked at, and count as in the way"] if preempts else []),
+            *(f"CPUs of partition {name} that a job may share (--oversubscribe) count as in use" for name in by_wish),
+        ]
+
     def _first_kinds(self, job: Job) -> tuple[str, ...]:
         """The kinds of what it waits for, found without any text."""
         if not job.is_pending:

@@ -22,6 +22,7 @@ SETTINGS = (
     "PartitionName=force Nodes=cpu1 OverSubscribe=FORCE:2 State=UP",
     "PartitionName=own Nodes=cpu0 ExclusiveUser=YES State=UP",
     "MCSPlugin=mcs/user", "MCSParameters=ondemandselect",
+    "PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE",
 )  # fmt: skip
 SMALL = ("--mem=100", "--time=60", "-N1")
 
@@ -157,7 +158,10 @@ def test_where_nothing_is_free_that_is_said_of_each_resource(site: Any) -> None:
         ("GPUs", "it needs 1 GPU(s), 4 CPU(s), 100 MB on a node; of 1 node(s) that could give that, free in all: "
          "no GPUs, no CPUs, 63,900 MB on 1 (enough on 1)")
     ]  # fmt: skip
-    assert {row["job"]: row["waits_for"] for row in site.told("jobs")["jobs"]}[job] == "GPUs"
+    told = site.told("jobs")
+    assert {row["job"]: row["waits_for"] for row in told["jobs"]}[job] == "GPUs"
+    note = "jobs that Slurm may preempt (preempt/partition_prio) are not looked at, and count as in the way"
+    assert site.told("why", job)["notes"] == told["notes"] == [note]
 
 
 def test_a_job_that_is_behind_one_of_another_partition_waits_for_its_turn(site: Any) -> None:

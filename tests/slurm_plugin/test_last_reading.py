@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from hetstream.slurm_plugin.insight.last_reading import MAX_PACKED_BYTES, SOURCE
 from hetstream.slurm_plugin.insight.monitor import Reading
 from hetstream.slurm_plugin.insight.observation import observe
 
+ROOT = Path(__file__).parents[2] / "slurm_plugin"
+
 
 def read(directory: Path, version: str = "22.05") -> Snapshot:
     return CommandSlurm({"PATH": f"{Recorded(directory, version).directory}:/usr/bin:/bin"}).snapshot()
@@ -44,6 +47,16 @@ def test_a_reading_arrives_as_it_was_made(tmp_path: Path, version: str) -> None:
     assert got.source == SOURCE
     assert got.config["ClusterName"] == made.config["ClusterName"]
     assert "SlurmctldHost" not in got.config, "what no command looks at stays where it is"
+
+
+def test_every_setting_that_commands_look_at_is_in_a_reading() -> None:
+    """As their source names it; `doctor` asks slurmctld itself."""
+    folders = [ROOT / name for name in ("cli", "insight", "packing", "render")]
+    texts = {path: path.read_text() for folder in folders for path in folder.rglob("*.py") if "doctor" not in path.name}
+    looked_at = {name for text in texts.values() for name in re.findall(r'snapshot\.config(?:\.get\(|\[)"(\w+)"', text)}
+    assert looked_at > {"PreemptType", "PreemptParameters"}
+    made = Snapshot(1.0, "22.05", "t", (), (), (), dict.fromkeys(looked_at, "x"))
+    assert unpack(pack(made)).config.keys() == looked_at
 
 
 def test_what_is_no_reading_is_an_error(tmp_path: Path) -> None:

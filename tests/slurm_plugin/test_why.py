@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hetstream.slurm_plugin.cli import jobs
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.run import run_slurm
@@ -58,7 +59,9 @@ def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
 
     def notes(config: Mapping[str, str], partition: Partition, *nodes: Node) -> str:
         seen = Snapshot(NOW_S, "22.05.8", "test", (both,), nodes, (partition, Partition("cpu", ())), config)
-        return "; ".join(report_of("7", [both], seen).notes)
+        said = report_of("7", [both], seen).notes
+        assert jobs.report_of([both], seen, details=False).notes == said, "jobs says what why says"
+        return "; ".join(said)
 
     preempt = {"PreemptType": "preempt/partition_prio"}
     assert "may preempt (preempt/partition_prio) are not looked at" in notes(preempt, Partition("gpu", ()), full, free)
@@ -66,6 +69,9 @@ def test_what_could_give_room_and_is_not_looked_at_is_said() -> None:
     for config in ({}, {"PreemptType": "preempt/none"}, {"PreemptType": "(null)"}):
         assert notes(config, Partition("gpu", ()), full) == notes(config, replace(by_wish, all_share=True), full) == ""
     assert notes(preempt, by_wish, free, node("g2", 16, 4)) == ""
+    ends = replace(both, state="RUNNING", nodes=("g0",))
+    seen = Snapshot(NOW_S, "22.05.8", "test", (ends,), (full,), (by_wish,), preempt)
+    assert jobs.report_of([ends], seen, details=False).notes == []
 
 
 def test_one_resource_is_lacking() -> None:

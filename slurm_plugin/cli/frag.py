@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Node, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
-from hetstream.slurm_plugin.insight.shapes import gres_words
+from hetstream.slurm_plugin.insight.shapes import Shape, gres_words
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         for node in snapshot.nodes
         if (partitions is None or set(partitions) & set(node.partitions)) and (names is None or node.name in names)
     ]
-    emit(args, report_of(measure(nodes, snapshot.jobs, snapshot.partitions, config=snapshot.config), snapshot))
+    hides = snapshot.hides_jobs
+    found = measure(nodes, snapshot.jobs, snapshot.partitions, config=snapshot.config, others_are_hidden=hides)
+    emit(args, report_of(found, snapshot))
     return 0
 
 
@@ -88,7 +90,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
     shapes = Section(
         "shapes",
         _SHAPE_COLUMNS,
-        [asdict(shape) | {"gres": [*map(gres_words, shape.gres)]} for shape in found.shapes],
+        [_shape_row(shape) for shape in found.shapes],
         title="What pending jobs ask of a node",
         empty="no job waits for resources",
         most_lines=MOST_SHAPES,
@@ -140,7 +142,7 @@ def _lines(found: Fragmentation) -> list[str]:
     ]
 
 
-def _notes(found: Fragmentation, nodes: Iterable[Node]) -> list[str]:
+def _notes(found: Fragmentation, nodes: Sequence[Node]) -> list[str]:
     names = {row.node for row in found.nodes}
     kept = [node for node in nodes if node.name in names and any(part.cpus_free for part in node.reserved_parts)]
     notes = []
@@ -148,6 +150,13 @@ def _notes(found: Fragmentation, nodes: Iterable[Node]) -> list[str]:
         cpus = sum(part.cpus_free for node in kept for part in node.reserved_parts)
         where = compress(node.name for node in kept)
         notes.append(f"{cpus:,} CPUs of {where} are kept by reservations and do not count")
+    owned = [node for node in nodes if node.name in names and (node.owner or node.mcs_label)]
+    if any(node.cpus_free or node.gpus_free() for node in owned):
+        cpus, gpus = sum(node.cpus_free for node in owned), sum(node.gpus_free() for node in owned)
+        where = compress(node.name for node in owned)
+        notes.append(
+            f"{gpus:,} free GPUs and {cpus:,} free CPUs of {where} are for jobs of one user or MCS label alone"
+        )
     if not found.assumed or not any(node.gpus_free for node in found.nodes):
         return notes
     return [
@@ -164,6 +173,12 @@ def _rounded(value: float | None) -> float | None:
 def _node_row(node: NodeFragmentation) -> Row:
     row = asdict(node) | {"partitions": list(node.partitions)}
     return row | {name: _rounded(row[name]) for name in ("indicator", "memory_indicator", "gpu_share_free")}
+
+
+def _shape_row(shape: Shape) -> Row:
+    row = asdict(shape) | {"gres": [*map(gres_words, shape.gres)]}
+    del row["whose"]  # these are of all users together
+    return row
 
 
 def _bad(row: Row) -> str:

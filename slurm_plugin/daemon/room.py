@@ -77,8 +77,19 @@ def room_of(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str
         partitions: whose nodes count.
         owners: user of each job; a companion says itself whose it is, so it must be of the same user.
     """
-    names = set(partitions)
-    nodes = [node for node in snapshot.nodes if node.starts_jobs and not names.isdisjoint(node.partitions)]
+    names, users = set(partitions), set(owners.values())
+    theirs = [job for job in snapshot.jobs if job.user in users]
+    # A node that a user or label has alone is room for these users' companions if it is one of theirs.
+    users |= {"", *(str(job.uid) for job in theirs)}
+    labels = {"", *(job.mcs_label for job in theirs)}
+    nodes = [
+        node
+        for node in snapshot.nodes
+        if node.starts_jobs
+        and not names.isdisjoint(node.partitions)
+        and node.owner in users
+        and node.mcs_label in labels
+    ]
     rows = {node.name: row for row, node in enumerate(nodes)}
     companions, companions_mb = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
     held = 0

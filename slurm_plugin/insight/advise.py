@@ -15,9 +15,9 @@ from hetstream.hetjob.ended_job import EndedJob
 from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.insight.fragmentation import measure_table
+from hetstream.slurm_plugin.insight.fragmentation import measure_table, shapes_on
 from hetstream.slurm_plugin.insight.node_table import NodeTable
-from hetstream.slurm_plugin.insight.shapes import Hardware, alike_jobs, pending_shapes, shape_of
+from hetstream.slurm_plugin.insight.shapes import Hardware, alike_jobs, shape_of
 from hetstream.slurm_plugin.insight.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.
@@ -131,13 +131,15 @@ def _pending(snapshot: Snapshot) -> Iterable[Advice]:
 
 
 def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
-    shapes = pending_shapes(alike_jobs(snapshot.jobs), Hardware(snapshot.nodes, snapshot.config, snapshot.partitions))
     # Nodes whose GPUs want CPUs, and how many GPUs.
     with_room = NodeTable(
         (node for node in snapshot.nodes if node.starts_jobs and node.gpus_free()),
         snapshot.partitions,
         snapshot.jobs,
+        others_are_hidden=snapshot.hides_jobs,
     )
+    hardware = Hardware(snapshot.nodes, snapshot.config, snapshot.partitions)
+    shapes = shapes_on(with_room, alike_jobs(snapshot.jobs), hardware)
     stranded = {
         stranding.node: (node, stranding.stranded_gpus)
         for node, stranding in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)

@@ -18,6 +18,7 @@ import numpy as np
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
 from hetstream.slurm_plugin.insight.node_table import Counts, Mask, NodeTable
+from hetstream.slurm_plugin.insight.room import OTHER_USERS
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Hardware, Shape, alike_jobs, pending_shapes
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
@@ -42,8 +43,8 @@ class NodeFragmentation:
         mig, mig_free: parts of GPUs, by MIG.
         gpu_share_free: which share of its GPUs is free, instances as their share of one; None without GPUs.
         lacking: more of what would let a pending job onto the stranded GPUs, or without such GPUs onto the stranded
-            CPUs: `CPUs`, `memory`, `GPUs`, `CPUs and memory`, `whole nodes` or nothing. `GPUs` where any would need
-            more of them, whatever else.
+            CPUs: `CPUs`, `memory`, `GPUs`, `CPUs and memory`, `whole nodes`, `other users` (who have the node for
+            themselves) or nothing. `GPUs` where any would need more of them, whatever else.
     """
 
     node: str
@@ -141,6 +142,8 @@ def measure(
     partitions: Iterable[Partition] = (),
     alike: Iterable[Sequence[Job]] | None = None,
     config: Mapping[str, str] | None = None,
+    *,
+    others_are_hidden: bool = False,
 ) -> Fragmentation:
     """Measure a cluster.
 
@@ -150,12 +153,15 @@ def measure(
         partitions: what they allow counts.
         alike: the pending jobs in groups, where those are known.
         config: `scontrol show config`; it decides what Slurm gives nothing but whole ones of.
+        others_are_hidden: there may be more jobs than these.
     """
     found, known = list(nodes), list(jobs)
     usable = [node for node in found if node.starts_jobs]
-    shapes = pending_shapes(alike_jobs(known) if alike is None else alike, Hardware(found, config, partitions))
-    table = NodeTable(usable, partitions, known)
-    measured, assumed = measure_table(table, shapes)
+    groups = alike_jobs(known) if alike is None else list(alike)
+    hardware = Hardware(found, config, partitions)
+    table = NodeTable(usable, partitions, known, others_are_hidden=others_are_hidden)
+    shapes = pending_shapes(groups, hardware)
+    measured, assumed = measure_table(table, shapes_on(table, groups, hardware))
     measured.sort(
         key=lambda stranding: (
             -stranding.stranded_gpus,
@@ -177,6 +183,17 @@ def _held_on(node: Node) -> NodeFragmentation | None:
     return NodeFragmentation(
         node.name, node.partitions, held.cpus, 0, held.gpus, 0, held.memory_mb, 0, None, None, 0, 0, "", held.mig
     )
+
+
+def shapes_on(table: NodeTable, alike: Sequence[Sequence[Job]], hardware: Hardware) -> tuple[Shape, ...]:
+    """The shapes of pending jobs for `measure_table`; where nodes are kept for some, with whose they are.
+
+    Args:
+        table: the nodes.
+        alike: the pending jobs in groups.
+        hardware: of the cluster.
+    """
+    return pending_shapes(alike, hardware, table.owners if table.whose_matters(alike) else None)
 
 
 def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeFragmentation], list[str]]:
@@ -311,6 +328,8 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
     rooms += [table.memory_free_mb // np.maximum(1, memory_mb)] if shape.memory_mb else []
     rooms += [free // count for _, count, _, free in table.gres_of(shape)]
     copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
+    if shape.whose:
+        copies = np.where(table.kept_from(shape.whose), 0, copies)
     # What a copy takes: of a node with two threads for each core, whole cores.
     taken = np.maximum(shape.cpus, cpus) if unit == "cpus" else getattr(shape, unit)
     used = copies * taken
@@ -336,8 +355,8 @@ def _may_run(table: NodeTable, shape: Shape) -> Mask:
 
 # What a node lacks, by number; 0 is nothing. What stands first in an order is named where several would do: more of
 # something else than what is stranded, and CPUs first, which data workers give.
-_LACKS = ("", "CPUs", "memory", "GPUs", "CPUs and memory", "whole nodes")
-_CPUS, _MEMORY, _GPUS, _BOTH, _WHOLE = range(1, 6)
+_LACKS = ("", "CPUs", "memory", "GPUs", "CPUs and memory", "whole nodes", OTHER_USERS)
+_CPUS, _MEMORY, _GPUS, _BOTH, _WHOLE, _OTHERS = range(1, 7)
 _GPUS_ORDER, _CPUS_ORDER = (_CPUS, _MEMORY, _GPUS), (_GPUS, _MEMORY, _CPUS)
 
 
@@ -369,7 +388,7 @@ class _Lacking:
         for number, mask in self._lacks(assumed, ~self._is_known):
             found[number] |= mask
         lacking = np.zeros(len(self._table.nodes), dtype=np.int64)
-        for number in reversed((*self._order, _BOTH, _WHOLE)):
+        for number in reversed((*self._order, _BOTH, _WHOLE, _OTHERS)):
             lacking[self._rows[found[number]]] = number
         # Whatever else is short: without more GPUs no job can have those that are left.
         lacking[self._rows[lacking[self._rows] == 0]] = _GPUS if self._order is _GPUS_ORDER else _CPUS
@@ -379,6 +398,10 @@ class _Lacking:
 
     def _lacks(self, shape: Shape, where: Mask) -> Iterator[tuple[int, Mask]]:
         """Of what alone each of these nodes has too little left for a shape; 0 where it has enough of everything."""
+        if shape.whose:
+            kept = self._table.kept_from(shape.whose)[self._rows]
+            yield _OTHERS, where & kept
+            where = where & ~kept
         if shape.whole_nodes or self._table.takes_whole_nodes(shape.partitions):
             yield _WHOLE, where
             return
@@ -412,8 +435,16 @@ def _smallest(shapes: Sequence[Shape], unit: str) -> Sequence[Shape]:
     groups: dict[tuple[Hashable, ...], list[Shape]] = {}
     for shape in shapes:
         where = shape.partitions, shape.required_nodes, shape.features, shape.excluded_nodes
-        how = shape.whole_nodes, shape.gres, shape.layout, shape.cores, shape.memory_per_cpu_mb, shape.all_memory
-        key = getattr(shape, unit), shape.gpu_type, where, shape.min_cpus, how
+        how = (
+            shape.whose,
+            shape.whole_nodes,
+            shape.gres,
+            shape.layout,
+            shape.cores,
+            shape.memory_per_cpu_mb,
+            shape.all_memory,
+        )
+        key = getattr(shape, unit), shape.gpu_type, where, shape.min_cpus, how, shape.whose
         groups.setdefault(key, []).append(shape)
     kept: list[Shape] = []
     for group in groups.values():

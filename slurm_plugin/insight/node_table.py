@@ -7,7 +7,7 @@ partition allows is part of the answer: MaxCPUsPerNode, whole nodes (OverSubscri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hetstream.slurm_plugin.client.constraint import alternatives, meets
 from hetstream.slurm_plugin.client.model import SHARING, Job, Node, Partition, total
-from hetstream.slurm_plugin.insight.shapes import Shape
+from hetstream.slurm_plugin.insight.shapes import Shape, Whose
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]
@@ -37,7 +37,7 @@ class NodeTable:
         reserved: whether only jobs of a reservation start there.
         cpus_per_core: as in `Node`.
         last_busy_s: as in `Node`; 0 where nothing says so.
-        is_kept_by_some: who asks decides where there is room.
+        owners: users who have some of these nodes for themselves now, by name or number.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class NodeTable:
         different = {node.gres for node in self.nodes}
         self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
         self._jobs = tuple(jobs)
-        self._has_owners = any(node.owner for node in self.nodes)
+        self.owners = frozenset(node.owner for node in self.nodes) - {""}
         self._has_labels = any(node.mcs_label for node in self.nodes)
-        self.is_kept_by_some = self._has_owners or self._has_labels
+        self._kept: dict[Whose, Mask] = {}
         self._others_are_hidden = others_are_hidden
         self._taken_without_gpus: Counts | None = None
         self._users: dict[tuple[int | None, str], set[str]] | None = None
@@ -100,6 +100,11 @@ class NodeTable:
         self._devices: dict[str, tuple[Counts, Counts]] = {}
         self._features: dict[str, list[Mask]] = {}
         self._gres: dict[tuple[str, str], tuple[Counts, Counts]] = {}
+
+    @property
+    def is_kept_by_some(self) -> bool:
+        """Whether who asks decides where there is room."""
+        return bool(self.owners) or self._has_labels
 
     def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
         """The nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
@@ -190,14 +195,20 @@ class NodeTable:
         left = np.maximum(0, others - self._taken_without_gpus)
         return np.minimum(cpus, others), np.where(self._for_gpus > 0, np.minimum(cpus_free, left), cpus_free)
 
-    def kept_from(self, job: Job) -> Mask:
+    def kept_from(self, job: Job | Whose) -> Mask:
         """The nodes where it cannot start, whatever is free: others have them, or it wants them, for one user or label.
 
         Source: filter_by_node_owner and filter_by_node_mcs in src/slurmctld/node_scheduler.c.
         """
+        whose = Whose(job.exclusive, job.uid, job.user, job.mcs_label)
+        if whose not in self._kept:
+            self._kept[whose] = self._kept_from(whose)
+        return self._kept[whose]
+
+    def _kept_from(self, job: Whose) -> Mask:
         if job.exclusive == "USER":
             kept = self._with_jobs_of_others(job)
-        elif self._has_owners:
+        elif self.owners:
             kept = self._mask(node.owner not in ("", job.user, str(job.uid)) for node in self.nodes)
         else:
             kept = np.zeros(len(self.nodes), dtype=np.bool_)
@@ -209,7 +220,11 @@ class NodeTable:
             kept = kept | self._mask(node.mcs_label != "" for node in self.nodes)
         return kept
 
-    def _with_jobs_of_others(self, job: Job) -> Mask:
+    def whose_matters(self, alike: Iterable[Sequence[Job]]) -> bool:
+        """Whether it matters whose the pending jobs of these groups are; see `kept_from`."""
+        return self.is_kept_by_some or any(group[0].exclusive in ("USER", "MCS") for group in alike)
+
+    def _with_jobs_of_others(self, job: Whose) -> Mask:
         """The nodes on which another user's jobs run."""
         if self._users is None:
             self._users = {}
@@ -217,7 +232,8 @@ class NodeTable:
                 if other.is_running:
                     self._users.setdefault((other.uid, other.user), set()).update(other.nodes)
         mine = job.uid, job.user
-        found = self.named(name for owner, names in self._users.items() if owner != mine for name in names)
+        theirs = set[str]().union(*(names for owner, names in self._users.items() if owner != mine))
+        found = self._mask(node.name in theirs for node in self.nodes)
         if self._others_are_hidden:
             # Somebody has CPUs there, and this user's jobs have no node to themselves for certain.
             found |= self.cpus_free < self.cpus

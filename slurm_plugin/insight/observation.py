@@ -119,7 +119,14 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float], shared: Shared
         shared: what the site daemon told of shared GPUs.
     """
     alike = alike_jobs(snapshot.jobs)
-    found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions, alike, snapshot.config)
+    found = measure(
+        snapshot.nodes,
+        snapshot.jobs,
+        snapshot.partitions,
+        alike,
+        snapshot.config,
+        others_are_hidden=snapshot.hides_jobs,
+    )
     explainer = Explainer(snapshot, alike)
     now_s = snapshot.taken_s
     pending: list[WaitingJob] = []

@@ -11,8 +11,9 @@ a job can never start.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hetstream.slurm_plugin.client.constraint import for_one_node
 from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Partition, total
@@ -21,6 +22,15 @@ RESOURCES = ("GPUs", "CPUs", "memory")
 Layout = tuple[int, int, int]
 # CPUs of a node that jobs without GPUs may have (RestrictedCoresPerGPU).
 _BESIDE_GPUS = "beside GPUs"
+
+
+class Whose(NamedTuple):
+    """Whose a job is, as far as it decides with whom it shares nodes; attributes are those of `Job`."""
+
+    exclusive: str
+    uid: int | None
+    user: str
+    mcs_label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ class Shape:
         min_cpus: that the node must have free, whether they are given to the job or not.
         tmp_disk_mb: that the node has, whoever uses it.
         unit: of what Slurm gives nothing but whole ones: `CPU`, `core`, `socket` or `node`.
+        whose: whose jobs have it; None where it does not matter.
     """
 
     cpus: int
@@ -66,6 +77,7 @@ class Shape:
     cores: int = 0
     min_cpus: int = 0
     unit: str = "core"
+    whose: Whose | None = None
     tmp_disk_mb: int = 0
 
 
@@ -188,18 +200,33 @@ def request_of(job: Job) -> Hashable:
     )  # fmt: skip
 
 
-def pending_shapes(alike: Iterable[Sequence[Job]], hardware: Hardware = UNKNOWN_HARDWARE) -> tuple[Shape, ...]:
+def pending_shapes(
+    alike: Iterable[Sequence[Job]], hardware: Hardware = UNKNOWN_HARDWARE, owners: Collection[str] | None = None
+) -> tuple[Shape, ...]:
     """The shapes of the jobs that free resources could start, the most frequent first. Without reservations.
 
     Args:
         alike: the pending jobs in groups; see `alike_jobs`.
         hardware: of the cluster.
+        owners: of nodes, by name or number: jobs of each of them are apart, and those that share nodes with their own
+            user or label alone. None where all are together.
     """
     counts: Counter[Shape] = Counter()
     for group in alike:
         if group[0].waits_for_resources and not group[0].reservation:
-            counts[shape_of(group[0], hardware)] += sum(job.num_records for job in group)
+            shape = shape_of(group[0], hardware)
+            if owners is None:
+                counts[shape] += sum(job.num_records for job in group)
+            for job in group if owners is not None else ():
+                counts[replace(shape, whose=_whose(job, owners or ()))] += job.num_records
     return tuple(replace(shape, num_jobs=count) for shape, count in counts.most_common())
+
+
+def _whose(job: Job, owners: Collection[str]) -> Whose:
+    """Whose a job is; all are alike who share nodes with everybody, and have none for themselves."""
+    is_known = job.exclusive == "USER" or job.user in owners or str(job.uid) in owners
+    label = job.mcs_label if job.exclusive == "MCS" else ""
+    return Whose(job.exclusive, job.uid if is_known else None, job.user if is_known else "", label)
 
 
 def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:

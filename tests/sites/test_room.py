@@ -101,6 +101,26 @@ def test_nodes_of_one_mcs_label_are_no_room_for_others(site: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("how", ["--exclusive=user", "--exclusive=mcs"])
+def test_frag_counts_gpus_beside_the_jobs_of_another_user_as_stranded(site: Any, how: str) -> None:
+    """gpu0: one GPU of nobody's, who shares the node with no others. Until nobody waits for one of the other three."""
+    site.settle(**{as_nobody(site, "-pgpu", "-wgpu0", "-c2", "--gres=gpu:1", how): "RUNNING"})
+    job = site.submit("-pgpu", "-wgpu0", "-c2", "--gres=gpu:1", *SMALL)
+    site.settle(**{job: "PENDING Resources"})
+
+    def of_gpu0() -> tuple[int, str]:
+        told = site.told("frag")
+        assert "3 free GPUs and 14 free CPUs of gpu0 are for jobs of one user or MCS label alone" in told["notes"]
+        ((gpus, lacking),) = [(row["stranded_gpus"], row["lacking"]) for row in told["nodes"] if row["node"] == "gpu0"]
+        return gpus, lacking
+
+    assert site.blockers(job)[0][0] == "other users"
+    assert of_gpu0() == (3, "other users")
+    his = as_nobody(site, "-pgpu", "-wgpu0", "-c15", "--gres=gpu:1", how)
+    site.settle(**{his: "PENDING"})
+    assert of_gpu0() == (3, "CPUs")
+
+
 def test_a_magnetic_reservation_of_a_group_is_room_for_its_members_alone(site: Any) -> None:
     """Both jobs ask alike; cpu0 is full, and cpu1 is for the group of nobody."""
     site.settle(**{site.submit("-pcpu", "-wcpu0", "-c16", *SMALL): "RUNNING"})

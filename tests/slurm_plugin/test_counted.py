@@ -218,6 +218,16 @@ def test_reserved_nodes_are_no_room_for_companions() -> None:
     assert room_of(snapshot, ("cpu",), {}).num_workers(Size(4, 0)) == 1
 
 
+def test_nodes_of_others_are_no_room_for_companions() -> None:
+    """By name or number, as Slurm says it, or by label; those of the companions' own user are."""
+    free = Node("f", frozenset({"MIXED"}), ("cpu",), 16, 12, 64000, 0)
+    nodes = (free, replace(free, owner="eve"), replace(free, owner="1001"), replace(free, mcs_label="red"))
+    hers = Job(1, "j", "eve", ("cpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=1001, mcs_label="red")
+    snapshot = Snapshot(NOW_S, "26.05", "test", (hers,), nodes, ())
+    assert room_of(snapshot, ("cpu",), {"1": "eve"}).num_workers(Size(4, 0)) == 4
+    assert room_of(snapshot, ("cpu",), {"2": "bob"}).num_workers(Size(4, 0)) == 1
+
+
 def test_json_of_a_job_has_the_state_that_squeue_shows() -> None:
     """A list there: the base state first, then the flags. squeue shows a flag where there is one."""
     for words, expected in (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hetstream.slurm_plugin.cli.frag import report_of
 from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.held import with_closed_partitions
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
@@ -19,6 +20,7 @@ from hetstream.slurm_plugin.client.parse_text import exclusive_of, parse_exclusi
 from hetstream.slurm_plugin.client.read import with_labels
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer
 
 
@@ -194,3 +196,49 @@ def test_nodes_whose_partitions_start_no_jobs_are_no_room() -> None:
     found = with_closed_partitions(nodes, (Partition("up", ()), Partition("down", (), is_up=False)))
     assert [node.name for node in found if node.is_usable] == ["a", "c", "d"]
     assert found[1].state == "mixed+partition_down"
+
+
+def gpu_node(name: str, gpus_used: int, owner: str = "", label: str = "") -> Node:
+    return replace(node(name, 4, gpus_used), owner=owner, mcs_label=label)
+
+
+def test_gpus_beside_jobs_of_another_owner_are_stranded_unless_the_owner_waits() -> None:
+    """frag counts as why does: by name, by number, by label, and for who wants no others beside him."""
+    seen = [gpu_node("bobs", 1, "bob"), gpu_node("red", 2, label="red"), gpu_node("free", 4)]
+    hers = job(1, uid=1001, user="alice", gres_per_node=(Gres("gpu", "", 1),))
+    his = replace(hers, job_id=2, uid=1002, user="bob")
+    red = replace(hers, job_id=3, mcs_label="red", exclusive="MCS")
+
+    def stranded(*jobs: Job, nodes: list[Node] = seen) -> dict[str, tuple[int, str]]:
+        found = measure(nodes, jobs)
+        assert sum(shape.num_jobs for shape in found.shapes) == len(jobs)
+        assert found.total("gpus_free") == sum(node.gpus_free() for node in nodes)
+        return {row.node: (row.stranded_gpus, row.lacking) for row in found.nodes if row.stranded_gpus}
+
+    bobs, reds = {"bobs": (3, "other users")}, {"red": (2, "other users")}
+    assert stranded(hers) == {**bobs, **reds}
+    assert stranded(hers, his) == reds
+    assert stranded(hers, red) == bobs
+    assert stranded(hers, his, red) == stranded() == {}
+    numbered = [replace(seen[0], owner="1002"), *seen[1:]]
+    assert stranded(hers, nodes=numbered) == {**bobs, **reds}
+    assert stranded(hers, his, nodes=numbered) == reds
+    # One that lacks GPUs says so: of that somebody may have more.
+    large = replace(his, gres_per_node=(Gres("gpu", "", 4),))
+    assert stranded(hers, large) == {"bobs": (3, "GPUs"), **reds}
+    # alice wants nodes alone: where bob runs, there is no room for her.
+    alone = replace(hers, exclusive="USER")
+    running = job(9, state="RUNNING", user="bob", uid=1002, nodes=("mixed",))
+    assert stranded(alone, nodes=[gpu_node("mixed", 3)]) == {}
+    assert measure([gpu_node("mixed", 3)], [alone, running]).nodes[0].lacking == "other users"
+
+
+def test_frag_and_the_page_say_what_is_for_one_user_alone() -> None:
+    nodes = (gpu_node("bobs", 1, "bob"), gpu_node("free", 4))
+    hers = job(1, uid=1001, user="alice", gres_per_node=(Gres("gpu", "", 1),), submit_s=0.5)
+    snapshot = Snapshot(1.0, "22.05", "t", (hers,), nodes, (Partition("gpu", ()),))
+    report = report_of(measure(nodes, snapshot.jobs), snapshot)
+    assert "3 free GPUs and 12 free CPUs of bobs are for jobs of one user or MCS label alone" in report.notes
+    assert "whose" not in report.sections[1].rows[0]
+    seen = observe(snapshot, {})
+    assert (seen.sample.stranded_gpus, seen.waiting[0].cause) == (3, "other users")

@@ -15,7 +15,7 @@ from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
 from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
 from hetstream.slurm_plugin.client.held import without_types
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.model import REVOKED, Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import names_of, uid_of
 from hetstream.slurm_plugin.insight.why import Explainer
@@ -124,13 +124,15 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
         "num_running": len(held),
         "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
         "num_pending": sum(job.num_records for job in jobs if job.is_pending),
+        "num_revoked": sum(job.state == REVOKED for job in jobs),
         "cpus_held": whole_if_near(sum(part.cpus for part in held)),
         "gpus_held": whole_if_near(sum(part.gpus for part in held)),
     }
     completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
+    revoked = f", {summary['num_revoked']:,} in other clusters of the federation" if summary["num_revoked"] else ""
     line = (
         f"{summary['num_running']:,} running with {summary['cpus_held']:,} CPUs and {summary['gpus_held']:,} GPUs, "
-        f"{completing}{summary['num_pending']:,} pending"
+        f"{completing}{summary['num_pending']:,} pending{revoked}"
     )
     companions = any(row["companion_of"] for row in rows)
     classes = any(row["job_class"] for row in rows)
@@ -165,7 +167,7 @@ def _order(job: Job) -> tuple[bool, int, int]:
 
 
 def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
-    since_s = job.submit_s if job.is_pending else job.start_s
+    since_s = job.submit_s if job.is_pending else job.start_s if job.is_running else None
     held = held_by(job)
     has = (job.num_cpus, job.gpus, job.memory_mb) if job.is_pending else (held.cpus, held.gpus, held.memory_mb)
     return {

@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.packing_arguments import packing_reasons
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster_or_jobs
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import explain_together
@@ -194,10 +194,12 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     asks = f"{number} node(s), each with {shape.gpus} GPU(s){others}, {shape.cpus} CPU(s)"
     head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
     if not job.is_pending:
-        since = f" for {duration(now_s - job.start_s)}" if job.start_s else ""
+        since = f" for {duration(now_s - job.start_s)}" if job.start_s and job.is_running else ""
         how = "it does not wait"
         if job.state == "CONFIGURING":
             how = "its nodes are being started or set up, for ResumeTimeout at the most: scontrol show config"
+        if job.state == REVOKED:
+            return [f"{head}: another cluster of its federation has it: squeue --federation --jobs={job.job_id}"]
         return [f"{head}{since} on {compress(job.nodes) or 'no node'}: {how}"]
     waiting: Any = facts["waiting_s"]
     lines = [

@@ -24,6 +24,10 @@ STARTS_JOBS = frozenset(
     # Until its last job has ended; with ASAP it is DRAIN, too (seen on 22.05 and 26.05).
     | {"REBOOT_REQUESTED", "REBOOT_CANCELED", "RESUME", "UNDRAIN"}
 )
+# States of a job that waits: PENDING, and flags that squeue shows in its place of one that is held (job_state_string in
+# slurm_protocol_defs.c). One that is REVOKED another cluster of its federation has, and it never starts here.
+PENDING_STATES = frozenset({"PENDING", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+REVOKED = "REVOKED"
 # Flags of a node in a reservation with the flag MAINT.
 MAINTENANCE = frozenset({"MAINTENANCE", "MAINT"})
 # Ours, in the words of Slurm's reason: none of a node's partitions starts jobs.
@@ -235,7 +239,7 @@ class Job:
 
     @property
     def is_pending(self) -> bool:
-        return self.state == "PENDING"
+        return self.state in PENDING_STATES
 
     @property
     def is_running(self) -> bool:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
 from hetstream.slurm_plugin.client.gres import known_gres, parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, total
+from hetstream.slurm_plugin.client.model import PENDING_STATES, Gres, HetComponent, Job, Node, Partition, total
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer
 
@@ -262,7 +262,7 @@ def parse_excluded(text: str) -> dict[int, tuple[str, ...]]:
 
 def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:
     """GRES among the allocated TRES of a job that runs; they are there with AccountingStorageTRES=gres/gpu alone."""
-    found = () if state == "PENDING" else parse_gres(allocated)
+    found = () if state in PENDING_STATES else parse_gres(allocated)
     # `gres/gpu=2,gres/gpu:h200=2` are two: what has a type is part of what has none.
     typed = Counter[str]()
     for gres in found:
@@ -273,7 +273,7 @@ def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:
 
 def requested_gpus(state: str, requested: str) -> int | None:
     """GPUs among the requested TRES of a pending job, of all types; None where they are not accounted for."""
-    if state != "PENDING":
+    if state not in PENDING_STATES:
         return None
     return next((gres.count for gres in parse_gres(requested) if gres.name == "gpu" and not gres.type), None)
 
@@ -287,7 +287,7 @@ def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
 
 def has_no_end(state: str, time_limit_s: float | None) -> bool:
     """Whether the end that Slurm names means nothing: of a running job without a time limit it is a year away."""
-    return state == "PENDING" or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
+    return state in PENDING_STATES or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
 
 
 def _limit(time_s: float | None) -> float | None:

@@ -23,7 +23,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.doubt import Reading, note_doubts
 from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
+from hetstream.slurm_plugin.client.model import PENDING_STATES, HetComponent, Job, Node, total
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
@@ -138,7 +138,7 @@ def job_of(row: Row, reason: str) -> Job:
         submit_s=row["submit_time"] or None,
         eligible_s=row["eligible_time"] or None,
         start_s=row["start_time"] or None,
-        end_s=None if row["job_state"] == "PENDING" or limit == "UNLIMITED" else row["end_time"] or None,
+        end_s=None if row["job_state"] in PENDING_STATES or limit == "UNLIMITED" else row["end_time"] or None,
         time_limit_s=None if isinstance(limit, str) or limit * 60 == NO_LIMIT_S else limit * 60.0,
         priority=row["priority"],
         dependency=row["dependency"] or "",

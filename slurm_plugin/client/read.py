@@ -122,7 +122,9 @@ class CommandReader:
         """Pending and running jobs of all partitions, hidden ones too; with `ended` also those still remembered."""
         if details:
             found = parse_json.parse_jobs(self._run("squeue", "--all", "--json"))
-            return tuple(job for job in found if job.is_pending or job.is_running)
+            # JSON has jobs that have ended, too, and what 22.05 shows of a state does not always say which.
+            listed = set(self._run("squeue", "--all", "--noheader", "--format=%A").split())
+            return tuple(job for job in found if str(job.job_id) in listed)
         states = ["--states=all"] if ended else []
         ends = parse_text.new_separators()
         said = self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format(JOB_FIELDS, *ends))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hetstream.slurm_plugin.client.constraint import for_one_node
-from hetstream.slurm_plugin.client.model import SHARING, Gres, Job, Node, Partition, total
+from hetstream.slurm_plugin.client.model import PENDING_STATES, SHARING, Gres, Job, Node, Partition, total
 
 RESOURCES = ("GPUs", "CPUs", "memory")
 Layout = tuple[int, int, int]
@@ -177,7 +177,7 @@ def alike_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
     """The pending jobs in groups: those of a group ask alike, in the same places, and have the same reason."""
     groups: dict[Hashable, list[Job]] = {}
     for job in jobs:
-        if job.state == "PENDING":
+        if job.state in PENDING_STATES:
             key = job.reason, request_of(job)
             group = groups.get(key)
             if group is None:

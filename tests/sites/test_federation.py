@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
+import urllib.error
+import urllib.request
 from typing import Any
 
 import pytest
 
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
 from tests.sites.conftest import HETSTREAM
 
@@ -28,6 +33,26 @@ def federation(cluster: Any, other: str, wait_until: Any) -> str:
 
     wait_until(is_known, 60, "the federation")
     return other
+
+
+def data_of(site: Any) -> dict[str, Any]:
+    """What `serve` shows of the cluster, as data."""
+    argv = [HETSTREAM, "serve", "--listen=127.0.0.1:0", "--interval=5", "--fresh"]
+    with subprocess.Popen(argv, env=site.cluster.env, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            url = server.stderr.readline().split()[-1]
+            found: dict[str, Any] = {}
+
+            def has_read() -> bool:
+                with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}data.json") as answer:
+                    found.update(json.load(answer))
+                return "summary" in found
+
+            site.wait_until(has_read, 60, "a reading")
+            return found
+        finally:
+            server.terminate()
 
 
 def test_figures_are_of_one_cluster(site: Any, federation: str) -> None:
@@ -55,6 +80,32 @@ def test_figures_are_of_one_cluster(site: Any, federation: str) -> None:
         assert "hetstream_cluster_nodes 6.0" in printed
     finally:
         site.run("scancel", f"--clusters={federation}", foreign)
+
+
+def test_a_job_that_another_cluster_has_is_told_as_such(site: Any, federation: str) -> None:
+    """Its sibling here is revoked: squeue lists it, and it neither waits nor runs."""
+    here = str(site.cluster.record.cluster_name)
+    job = site.submit(f"--clusters={here},{federation}", "--hold", *SMALL).split(";")[0]
+    try:
+        site.run("scancel", f"--sibling={here}", job)
+        site.settle(**{job: "REVOKED"})
+        for words in (("jobs",), ("jobs", "--details")):
+            told = site.told(*words)
+            assert [(row["job"], row["state"], row["time_s"]) for row in told["jobs"]] == [(job, "REVOKED", None)]
+            summary = told["summary"]
+            assert [summary[name] for name in ("num_running", "num_pending", "num_revoked")] == [0, 0, 1]
+        why = subprocess.run(
+            [HETSTREAM, "why", job], env=site.cluster.env, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert f"another cluster of its federation has it: squeue --federation --jobs={job}" in why.stdout
+        served = data_of(site)
+        assert served["meta"]["cluster"] == here
+        assert [served["summary"][name] for name in ("cpus", "gpus", "num_running")] == [96, 8, 0]
+        assert not served["waiting"]
+    finally:
+        for name in (here, federation):
+            with contextlib.suppress(SlurmCommandError):  # of the other cluster, which may have refused it
+                site.run("scancel", f"--clusters={name}", job)
 
 
 def test_a_job_of_a_federation_streams(site: Any, federation: str) -> None:

@@ -121,6 +121,18 @@ def test_frag_counts_gpus_beside_the_jobs_of_another_user_as_stranded(site: Any,
     assert of_gpu0() == (3, "CPUs")
 
 
+def test_a_job_that_is_held_after_a_special_exit_waits_in_every_table(site: Any) -> None:
+    job = site.submit("-pcpu", "-c2", "--requeue", *SMALL)
+    site.settle(**{job: "RUNNING"})
+    site.run("scontrol", "requeuehold", "State=SpecialExit", job)
+    site.settle(**{job: "SPECIAL_EXIT"})
+    for words in (("jobs",), ("jobs", "--details")):
+        told = site.told(*words)
+        assert [(row["job"], row["state"], row["waits_for"]) for row in told["jobs"]] == [(job, "SPECIAL_EXIT", "held")]
+        assert told["summary"]["num_pending"] == 1
+    assert site.blockers(job) == [("held", "its owner holds it")]
+
+
 def test_a_magnetic_reservation_of_a_group_is_room_for_its_members_alone(site: Any) -> None:
     """Both jobs ask alike; cpu0 is full, and cpu1 is for the group of nobody."""
     site.settle(**{site.submit("-pcpu", "-wcpu0", "-c16", *SMALL): "RUNNING"})

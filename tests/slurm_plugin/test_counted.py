@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hetstream.slurm_plugin.cli.frag import report_of as frag_report
 from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
 from hetstream.slurm_plugin.cli.util import report_of as util_report
-from hetstream.slurm_plugin.client import parse_json
+from hetstream.slurm_plugin.cli.why import report_of as why_report
+from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.accounting import Times, from_queue
 from hetstream.slurm_plugin.client.counted import counted
 from hetstream.slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus
@@ -237,6 +238,36 @@ def test_json_of_a_job_has_the_state_that_squeue_shows() -> None:
     ):  # fmt: skip
         (job,) = parse_json.parse_jobs(json.dumps({"jobs": [{"job_id": 1, "job_state": words}]}))
         assert job.state == expected
+
+
+@pytest.mark.parametrize("state", ["SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD"])
+def test_a_job_that_is_held_for_a_reason_of_its_own_is_pending(state: str) -> None:
+    """squeue shows a flag in the place of PENDING. What such a job asks for is nothing that it holds."""
+    assert parse_text.allocated_gres(state, "cpu=4,gres/gpu=2") is None
+    assert parse_text.requested_gpus(state, "cpu=4,gres/gpu=2") == 2
+    job = Job(1, "j", "u", ("gpu",), state, "job requeued in held state", 1, 4, 1, 4, 100, submit_s=NOW_S - 60)
+    job = replace(job, start_s=NOW_S + 120)
+    snapshot = Snapshot(NOW_S, "26.05", "test", (job,), (), ())
+    report = jobs_report([job], snapshot, False)
+    assert report.lines == ["0 running with 0 CPUs and 0 GPUs, 1 pending"]
+    row = report.sections[0].rows[0]
+    assert [row[key] for key in ("state", "cpus", "time_s", "waits_for")] == [state, 4, 60, "held"]
+    assert observe(snapshot, {}).sample.waiting.keys() == {"held"}
+
+
+def test_a_job_that_another_cluster_has_is_no_job_of_this_one() -> None:
+    """A sibling of a federation that was revoked neither waits nor runs here; its start is one there."""
+    job = Job(1, "j", "u", ("gpu",), "REVOKED", "", 1, 4, 1, 4, 100, submit_s=NOW_S - 60, start_s=NOW_S - 30)
+    snapshot = Snapshot(NOW_S, "26.05", "test", (job,), (), ())
+    report = jobs_report([job], snapshot, False)
+    assert report.lines == ["0 running with 0 CPUs and 0 GPUs, 0 pending, 1 in other clusters of the federation"]
+    row = report.sections[0].rows[0]
+    assert [row[key] for key in ("cpus", "time_s", "waits_for")] == [0, None, ""]
+    (line,) = why_report("1", [job], snapshot).lines
+    assert line == (
+        "job 1 (j) of u in gpu: REVOKED: another cluster of its federation has it: squeue --federation --jobs=1"
+    )
+    assert not observe(snapshot, {}).sample.waiting
 
 
 @pytest.mark.slurm

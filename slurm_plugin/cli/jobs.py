@@ -13,20 +13,22 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
 from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
-from hetstream.slurm_plugin.client.held import without_types
+from hetstream.slurm_plugin.client.held import knows_held_cpus, without_types
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import REVOKED, Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.model import PENDING_STATES, REVOKED, Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import names_of, uid_of
 from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
 
 EPILOG = f"""\
-CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. A MIG
-instance counts as its share of a GPU. One that completes has given everything back, and one that is suspended its CPUs,
-as sinfo counts them, too. WAITS FOR is worked out from what is free now; hetstream why JOBID says more. REASON is
-Slurm's own word. A component of a heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are
-jobs themselves, and COMPANION OF names the job that they work for. CLASS is there where jobs share GPUs.
+CPUS, GPUS and GIB are totals over all nodes of a job: what Slurm allocated to a running job, and what a pending one
+asks for. Where other numbers of CPUs are in use for that (all threads of cores, CPUs that several jobs are given), the
+first line says how many. A MIG instance counts as its share of a GPU. One that completes has given everything back, and
+one that is suspended its CPUs, as sinfo counts them, too. WAITS FOR is worked out from what is free now; hetstream why
+JOBID says more. REASON is Slurm's own word. A component of a heterogeneous job is shown as N+COMPONENT. Data workers
+that joined a job later are jobs themselves, and COMPANION OF names the job that they work for. CLASS is there where
+jobs share GPUs.
 
 examples:
   hetstream jobs -u $USER
@@ -120,18 +122,22 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     opportunistic = opportunistic_partitions(os.environ)
     rows = [_row(job, snapshot.taken_s, explainer, opportunistic) for job in sorted(jobs, key=_order)]
     held = [held_by(job) for job in jobs if job.holds_resources]
+    cpus = sum(row["cpus"] for row in rows if row["state"] not in PENDING_STATES)
+    in_use = whole_if_near(sum(part.cpus for part in held)) if knows_held_cpus(snapshot) else None
     summary = {
         "num_running": len(held),
         "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
         "num_pending": sum(job.num_records for job in jobs if job.is_pending),
         "num_revoked": sum(job.state == REVOKED for job in jobs),
-        "cpus_held": whole_if_near(sum(part.cpus for part in held)),
+        "cpus_allocated": cpus,
+        "cpus_held": in_use,
         "gpus_held": whole_if_near(sum(part.gpus for part in held)),
     }
+    used = f" ({in_use:,} in use on their nodes)" if in_use not in (None, cpus) else ""
     completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
     revoked = f", {summary['num_revoked']:,} in other clusters of the federation" if summary["num_revoked"] else ""
     line = (
-        f"{summary['num_running']:,} running with {summary['cpus_held']:,} CPUs and {summary['gpus_held']:,} GPUs, "
+        f"{summary['num_running']:,} running with {cpus:,} CPUs{used} and {summary['gpus_held']:,} GPUs, "
         f"{completing}{summary['num_pending']:,} pending{revoked}"
     )
     companions = any(row["companion_of"] for row in rows)
@@ -169,7 +175,7 @@ def _order(job: Job) -> tuple[bool, int, int]:
 def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
     since_s = job.submit_s if job.is_pending else job.start_s if job.is_running else None
     held = held_by(job)
-    has = (job.num_cpus, job.gpus, job.memory_mb) if job.is_pending else (held.cpus, held.gpus, held.memory_mb)
+    has = (job.gpus, job.memory_mb) if job.is_pending else (held.gpus, held.memory_mb)
     return {
         "job": job.label,
         "job_id": job.job_id,
@@ -180,9 +186,10 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "state": job.state,
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),
-        "cpus": whole_if_near(has[0]),
-        "gpus": whole_if_near(has[1]),
-        "memory_mb": has[2],
+        # Whoever may see the job is told the same, also who may not see its nodes, or the jobs beside it.
+        "cpus": job.num_cpus if job.is_pending or held.cpus else 0,
+        "gpus": whole_if_near(has[0]),
+        "memory_mb": has[1],
         "time_s": max(0, round(now_s - since_s)) if since_s else None,
         "time_limit_s": job.time_limit_s,
         "waits_for": explainer.waits_for(job),

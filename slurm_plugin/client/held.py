@@ -25,6 +25,7 @@ from hetstream.slurm_plugin.client.model import (
     NodeShare,
     Partition,
     Reservation,
+    Snapshot,
     gpu_share,
     total,
 )
@@ -161,6 +162,13 @@ def parts_of_cores_in_question(jobs: Iterable[Job], nodes: Iterable[Node], confi
     return frozenset(job.job_id for job in jobs if job.holds_resources and not threaded.isdisjoint(job.nodes))
 
 
+def knows_held_cpus(snapshot: Snapshot) -> bool:
+    """Whether who read it is told how many CPUs jobs keep others from, where those are not what Slurm allocated."""
+    shares = any(partition.jobs_per_cpu > 1 for partition in snapshot.partitions)
+    has_parts = "CR_CPU" in snapshot.config.get("SelectTypeParameters", "").upper()
+    return not (snapshot.without_nodes and (has_parts or shares)) and not (snapshot.hides_jobs and shares)
+
+
 def with_shares(
     jobs: Iterable[Job], asked: Collection[int], text: str, parts_of_cores: Collection[int] = ()
 ) -> tuple[Job, ...]:
@@ -178,8 +186,10 @@ def with_shares(
         if job.job_id in asked:
             is_whole = job.job_id in parts_of_cores
             shares = _shares(job, records.get(job.job_id, []), is_whole)
-            held = sum(share.cpus for share in shares) / job.num_cpus if shares and is_whole else job.cpu_share
-            job = replace(job, shares=shares or job.shares, cpu_share=held)
+            if shares and is_whole:
+                held = sum(share.cpus_held or 0 for share in shares)
+                job = replace(job, cpu_share=held / job.num_cpus)
+            job = replace(job, shares=shares or job.shares)
         found.append(job)
     return tuple(found)
 
@@ -195,10 +205,11 @@ def _shares(job: Job, records: Sequence[str], is_whole: bool) -> tuple[NodeShare
     if sorted(name for name, *_ in shown) != sorted(job.nodes):
         return ()
     # All threads of a core are shown, whether they are CPUs or not.
-    threads = 1 if is_whole else sum(num for _, num, *_ in shown) / job.num_cpus
+    threads = sum(num for _, num, *_ in shown) / job.num_cpus
     try:
         return tuple(
-            NodeShare(name, round(num / threads), memory_mb, parse_gres(gres)) for name, num, memory_mb, gres in shown
+            NodeShare(name, round(num / threads), memory_mb, parse_gres(gres), num if is_whole else None)
+            for name, num, memory_mb, gres in shown
         )
     except ValueError:
         return ()

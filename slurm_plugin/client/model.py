@@ -90,12 +90,18 @@ class HetComponent:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What a running job holds on one node."""
+    """What a running job holds on one node.
+
+    Attributes:
+        cpus: that Slurm allocated to it there.
+        cpus_held: that no other job can have for it, where those are others: threads of its cores (CR_CPU).
+    """
 
     node: str
     cpus: int
     memory_mb: int
     gres: tuple[Gres, ...]
+    cpus_held: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class Job:
         num_nodes: nodes that it has, or the least that it asks for.
         likely_nodes: how many Slurm thinks that a pending one will get; 0 where it does not say.
         max_nodes: the most that it may get; None where nothing says so, as there may be none.
-        num_cpus: on all nodes together.
+        num_cpus: on all nodes together: asked for, or allocated, as squeue and sacct say it to whoever may see the job.
         cpu_share: which share of its CPUs counts as its own, where several jobs are given the same ones
             (OverSubscribe=FORCE:N, YES:N): together they hold what their nodes say is in use. Above 1 where it keeps
             others from threads of its cores that it does not have (CR_CPU).
@@ -298,8 +304,10 @@ class Job:
         return max(total(self.amounts(name), name), int(name == "gpu" and self.gpus_in_doubt))
 
     def cpus_on_nodes(self) -> Iterator[tuple[str, float]]:
-        """Each of its nodes with the CPUs that it has there; on each as many where nothing says how many."""
-        known: Mapping[str, float] = {share.node: share.cpus for share in self.shares}
+        """Each of its nodes with the CPUs that it holds there; on each as many where nothing says how many."""
+        known: Mapping[str, float] = {
+            share.node: share.cpus if share.cpus_held is None else share.cpus_held for share in self.shares
+        }
         even = self.num_cpus / max(1, len(self.nodes))
         return ((name, known.get(name, even)) for name in self.nodes)
 

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetstream.slurm_plugin.cli.jobs import report_of as jobs_report
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.counted import held_by
-from hetstream.slurm_plugin.client.held import spread_in_question, with_shared_cpus, with_shares
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Reservation
+from hetstream.slurm_plugin.client.held import knows_held_cpus, spread_in_question, with_shared_cpus, with_shares
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, NodeShare, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import parse_partitions
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight import utilisation
@@ -55,6 +56,26 @@ def test_what_jobs_hold_together_is_what_their_node_says() -> None:
     assert sum(held_by(job).cpus for job in found) == pytest.approx(14 + 8)
     assert held_by(found[3]).cpus == 4, "on its node no CPU is given twice"
     assert with_shared_cpus(jobs, nodes, [Partition("p", ())]) == tuple(jobs)
+
+
+def test_each_job_has_one_number_whoever_looks() -> None:
+    """Of jobs that share CPUs, and where the jobs or nodes of others are hidden: what Slurm allocated, and no guess."""
+    nodes = (Node("n", frozenset({"MIXED"}), ("p",), 16, 14, 1, 0),)
+    jobs = with_shared_cpus([running(1, 10, "n"), running(2, 10, "n")], nodes, SHARED)
+    all_of_it = Snapshot(1.0, "22.05", "t", jobs, nodes, SHARED)
+    mine = replace(all_of_it, jobs=(running(1, 10, "n"),), hidden="PrivateData=jobs")
+    blind = replace(all_of_it, jobs=(running(1, 10, "n"),), nodes=(), hidden="PrivateData=nodes", without_nodes=True)
+    told = [jobs_report(list(seen.jobs), seen, details=False) for seen in (all_of_it, mine, blind)]
+    assert [[row["cpus"] for row in report.sections[0].rows] for report in told] == [[10, 10], [10], [10]]
+    assert [report.summary["cpus_allocated"] for report in told] == [20, 10, 10]
+    assert [report.summary["cpus_held"] for report in told] == [14, None, None]
+    assert [report.lines[0].partition(" and ")[0] for report in told] == [
+        "2 running with 20 CPUs (14 in use on their nodes)", "1 running with 10 CPUs", "1 running with 10 CPUs",
+    ]  # fmt: skip
+    parts = replace(blind, partitions=(), config={"SelectTypeParameters": "CR_CPU_MEMORY"})
+    assert not knows_held_cpus(parts)
+    assert knows_held_cpus(replace(parts, without_nodes=False))
+    assert knows_held_cpus(replace(parts, config={"SelectTypeParameters": "CR_CORE_MEMORY"}))
 
 
 def on(job: Job, *cpus: int) -> Job:
@@ -203,7 +224,7 @@ def test_figures_of_a_partition_that_shares_cpus_on_slurm(devcluster: Any, wait_
         wait_until(lambda: in_use() == 14, 60, "sinfo to count them")
         jobs = told("jobs")
         assert jobs["summary"]["cpus_held"] == 14
-        assert sum(row["cpus"] for row in jobs["jobs"]) == pytest.approx(14, abs=1e-3)
+        assert [row["cpus"] for row in jobs["jobs"]] == [10, 10, 4], "what each was given, whoever looks"
         frag = told("frag")["summary"]
         assert frag["cpus"] - frag["cpus_free"] == 14
         # Uneven over nodes of which one shares CPUs, and beside nobody: 34 are 34, and 38 with its neighbours'.

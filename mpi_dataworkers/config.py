@@ -73,8 +73,11 @@ _PYTHON_ENVIRONMENT = (
 )
 # Python orders sets of text, and gives `hash()` of text, by a number that it draws at its start, unless this names one.
 _HASH_SEED = "PYTHONHASHSEED"
-# The start-up hook of some installation of hetstream, in PYTHONPATH.
-_HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
+# What some installation of hetstream puts before a program's search paths: its start-up hook, and its `srun` in a job.
+_OWN_PLACES = {
+    "PYTHONPATH": os.path.join("mpi_dataworkers", "hook", "path"),
+    "PATH": os.path.join("hetjob", "commands"),
+}
 
 
 @dataclass(frozen=True)
@@ -212,11 +215,12 @@ def environment_with_hash_seed(environ: Mapping[str, str] = os.environ) -> dict[
 
 
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that make the Python environment of this process, without the start-up hook."""
+    """The variables that make the Python environment of this process, without what hetstream adds."""
     found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}
-    entries = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if entry]
-    if kept := [entry for entry in entries if not entry.endswith(_HOOK_PLACE)]:
-        found["PYTHONPATH"] = os.pathsep.join(kept)
+    for name, own_place in _OWN_PLACES.items():
+        entries = [entry for entry in found.pop(name, "").split(os.pathsep) if entry]
+        if kept := [entry for entry in entries if not entry.endswith(own_place)]:
+            found[name] = os.pathsep.join(kept)
     return found | {_HASH_SEED: hash_seed(environ)}
 
 

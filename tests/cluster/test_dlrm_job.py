@@ -23,7 +23,8 @@ def test_the_second_demo_trains_on_slurm_as_in_one_process(devcluster: Any) -> N
     for name in ("train.py", "train.sbatch", "prepare.py"):
         shutil.copy(DLRM / name, folder)
     # `python` of the script is the one with hetstream, as in a job of a user's environment.
-    environ = dict(devcluster.env) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = devcluster.env.get("PATH", os.environ["PATH"])
+    environ = dict(devcluster.env) | {"PATH": f"{Path(sys.executable).parent}:{path}"}
 
     def run(*argv: str) -> str:
         done = subprocess.run(

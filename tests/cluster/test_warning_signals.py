@@ -83,6 +83,8 @@ def test_what_warns_the_training_ends_nothing_that_serves_it(
             assert "data_worker=0 ended" not in job.said()
     assert "dispatcher ended" not in job.said()
     assert "the job master goes on" in job.said()
+    told = "".join(path.read_text() for path in job.jobs.glob("data-worker-*.log"))
+    assert "starting anew" not in told, "it has the Python of the program from the beginning"
     wait_until(lambda: "data-worker" in job.steps(), 60, "a data worker that Slurm has ended is there again")
     cluster.run(["scancel", job.job_id])
     check_end_in_order(job, wait_until)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hetstream.hetjob import job_environment
 from hetstream.mpi_dataworkers import interpreter
 from hetstream.mpi_dataworkers.config import (
     container_from_environment,
@@ -122,6 +123,8 @@ def test_the_variables_that_make_an_environment() -> None:
         "PYTHONPATH": "/mine", "LD_LIBRARY_PATH": "/cuda/lib", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     assert "PYTHONPATH" not in python_environment({"PYTHONPATH": hook})
+    commands = str(Path(job_environment.__file__).with_name("commands"))  # which a converted job puts before all others
+    assert python_environment({"PATH": f"{commands}:/bin"}) == python_environment({"PATH": "/bin"})
     here = {"PATH": "/usr/bin", "CONDA_PREFIX": "/base", "PYTHONPATH": hook, "SLURM_JOB_ID": "8", "HOME": "/home/u"}
     became = environment_of_python({"PATH": "/env/bin", "VIRTUAL_ENV": "/env"}, here)
     assert became == {"PATH": "/env/bin", "VIRTUAL_ENV": "/env", "SLURM_JOB_ID": "8", "HOME": "/home/u"}

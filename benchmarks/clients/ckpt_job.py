@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from hetstream.checkpoint.memory.store_files import StoreIdentity
@@ -220,7 +221,8 @@ class CheckpointJob:
 
     def writers(self) -> list[int]:
         """Process ids of the job's checkpoint writers."""
-        return [pid for pid, argv in self.processes().items() if argv[-2:] == ["ckpt", "writer"] and argv[0] != "srun"]
+        steps = {pid: argv for pid, argv in self.processes().items() if argv[0] != "srun"}
+        return [pid for pid, argv in steps.items() if ("ckpt", "writer") in pairwise(argv)]
 
     def processes(self) -> dict[int, list[str]]:
         """Everything that runs in the job, by process id: its command line."""

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from hetstream.base.text import printable
+
 __all__ = [
     "ConfigError",
     "HetstreamError",
@@ -20,7 +22,14 @@ __all__ = [
 
 
 class HetstreamError(Exception):
-    """Base of all: the message says what failed, the value seen, the rule and the next step."""
+    """Base of all: the message says what failed, the value seen, the rule and the next step.
+
+    Whatever logs or prints it, nothing in it is more to a terminal than text: names and values are others' words.
+    """
+
+    def __str__(self) -> str:
+        """The message, with escapes in the place of what is not printed."""
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class UsageError(HetstreamError):

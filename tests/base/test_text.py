@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.text import printable
 
 
@@ -19,3 +20,7 @@ from hetstream.base.text import printable
 )
 def test_what_is_not_printed_is_written_out(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_what_an_error_names_is_text_to_a_terminal_and_keeps_its_lines() -> None:
+    assert str(OptionsError("name 'a\x1b[2J\x07'\nnext step")) == "name 'a\\x1b[2J\\x07'\nnext step"

@@ -14,6 +14,8 @@ from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
 
 _COMMANDS = str(Path(__file__).with_name("commands"))
+# Of component 0, an option of srun.
+_OF_SRUN = re.compile(r"SLURM_(?!JOB_|TASKS_PER_NODE_)[A-Z0-9_]+_(?:HET|PACK)_GROUP_0", re.ASCII)
 CONTROLLER_STATE_FILE = "elastic.json"
 
 
@@ -124,6 +126,18 @@ def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """
     own = ((re.fullmatch(r"(SLURM_\w+)_HET_GROUP_0", name), value) for name, value in of_own_job(environ).items())
     return {match[1]: value for match, value in own if match and match[1] not in environ}
+
+
+def script_lines(environ: Mapping[str, str]) -> str:
+    """Shell text after which a heterogeneous job's script works as an ordinary one does.
+
+    Of each option srun takes `SLURM_NTASKS_HET_GROUP_0` after `SLURM_NTASKS` (`_opt_env` in src/srun/opt.c), so what a
+    script exports or unsets would count for nothing. What says which job this is, and where, stays: hetstream and MPI
+    look for it.
+    """
+    names = [name for name in of_own_job(environ) if _OF_SRUN.fullmatch(name)]
+    lines = export_lines(plain_variables(environ) | submitting(environ))
+    return f"{lines}unset {' '.join(names)}\n" if names else lines
 
 
 def submitting(environ: Mapping[str, str]) -> dict[str, str]:

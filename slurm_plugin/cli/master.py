@@ -15,7 +15,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.hetjob.elastic.remaining_work import UsualLength
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables, submitting
+from hetstream.hetjob.job_environment import JobEnvironment, export_lines, script_lines
 from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, choose, for_user, setting
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
@@ -96,7 +96,7 @@ def _start(args: argparse.Namespace) -> int:
     from hetstream.mpi_dataworkers.hook import environment
 
     # Printed first: the script needs them even if the master does not start.
-    sys.stdout.write(export_lines(plain_variables(os.environ) | submitting(os.environ)))
+    sys.stdout.write(script_lines(os.environ))
     try:
         # Only here: the other steps are told.
         named = args.jobs_dir or setting(JOBS_DIR, os.environ)

@@ -269,13 +269,23 @@ KINDS: dict[str, tuple[dict[str, str], str]] = {
     "CPUs of a task": ({}, f"export SLURM_CPUS_PER_TASK=4\nsrun {SHOW}"),
     "tasks": ({}, f"srun -c1 -n $SLURM_CPUS_PER_TASK {SHOW}"),
     "steps": ({}, f"for i in $(seq $SLURM_CPUS_ON_NODE); do srun -n1 -c1 {SHOW}; done"),
+    # What srun reads of its own job, and what a script makes of that.
+    "number of tasks": ({}, f"export SLURM_NTASKS=2\nsrun -c1 --mem=1G {SHOW}"),
+    "no number of tasks": ({}, f"unset SLURM_NTASKS\nexport SLURM_NPROCS=2\nsrun -c1 --mem=1G {SHOW}"),
+    "less memory": ({}, f"export SLURM_MEM_PER_CPU=512\nsrun {SHOW}"),
+    "memory of a step": (
+        {},
+        f"srun --exact -c1 --mem=3G {SHOW}\nsrun -c1 --mem=0 {SHOW}\nsrun -c1 --mem-per-gpu=3G {SHOW}",
+    ),
+    "memory side by side": ({}, f"for i in 1 2; do srun -n1 -c1 --mem=2G {SHOW} & done; wait"),
+    "memory by CPUs": ({}, f"srun -n1 -c1 --mem=$((SLURM_CPUS_PER_TASK * 512)) {SHOW}"),
     "test": ({}, f"N=$SLURM_CPUS_ON_NODE\nif (( N < 4 )); then echo done; exit 1; fi\nsrun -c1 {SHOW}"),
 }
-# Beside the job master, which would stay, it is this that the script's own lines get from hetstream.
+# Of the job master, which would stay, only what the script's own lines get from it.
 EXPORTS = [
     sys.executable,
     "-c",
-    "import os; from hetstream.hetjob.job_environment import *; print(export_lines(plain_variables(os.environ)))",
+    "import os; from hetstream.hetjob.job_environment import *; print(script_lines(os.environ))",
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.hetjob.errors import MasterError
-from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables, submitting
+from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables, script_lines, submitting
 
 ENVIRON = {"SLURM_JOB_ID": "17", "SLURMD_NODENAME": "gpu0", "SLURM_SUBMIT_DIR": "/data/my runs"}
 
@@ -43,6 +43,27 @@ def test_variables_that_a_heterogeneous_job_lacks_are_restored() -> None:
         "SLURM_CPUS_PER_TASK_HET_GROUP_1": "9",
     }
     assert plain_variables(environ) == {"SLURM_CPUS_PER_TASK": "4"}
+
+
+def test_what_a_script_says_to_srun_counts_as_in_an_ordinary_job() -> None:
+    """srun takes SLURM_NTASKS_HET_GROUP_0 after SLURM_NTASKS, so the script's own word would be lost."""
+    of_srun = {f"SLURM_{name}_{kind}_GROUP_0": "4" for name in ("NTASKS", "CPUS_PER_TASK") for kind in ("HET", "PACK")}
+    kept = {
+        "SLURM_JOB_ID_HET_GROUP_0": "17",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu0",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_0": "4",
+        "SLURM_NTASKS_HET_GROUP_1": "3",
+        "SLURM_HET_SIZE": "2",
+    }
+    environ = ENVIRON | of_srun | kept | {"PATH": os.defpath}
+    script = f"{script_lines(environ)}export SLURM_NTASKS=1\nenv"
+    done = subprocess.run(["sh", "-c", script], env=environ, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert not of_srun.keys() & found.keys()
+    assert kept.items() <= found.items()
+    assert (found["SLURM_NTASKS"], found["SLURM_CPUS_PER_TASK"]) == ("1", "4")
+    # Of an ordinary job there is nothing to say, nor of a job that a heterogeneous one has submitted.
+    assert script_lines(ENVIRON) == script_lines(environ | {"SLURM_JOB_ID": "20"}) == ""
 
 
 @pytest.mark.parametrize(

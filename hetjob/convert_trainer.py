@@ -102,7 +102,7 @@ def trainer_overrides(
             "the script asks for no memory, and how much its CPUs bring (DefMemPerCPU) is not known of the cluster "
             "that it goes to: with fewer it might have less. With --mem=SIZE it needs no more CPUs than it uses"
         )
-    if max_mb_per_cpu and kept < (needed := math.ceil(per_cpu * asked.cpus / max_mb_per_cpu)):
+    if max_mb_per_cpu and kept < (needed := _least_for_limit(options, asked, per_cpu, max_mb_per_cpu)):
         kept = needed
         why = (
             f"this partition gives at most {memory_words(max_mb_per_cpu)} for each CPU (MaxMemPerCPU), and the trainer "
@@ -129,8 +129,9 @@ def _why_unchanged(
     spec: JobSpec, options: SbatchOptions, asked: _Asked | None, foreign: int | None, alone: str
 ) -> str:  # fmt: skip
     """Why the trainer's CPUs cannot be fewer, or would free none; empty if they can."""
-    if exclusive := options.last("exclusive"):
-        alone = f"--exclusive={exclusive.value}" if exclusive.value else "--exclusive"
+    # Specialized cores have the rest of their nodes with them (sbatch(1), NOTE at --core-spec).
+    for option in filter(None, map(options.last, ("exclusive", "core-spec", "thread-spec"))):
+        alone = f"--{option.name}={option.value}" if option.value else f"--{option.name}"
     if alone:
         return f"{alone}: no job of others comes to its nodes, so fewer CPUs for the trainer would free none for them"
     if options.has("mincpus"):
@@ -168,6 +169,17 @@ def _kept_for_steps(
         if not spec.trainer_cpus:
             return asked.cpus, reason
     return kept, why
+
+
+def _least_for_limit(options: SbatchOptions, asked: _Asked, per_cpu_mb: float, most_mb: float) -> int:
+    """CPUs of a task or GPU with which none has more memory than `MaxMemPerCPU`.
+
+    Of `--mem` Slurm makes a number of CPUs of each node (`_valid_pn_min_mem` in src/slurmctld/job_mgr.c).
+    """
+    allocation = _allocation(options, asked.option)
+    of_node = math.ceil((megabytes(options.value("mem") or "") or 0.0) / most_mb)
+    on_node = max(1, allocation.units // (allocation.nodes or 1))
+    return min(asked.cpus, max(math.ceil(per_cpu_mb * asked.cpus / most_mb), math.ceil(of_node / on_node)))
 
 
 def _says_how_many_nodes(options: SbatchOptions) -> bool:

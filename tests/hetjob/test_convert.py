@@ -128,7 +128,15 @@ def test_a_script_without_gpus_gives_cpus_away_only_when_told() -> None:
         ("--gres=gpu:1 -c16 --mem-per-cpu=4G", 8192, ("--cpus-per-task=8", "--mem-per-cpu=8G")),
         ("--gres=gpu:1 -c12 --mem-per-cpu=1000", 4000, ("--cpus-per-task=4", "--mem-per-cpu=3000M")),
         ("--gres=gpu:1 -c16 --mem-per-cpu=100", 4096, ("--cpus-per-task=2", "--mem-per-cpu=800M")),
-        ("--gres=gpu:1 -c16 --mem=64G", 4096, ("--cpus-per-task=2",)),
+        # ... and to one whose memory of a node is above that of its CPUs there.
+        ("--gres=gpu:1 -c16 --mem=64G", 4096, ()),
+        ("--gres=gpu:1 -c16 --mem=96G", 4096, ()),
+        ("--gres=gpu:1 -c16 --mem=20G", 4096, ("--cpus-per-task=5",)),
+        ("-N2 -n4 --gres=gpu:2 -c16 --mem=40G", 4096, ("--cpus-per-task=5",)),
+        ("-N1 -n1 --gres=gpu:4 --cpus-per-gpu=16 --mem=64G", 4096, ("--cpus-per-gpu=4",)),
+        ("--gres=gpu:1 -c16 --mem=8G", 4096, ("--cpus-per-task=2",)),
+        ("--gres=gpu:1 -c16 --mem=0", 4096, ("--cpus-per-task=2",)),
+        ("--gres=gpu:1 -c16 --mem-per-gpu=64G", 4096, ("--cpus-per-task=2",)),
     ],
 )
 def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit: int, kept: tuple[str, ...]) -> None:
@@ -170,11 +178,13 @@ def test_a_trainer_that_has_its_nodes_alone_keeps_its_cpus(partitions: str, keep
         assert not keeps or "OverSubscribe=EXCLUSIVE" in plan.changes[0].why
 
 
-@pytest.mark.parametrize("value", ["", "=user", "=topo", "=mcs"])
-def test_a_trainer_that_wants_its_nodes_alone_keeps_its_cpus(value: str) -> None:
-    plan = plan_of(f"--gres=gpu:1 -c 64 --exclusive{value}")
+@pytest.mark.parametrize(
+    "option", ["exclusive", "exclusive=user", "exclusive=topo", "exclusive=mcs", "core-spec=2", "thread-spec=2"]
+)
+def test_a_trainer_that_wants_its_nodes_alone_keeps_its_cpus(option: str) -> None:
+    plan = plan_of(f"--gres=gpu:1 -c 64 --{option}")
     assert plan.components[0].options == ()
-    assert f"--exclusive{value}:" in plan.changes[0].why
+    assert f"--{option}:" in plan.changes[0].why
 
 
 def test_cpus_of_tasks_that_share_them_are_not_cut() -> None:

@@ -22,9 +22,13 @@ _ASKING = (
     r"(?:^|\$\(|`|[|;&])\s*nproc(?![\w-])(?!\s+--all)|sched_getaffinity|process_cpu_count|joblib\S*cpu_count"
     r"|Cpus_allowed|NumCPUs|AllocCPUS|AllocTRES|%\d*C\b"
 )
+_DIRECT = re.compile(rf"(?<!\w)(?:{'|'.join(_VARIABLES)})\b(?!=)|{_ASKING}", re.ASCII)
+# A variable, and a command whose output is a word or part of one.
+_REFERENCE = re.compile(r"\$\{?[#!]?(\w+)|(?:\$\(|`|[|;&])\s*([\w./-]+)", re.ASCII)
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)|\$\[(.*?)\]", re.DOTALL)
 _READING = ("read", "mapfile", "readarray")
 _TESTS = ("[", "[[", "]]", "test")
-_ARITHMETIC = ("((", "[[", "]]", "let")
+_COMPUTING = ("((", "[[", "]]", "let", "-i")
 
 
 class OfCpus:
@@ -32,34 +36,31 @@ class OfCpus:
 
     Args:
         found: all its commands, and those of scripts that it calls.
+        callable_names: functions and scripts among these; what they print may depend on it where anything does.
     """
 
-    def __init__(self, found: Sequence[Command]) -> None:
-        self._names = {*_VARIABLES}
-        self._compile()
-        assigned = [pair for command in found for word in command.words for pair in _assignments(word.text)]
-        data = [word.text for command in found if command.is_data for word in command.words]
-        read = {
-            word.text
-            for command in found
-            if command.has_document and command.words[0].text in _READING
-            for word in command.words[1:]
-            if re.fullmatch(r"\w+", word.text)
-        }
-        before = 0
-        while before < len(self._names):
-            before = len(self._names)
-            self._names |= {name for name, value in assigned if name not in self._names and self.is_in(value)}
-            if read and any(self.is_in(text) for text in data):
-                self._names |= read
-            self._compile()
-
-    def _compile(self) -> None:
-        names = "|".join(sorted(self._names))
-        self._written = re.compile(
-            rf"\$\{{?[#!]?({names})\b|(?<!\w)({'|'.join(_VARIABLES)})\b(?!=)|{_ASKING}", re.ASCII
-        )
-        self._bare = re.compile(rf"(?<!\w)({names})\b", re.ASCII)
+    def __init__(self, found: Sequence[Command], callable_names: Iterable[str] = ()) -> None:
+        self._names: set[str] = set()
+        used: dict[str, set[str]] = {}  # what each name is part of
+        pending: list[str] = []
+        is_anywhere = False
+        for command in found:
+            is_arithmetic = _is_arithmetic(command.words)
+            for word in command.words:
+                is_direct = bool(_DIRECT.search(word.text))
+                is_anywhere |= is_direct
+                for name, value in _assignments(word.text):
+                    pending += [name] if _DIRECT.search(value) else []
+                    for reference in _references(value, is_arithmetic=is_arithmetic):
+                        used.setdefault(reference, set()).add(name)
+        if is_anywhere:
+            pending += [f"{name.removeprefix('./')}()" for name in callable_names]
+            pending += _read_from_documents(found)
+        while pending:
+            name = pending.pop()
+            if name not in self._names:
+                self._names.add(name)
+                pending += used.get(name, ())
 
     def is_in(self, text: str, *, is_arithmetic: bool = False) -> bool:
         """Whether a text as written depends on them.
@@ -68,23 +69,31 @@ class OfCpus:
             text: of a word, or of several.
             is_arithmetic: names count without a `$`.
         """
-        if self._written.search(text) or (is_arithmetic and self._bare.search(text)):
-            return True
-        return any(self._bare.search(inner) for inner in re.findall(r"\$\(\((.*?)\)\)", text, re.DOTALL))
+        return bool(_DIRECT.search(text)) or not self._names.isdisjoint(_references(text, is_arithmetic=is_arithmetic))
 
-    def first(self, parts: Iterable[Word]) -> str:
+    def first(self, parts: Sequence[Word]) -> str:
         """The first word of a command that depends on them; "" if none does.
 
         Whether a variable is set (`[ -z "$SLURM_CPUS_PER_TASK" ]`) depends on no number.
         """
         texts = [word.text for word in parts]
-        is_arithmetic = any(text in _ARITHMETIC for text in texts)
-        is_test = any(text in _TESTS for text in texts)
+        is_arithmetic, is_test = _is_arithmetic(parts), any(text in _TESTS for text in texts)
         for before, text in zip(["", *texts], texts, strict=False):
             is_length = is_test and before in ("-n", "-z", "-v") and "$(" not in text and "`" not in text
             if not is_length and self.is_in(text, is_arithmetic=is_arithmetic):
                 return text
         return ""
+
+
+def _is_arithmetic(parts: Sequence[Word]) -> bool:
+    return any(word.text in _COMPUTING for word in parts)
+
+
+def _references(text: str, *, is_arithmetic: bool) -> set[str]:
+    """Names of variables in a text, and of commands in its substitutions, with `()` behind them."""
+    found = {name or f"{command.removeprefix('./')}()" for name, command in _REFERENCE.findall(text)}
+    inner = [text] if is_arithmetic else ["".join(pair) for pair in _ARITHMETIC.findall(text)]
+    return found.union(*(re.findall(r"[A-Za-z_]\w*", computed, re.ASCII) for computed in inner))
 
 
 def _assignments(text: str) -> Iterable[tuple[str, str]]:
@@ -93,3 +102,16 @@ def _assignments(text: str) -> Iterable[tuple[str, str]]:
         yield found[1], text[found.end() :]
     for name in re.findall(r"\$\{(\w+):?=", text, re.ASCII):
         yield name, text
+    if found := re.match(r"--(?:export|env)=", text):
+        yield from re.findall(r"(\w+)=([^,]*)", text[found.end() :], re.ASCII)
+
+
+def _read_from_documents(found: Sequence[Command]) -> list[str]:
+    """Names that commands read from a here-document or a here-string."""
+    return [
+        word.text
+        for command in found
+        if command.has_document and command.words[0].text in _READING
+        for word in command.words[1:]
+        if re.fullmatch(r"\w+", word.text)
+    ]

@@ -9,11 +9,12 @@ CPUs, and the reason names the line.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hetstream.hetjob.mpi_options import processes_of_mpi
+from hetstream.hetjob.mpi_options import processes_of_mpi, program_of_mpi
 from hetstream.hetjob.of_cpus import OfCpus
 from hetstream.hetjob.sbatch_options import TRES_CPUS
 from hetstream.hetjob.script_launches import Launch, ScriptText, check_program, check_variables, launches_of
@@ -25,8 +26,8 @@ from hetstream.hetjob.understood_commands import UnderstoodCommands, functions_o
 # srun takes one of them for its -c: the first before Slurm 23.11, the second since then (env_vars in src/srun/opt.c). A
 # script that sets the other one means it, too, so there is to be room by both.
 _VARIABLES_OF_SRUN = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
-# Options of srun that say how many CPUs a step has.
-_OF_CPUS = ("cpus-per-task", "cpus-per-gpu", "tres-per-task")
+# Options of srun that say how many CPUs a step has, and what its programs are told.
+_MAY_FOLLOW = ("cpus-per-task", "cpus-per-gpu", "tres-per-task", "export")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def least_cpus(
         check_variables(surroundings.environ, text)
         values, processes = Values(text.commands, {}, is_complete=text.is_complete), text.processes_per_node()
 
-        of_cpus = OfCpus(text.commands)
+        functions = functions_of(text.commands)
+        of_cpus = OfCpus(text.commands, [*functions, *text.was_read])
 
         def with_cpus(number: int) -> _JobSize:
             given = {**surroundings.environ, **allocation.variables(number)}
@@ -128,7 +130,7 @@ def least_cpus(
             else:
                 has_mpi = any(launch.launcher != "srun" for launch in text.launches)
                 UnderstoodCommands(
-                    before.values, functions_of(text.commands), text.was_read, check_program, of_cpus, has_mpi=has_mpi
+                    before.values, functions, text.was_read, check_program, of_cpus, has_mpi=has_mpi
                 ).check_all(text.placed)
                 return cpus, why
     except (Unknown, UnreadableText) as error:
@@ -234,7 +236,7 @@ class _Check:
                 f"number of {what}",
                 *({str(getattr(step, what)) for _, step in found} for found in (now, before)),
             )
-        for name in {name for options, _ in (*now, *before) for name in options if name not in _OF_CPUS}:
+        for name in {name for options, _ in (*now, *before) for name in options if name not in _MAY_FOLLOW}:
             given, given_before = ([options.get(name) for options, _ in found] for found in (now, before))
             try:
                 texts, texts_before = (
@@ -252,6 +254,9 @@ class _Check:
             processes_of_mpi(launch.words, size.values) for size in (self.now, self.before)
         )
         _refuse_another("number of processes", tasks, tasks_before)
+        options = launch.words[: len(launch.words) - len(program_of_mpi(launch.words, self.now.values))]
+        if text := self.of_cpus.first([word for word in options if not re.match(r"\w+=", word.text)]):
+            raise Unknown(f"its {text[:40]!r} depends on how many CPUs there are")
         allocation = self.allocation
         tasks = [number * (allocation.nodes or allocation.tasks) for number in tasks] if is_per_node else tasks
         if not all(allocation.holds(number, 1, None, self.now.cpus) for number in tasks or [allocation.tasks]):

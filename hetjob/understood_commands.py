@@ -201,7 +201,8 @@ class UnderstoodCommands:
         if pair in _BEFORE_A_COMMAND:
             behind = behind[1:] if pair == second else behind
             program = _behind_options(behind, *_BEFORE_A_COMMAND[pair])
-            behind = [word for word in behind[: len(behind) - len(program)] if not re.match(r"\w+=", word.text)]
+            options = behind[: len(behind) - len(program)]
+            behind = [word for word in options if not re.match(r"\w+=|--env=", word.text)]
         elif _PYTHON.fullmatch(name):
             texts = [unquoted(word.text) for word in behind]
             end = next((at for at, text in enumerate(texts) if text.endswith(".py") or text == "-m"), len(texts))

@@ -335,6 +335,16 @@ N = "SLURM_CPUS_PER_TASK"
         (f"seq 8 | xargs -P ${N} -I {{}} python x.py {{}}", "in xargs"),
         (f"echo host slots=${N} > hosts\nmpirun --hostfile hosts python x.py", "in echo"),
         (f"cat > hosts <<E\nhost slots=${N}\nE\nmpirun --hostfile hosts python x.py", "in a file"),
+        (f"cpus() {{ echo ${N}; }}\n[ $(cpus) -ge 8 ] || exit 1\npython x.py", r"in \["),
+        ("cpus() { nproc; }\nM=`cpus`\nfor i in $(seq $M); do srun -c1 true; done", "in for"),
+        (f"V={N}\n[ ${{!V}} -lt 8 ] && exit 1\npython x.py", r"in \["),
+        (f"[ $[{N} / 4] -eq 2 ] || exit 1\npython x.py", r"in \["),
+        (f"n=${N}\ndeclare -i m=n+1\nwhile (( m-- > 0 )); do srun -c1 true; done", r"in \(\("),
+        (f"while read i; do srun -c1 true; done < <(seq ${N})", "in seq"),
+        (f'eval "for i in {{1..${N}}}; do srun -c1 true; done"', "in for"),
+        (f"sbatch -c ${N} next.sh\npython x.py", "in sbatch"),
+        (f"mpirun -H $(hostname):${N} python x.py", "depends on how many"),
+        (f"srun -c1 --export=ALL,M=${N} bash -c 'for i in $(seq $M); do python x.py; done'", "in for"),
         (f": ${{P:=${N}}}\n[ $P -gt 4 ] || exit\npython x.py", r"in \["),
     ],
 )
@@ -364,6 +374,12 @@ def test_what_would_be_another_number_with_fewer_cpus_leaves_all(body: str, why:
         "nproc\nlscpu | grep CPU\n[ $(nproc --all) -gt 8 ] && echo large\npython x.py",
         f"N=2\nfor i in $(seq $N); do python x.py --workers ${N}; done",
         "nproc=1\ntorchrun --nproc_per_node=$nproc x.py",
+        f"srun --export=ALL,OMP_NUM_THREADS=${N} python x.py",
+        f"apptainer exec --nv --env OMP_NUM_THREADS=${N} image.sif python x.py",
+        f"singularity exec --env=OMP_NUM_THREADS=${N} image.sif python x.py",
+        f"mpirun -np 1 -x OMP_NUM_THREADS=${N} python x.py",
+        f"cpus() {{ echo ${N}; }}\npython x.py --workers $(cpus)",
+        "cpus() { echo 4; }\nfor i in $(seq $(cpus)); do python x.py; done",
         f"# for i in $(seq ${N})\npython x.py",
     ],
 )
@@ -525,6 +541,8 @@ def test_each_value_of_a_variable_counts_however_often_another_is_assigned() -> 
 
 def test_a_long_script_is_looked_at_once_for_all_numbers_of_cpus() -> None:
     begin_s = time.process_time()
+    chain = "".join(f"A{number}=$A{number + 1}\n" for number in range(3_000))
+    assert cpus_of(plan_of(ONE, f"{chain}A3000=$SLURM_CPUS_PER_TASK\n[ $A0 -lt 8 ] || python x.py")) is None
     body = "export A=1 B='x y' c d\n" * 3_000 + "srun -c 128 python x.py\ntorchrun --nproc-per-node=4 x.py"
     assert cpus_of(plan_of("--gres=gpu:1 --cpus-per-task=128", body)) is None
     assert time.process_time() - begin_s < 3  # 6 s when each number read the script anew, 0.3 s now

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         job
         for job in jobs
         if (users is None or job.user in users)
-        and (partitions is None or set(job.partitions) & set(partitions))
+        and (partitions is None or {*job.partitions, *job.closed_partitions} & set(partitions))
         and (states is None or job.state in states)
     ]
     emit(args, report_of(chosen, snapshot, args.details))
@@ -182,7 +182,7 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "name": job.name,
         "user": job.user,
         "account": job.account,
-        "partitions": list(job.partitions),
+        "partitions": [*job.partitions, *job.closed_partitions],
         "state": job.state,
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),

@@ -48,6 +48,8 @@ _NO_ROOM = re.compile(
 # The only reason that slurmctld gives when it looked for nodes and found too few: select_nodes in node_scheduler.c, and
 # schedule in job_scheduler.c, with the sentences above. Whoever comes behind such a job gets Priority without a look.
 _FOUND_NONE = "Resources"
+# Reasons that name no partition, and are of one alone.
+_OF_PARTITION = frozenset({"PartitionDown", "PartitionInactive", "PartitionTimeLimit"})
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
 # Words of PrivateData that hide no jobs: https://slurm.schedmd.com/slurm.conf.html#OPT_PrivateData
@@ -114,6 +116,8 @@ class Job:
         array_tasks: which tasks the record stands for: `4`, or `3-5%3` of those that are pending.
         het: which component of a heterogeneous job; None if it is none.
         partitions: where it runs, or may.
+        closed_partitions: of several that a pending one names those that do not admit it, and are none of `partitions`;
+            Slurm's reason tells of one of these, and it starts in another as soon as it can.
         state: in Slurm's spelling, such as `PENDING`.
         reason: why it is pending.
         num_nodes: nodes that it has, or the least that it asks for.
@@ -222,6 +226,7 @@ class Job:
     all_memory: bool = False
     last_sched_eval_s: float | None = None
     mcs_label: str = ""
+    closed_partitions: tuple[str, ...] = ()
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -264,7 +269,14 @@ class Job:
     @property
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
-        return self.is_pending and is_resource_reason(self.reason) and not self.short_licenses
+        return self.is_pending and self.is_admitted and not self.short_licenses
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether Slurm's reason is about resources or turns, or about partitions alone that are not all of its own."""
+        closed = self.closed_partitions
+        is_of_closed = self.reason in _OF_PARTITION or any(f"({name}" in self.reason for name in closed)
+        return is_resource_reason(self.reason) or (bool(closed) and is_of_closed)
 
     @property
     def found_no_room(self) -> bool:

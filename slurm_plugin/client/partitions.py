@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
 from hetstream.slurm_plugin.client.gres import parse_gres
-from hetstream.slurm_plugin.client.model import total
+from hetstream.slurm_plugin.client.model import Job, Partition, total
 from hetstream.slurm_plugin.client.values import seconds
 
 # Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
@@ -16,6 +16,34 @@ SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
 
 # A job has whole nodes, or those of its user or its part of the topology; 26.05 has one word for all (slurm.conf(5)).
 _ALONE = re.compile(r"\s(OverSubscribe=EXCLUSIVE|Exclusive(?:User|Topo)=YES|Exclusive=(?:NODE|USER|TOPO))(?=\s|$)")
+# Why slurmctld does not start a job in a partition, which it names (part_policy_valid_acct and part_policy_valid_qos in
+# partition_mgr.c, _get_req_features in node_scheduler.c). squeue writes blanks, scontrol underscores.
+_NOT_ADMITTED = re.compile(r"permitted[ _]to[ _]use[ _]this[ _]partition[ _]\((\S+?)(?:\)|[ _](?:allows|denies)[ _])")
+
+
+def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -> tuple[Job, ...]:
+    """The jobs; pending ones in several partitions without those that do not admit them, as long as others are left.
+
+    slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05):
+    of an account, QOS or group that is not admitted it is known from that alone.
+    """
+    known = {partition.name: partition for partition in partitions}
+    return tuple(_in_open_partitions(job, known) if len(job.partitions) > 1 and job.is_pending else job for job in jobs)
+
+
+def _in_open_partitions(job: Job, known: Mapping[str, Partition]) -> Job:
+    found = _NOT_ADMITTED.search(job.reason)
+    named = found[1] if found else ""
+    closed = tuple(name for name in job.partitions if name == named or _is_closed(known.get(name), job))
+    left = tuple(name for name in job.partitions if name not in closed)
+    return replace(job, partitions=left, closed_partitions=closed) if closed and left else job
+
+
+def _is_closed(partition: Partition | None, job: Job) -> bool:
+    if partition is None:
+        return False
+    longest_s, limit_s = partition.max_time_s, job.time_limit_s
+    return not partition.is_up or (longest_s is not None and limit_s is not None and limit_s > longest_s)
 
 
 def names_of(partitions: str) -> list[str]:

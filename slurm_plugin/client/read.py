@@ -39,6 +39,7 @@ from hetstream.slurm_plugin.client.hidden import hidden_by, hidden_from_me
 from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
+from hetstream.slurm_plugin.client.partitions import with_open_partitions
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.retry import is_denied
 from hetstream.slurm_plugin.client.run import run_slurm
@@ -94,12 +95,14 @@ class CommandReader:
         else:
             source, nodes = "commands", () if without_nodes else self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
+        partitions = self._partitions()
+        jobs = with_open_partitions(jobs, partitions)
         hidden = hidden_by(config) if without_nodes else hidden_from_me(config, self._environ)
         jobs = self._with_licenses(jobs)
         seen = Snapshot(time.time(), version, source, jobs, nodes, (), config, (), hidden, without_nodes)
         records = functools.cache(self._records)
         jobs = self._with_told_gpus(seen, records)
-        reservations, partitions = with_members(self._reservations(), jobs), self._partitions()
+        reservations = with_members(self._reservations(), jobs)
         # It decides figures of nodes, and of their records scontrol then shows none.
         asked = frozenset() if without_nodes else spread_in_question(jobs, nodes, partitions, reservations)
         jobs = self._with_shares(jobs, asked, parts_of_cores_in_question(jobs, nodes, config), records)

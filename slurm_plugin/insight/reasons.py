@@ -1,7 +1,7 @@
 """Slurm's reasons for which a job is pending, in words, with the next step. Pure; called by `why.py`.
 
 The names are those of Slurm's table of reasons (`job_state_reason.c`), from 22.05 to 26.05, and the texts that
-slurmctld writes in their place. `is_resource_reason` in `client/model.py` knows those about resources; of every other
+slurmctld writes in their place. `is_admitted` in `client/model.py` knows those about resources; of every other
 one more free CPUs or GPUs are no help, and one that is not known here is told in Slurm's own words.
 """
 
@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetstream.slurm_plugin.client.model import Job, Snapshot, is_resource_reason
+from hetstream.slurm_plugin.client.model import Job, Snapshot
 
 # Reason, as a pattern of its beginning -> kind, in words, the next step. {id}, {array}, {dependency}, {reason}, {user},
 # {account}, {qos}, {partition}, {reservation} and {begin} are filled in.
@@ -149,7 +149,7 @@ def told_by_slurm(job: Job, running: Running | None = None) -> Told | None:
         job: a pending one.
         running: see `running_in`.
     """
-    if is_resource_reason(job.reason):
+    if job.is_admitted:
         if job.short_licenses:  # Slurm has not looked so far, or says it at its next look
             text = f"its licenses are taken: {', '.join(job.short_licenses)}"
             return Told("licenses", text, "scontrol show license")

@@ -146,6 +146,29 @@ def test_each_run_of_a_requeued_job_counts_and_a_running_one_is_not_measured(sit
     site.run("scancel", job)
 
 
+@pytest.mark.parametrize("closed", ["DenyQos=normal", "State=DOWN", "MaxTime=10"])
+def test_a_partition_that_admits_no_job_of_its_owner_hides_no_reason_of_another(site: Any, closed: str) -> None:
+    """All nodes of cpu are full. Those of the other partition are idle, and no room; Slurm tells of it alone."""
+    site.run("scontrol", "create", "PartitionName=other", "Nodes=gpu[0-1]", "State=UP")
+    try:
+        site.settle(**{site.submit("-pcpu", "-N4", "-n64", *SMALL): "RUNNING"})
+        site.run("scontrol", "update", "PartitionName=other", closed)
+        job = site.submit("-pcpu,other", "-n16", "-N1", *SMALL)
+        site.settle(**{job: "PENDING"})
+        site.wait_until(lambda: site.state(job) != "PENDING None", 60, "a reason")
+        assert site.blockers(job)[0][0] == "CPUs"
+        assert site.facts(job)["fits_on"] == []
+        ((waits_for, partitions),) = [
+            (row["waits_for"], row["partitions"]) for row in site.told("jobs")["jobs"] if row["job"] == job
+        ]
+        assert (waits_for, sorted(partitions)) == ("CPUs", ["cpu", "other"])
+        assert [shape["partitions"] for shape in site.told("frag")["shapes"]] == [["cpu"]]
+    finally:
+        site.cancel_all()
+        site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
+        site.run("scontrol", "delete", "PartitionName=other")
+
+
 def test_nothing_of_the_database_is_left_to_others(site: Any) -> None:
     """The database listens on its socket alone, in a directory of root's own."""
     directory = site.cluster.state_dir / "database"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
-from hetstream.slurm_plugin.client.partitions import parse_default_memory, parse_limits
+from hetstream.slurm_plugin.client.model import Job, Partition
+from hetstream.slurm_plugin.client.partitions import parse_default_memory, parse_limits, with_open_partitions
+from hetstream.slurm_plugin.insight.reasons import told_by_slurm
 
 SINFO = [
     "gpu*|64|512000|8|gpu:h200:8,shard:32",
@@ -20,6 +24,32 @@ PartitionName=cpu AllowGroups=ALL MaxTime=UNLIMITED MaxCPUsPerNode=96 MaxMemPerN
 PartitionName=small AllowGroups=ALL MaxCPUsPerNode=0 MaxMemPerNode=UNLIMITED
 PartitionName=mixed AllowGroups=ALL MaxTime=01:00:00 MaxMemPerNode=UNLIMITED
 """
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Job's account not permitted to use this partition (b_c allows one-job not free)",
+        "Job's_QOS_not_permitted_to_use_this_partition_(b_c_denies_normal_including_normal)",
+        "uid 65534 not in group permitted to use this partition (b_c). groups allowed: staff",
+        "PartitionDown", "PartitionInactive", "PartitionTimeLimit", "Resources", "AssocGrpCpuLimit",
+        "Job's account not permitted to use this partition (x allows y not z)",
+    ],
+)  # fmt: skip
+def test_a_partition_that_does_not_admit_a_job_keeps_it_from_no_other(reason: str) -> None:
+    partitions = (Partition("a", ()), Partition("b_c", ()), Partition("down", (), is_up=False),
+                  Partition("short", (), max_time_s=60.0))  # fmt: skip
+    job = Job(1, "j", "u", tuple(each.name for each in partitions), "PENDING", reason, 1, 1, 1, 1, 0, time_limit_s=90.0)
+    (found,) = with_open_partitions([job], partitions)
+    assert found.closed_partitions == (*(["b_c"] if "b_c" in reason else []), "down", "short")
+    assert {*found.partitions, *found.closed_partitions} == {*job.partitions}
+    others = reason.startswith("Assoc") or "(x" in reason
+    assert found.waits_for_resources == (told_by_slurm(found) is None) == (not others)
+    for only in ("a", "b_c", "down", "short"):
+        alone = replace(job, partitions=(only,))
+        assert with_open_partitions([alone], partitions) == (alone,), "there is no other"
+    shorter = replace(job, time_limit_s=None)
+    assert "short" in with_open_partitions([shorter], partitions)[0].partitions, "it takes what the partition gives"
 
 
 def test_the_limits_of_partitions() -> None:

@@ -47,6 +47,7 @@ from hetstream.hetjob.sbatch_options import (
     OF_ONE_COMPONENT,
     SbatchOption,
     SbatchOptions,
+    megabytes,
     memory_words,
     parse_words,
     plain_words,
@@ -306,10 +307,12 @@ def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerParti
     known = cluster.default_mb_per_cpu
     of_each = [cluster.limits[name] for name in names if name in cluster.limits]
     limits = [limit.max_mb_per_cpu for limit in of_each if limit.max_mb_per_cpu]
+    is_whole = options.has("mem") and megabytes(options.value("mem") or "") == 0
+    whole_memory = "--mem=0" if is_whole and any(limit.allocates_memory for limit in of_each) else ""
     return TrainerPartition(
         min(limits, default=None),
         None if known is None else max((known.get(name, 0) for name in names), default=0),
-        next((limit.alone for limit in of_each if limit.alone), ""),
+        next((limit.alone for limit in of_each if limit.alone), whole_memory),
     )
 
 

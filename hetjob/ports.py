@@ -64,12 +64,15 @@ class PartitionLimits:
         max_time_s: `MaxTime`; None without a limit.
         alone: the setting by which no job of others comes to a job's nodes, such as `OverSubscribe=EXCLUSIVE`; "" where
             one may.
+        allocates_memory: a node's memory is divided among jobs (`SelectTypeParameters`), so that none comes to a job
+            with all of it.
     """
 
     nodes: tuple[NodeSize, ...]
     max_mb_per_cpu: int | None = None
     max_time_s: float | None = None
     alone: str = ""
+    allocates_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,9 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         max_time_s = seconds(longest[1]) if longest else None
         setting = _ALONE.search(line)
         alone = setting[1] if setting else "SelectType=select/linear" if is_linear else ""
-        found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s, alone)
+        found[name] = PartitionLimits(
+            sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s, alone, _allocates_memory(line, config)
+        )
     return found
 
 
@@ -113,6 +115,14 @@ def parse_default_memory(partitions: str, config: str) -> dict[str, int]:
         if name and own and not by_gpu:
             found[name[1]] = own
     return found
+
+
+def _allocates_memory(partition: str, config: str) -> bool:
+    """Whether memory is among what jobs are allocated; a partition's own word comes before the cluster's."""
+    own = re.search(r"\sSelectTypeParameters=(?!NONE)(\S+)", partition)
+    everywhere = re.search(r"^SelectTypeParameters\s*=\s*(\S+)", config, re.MULTILINE)
+    said = own or everywhere
+    return said is not None and "MEMORY" in said[1].upper()
 
 
 def _number(key: str, text: str) -> int | None:

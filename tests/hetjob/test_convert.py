@@ -179,6 +179,18 @@ def test_a_trainer_that_has_its_nodes_alone_keeps_its_cpus(partitions: str, keep
 
 
 @pytest.mark.parametrize(
+    ("mem", "allocates_memory", "keeps"),
+    [("0", True, True), ("0G", True, True), ("0", False, False), ("1G", True, False), ("all", True, False)],
+)
+def test_a_trainer_with_all_memory_of_its_nodes_keeps_its_cpus(mem: str, allocates_memory: bool, keeps: bool) -> None:
+    limits = {"gpu": PartitionLimits((), allocates_memory=allocates_memory)}
+    script = f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c16 --mem={mem}\nsrun python train.py\n"
+    plan = convert(SPEC, script, "train.sbatch", cluster=Cluster(frozenset(limits), "gpu", None, limits))
+    assert plan.components[0].options == (() if keeps else ("--cpus-per-task=2",))
+    assert not keeps or "--mem=0:" in plan.changes[0].why
+
+
+@pytest.mark.parametrize(
     "option", ["exclusive", "exclusive=user", "exclusive=topo", "exclusive=mcs", "core-spec=2", "thread-spec=2"]
 )
 def test_a_trainer_that_wants_its_nodes_alone_keeps_its_cpus(option: str) -> None:

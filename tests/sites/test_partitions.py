@@ -79,11 +79,17 @@ def test_who_names_a_hidden_partition_is_converted(site: Any, tmp_path: Path, no
 
 def test_a_trainer_keeps_its_cpus_where_it_gets_whole_nodes(site: Any, tmp_path: Path) -> None:
     script = tmp_path / "train.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --gpus=1 -c8 --mem=1000\n#HETSTREAM --data-workers=2\nsrun true\n")
-    for partition, are_fewer in (("gpu", True), ("whole", False), ("gpu,whole", False)):
-        told = site.told("convert", "--data-worker-partition=cpu", f"--partition={partition}", str(script))
-        assert ("--cpus-per-task=2" in told["components"][0]["options"]) is are_fewer
-        assert are_fewer or "xclusive" in told["changes"][0]["why"].lower()
+    script.write_text("#!/bin/bash\n#SBATCH --gpus=1 -c8\n#HETSTREAM --data-workers=2\nsrun true\n")
+    for partition, mem, why in (
+        ("gpu", "1000", ""),
+        ("whole", "1000", "xclusive"),
+        ("gpu,whole", "1000", "xclusive"),
+        ("gpu", "0", "--mem=0"),
+    ):
+        options = (f"--partition={partition}", f"--mem={mem}", "--data-worker-partition=cpu")
+        told = site.told("convert", *options, str(script))
+        assert ("--cpus-per-task=2" in told["components"][0]["options"]) is (not why)
+        assert why.lower() in told["changes"][0]["why"].lower()
 
 
 def test_an_ended_exclusive_job_has_its_gpus_in_the_utilisation(site: Any) -> None:

@@ -88,6 +88,23 @@ def test_whose_jobs_have_their_nodes_alone(written: str, alone: str) -> None:
     assert linear["gpu"].alone == (alone or "SelectType=select/linear")
 
 
+@pytest.mark.parametrize(
+    ("of_partition", "of_cluster", "allocates"),
+    [
+        ("NONE", "CR_CORE_MEMORY", True),
+        ("NONE", "CR_CPU", False),
+        ("CR_Socket_Memory", "CR_CORE", True),
+        ("CR_CORE", "CR_CORE_MEMORY,CR_ONE_TASK_PER_CORE", False),
+        ("NONE", "CR_SOCKET_MEMORY,CR_LLN", True),
+    ],
+)
+def test_where_memory_is_allocated(of_partition: str, of_cluster: str, allocates: bool) -> None:
+    shown = f"PartitionName=gpu AllowGroups=ALL SelectTypeParameters={of_partition} State=UP\n"
+    limits = parse_limits(["gpu*|8|8000|1|(null)"], shown, f"SelectTypeParameters    = {of_cluster}\n")
+    assert limits["gpu"].allocates_memory is allocates
+    assert not parse_limits(["gpu*|8|8000|1|(null)"], "", "")["gpu"].allocates_memory
+
+
 def test_what_is_in_another_form_is_not_known() -> None:
     assert parse_limits(["gpu*", "cpu|x|y|z|w", ""], "", "") == {}
 

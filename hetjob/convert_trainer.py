@@ -166,8 +166,7 @@ def _kept_for_steps(
         least, reason = least_cpus(script, _allocation(options, asked.option), kept, asked.cpus, surroundings)
         if least is not None:
             return least, reason or why
-        if not spec.trainer_cpus:
-            return asked.cpus, reason
+        return (kept, f"{why}; {reason}") if spec.trainer_cpus else (asked.cpus, reason)
     return kept, why
 
 

@@ -460,8 +460,12 @@ def test_a_variable_of_the_submission_counts() -> None:
 def test_a_user_who_says_how_many_cpus_is_told_what_a_step_needs() -> None:
     spec = JobSpec(2, 2, data_worker_partition="cpu", trainer_cpus=3)
     script = f"#!/bin/bash\n#SBATCH {ONE}\nsrun -c {{}} python x.py\n"
-    assert cpus_of(convert(spec, script.format("$N"), "x")) == 3
     assert cpus_of(convert(spec, script.format(5), "x")) == 5
+    # What nobody else can know the user has said, and is told what it is.
+    for words in ("-c $UNKNOWN", "-c1 -n $SLURM_CPUS_PER_TASK", "--mem-per-cpu=1G"):
+        plan = convert(spec, f"#!/bin/bash\n#SBATCH {ONE}\nsrun {words} python x.py\n", "x")
+        assert cpus_of(plan) == 3
+        assert "line 3 runs srun: " in plan.changes[0].why
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sbatch_templates").glob("*.sbatch")), ids=lambda path: path.name)

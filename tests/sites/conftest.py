@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -56,9 +57,10 @@ class Site:
         return self.run(*drop, "sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}")
 
     def cancel_all(self) -> None:
-        """End all jobs, whoever has submitted them: scancel takes no uid of nobody."""
-        if jobs := self.run("squeue", "--all", "--noheader", "--format=%A").split():
-            self.run("scancel", "--quiet", *set(jobs))
+        """End all jobs, whoever has submitted them: scancel takes no uid of nobody, nor a component that is pending."""
+        labels = self.run("squeue", "--all", "--noheader", "--format=%i").split()
+        if jobs := {re.split("[+_]", label)[0] for label in labels}:
+            self.run("scancel", "--quiet", *jobs)
 
     def state(self, job: str) -> str:
         """State and reason, such as `PENDING Resources`; of a component or task as Slurm labels it."""

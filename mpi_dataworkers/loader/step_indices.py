@@ -123,12 +123,15 @@ class ListedSteps:
         index_sampler: what gives the indices of each step.
         batched: a step is a list of them; else it is one, for which the dataset may be given a list.
         beginning: how the sampler began, for a later resume.
+
+    Attributes:
+        has_raised: the sampler has ended with an error.
     """
 
     def __init__(self, index_sampler: Iterable[Any], batched: bool, beginning: str = "") -> None:
         self.num_steps = -1
         self.wire_order = ListedOrder(batched)
-        self.beginning = beginning
+        self.beginning, self.has_raised = beginning, False
         self._iterator = iter(index_sampler)
         self._batched = batched
         self._drawn: dict[int, Indices] = {}
@@ -154,6 +157,9 @@ class ListedSteps:
             except StopIteration:
                 self.num_steps = self._next
                 break
+            except Exception:
+                self.has_raised = True
+                raise
             indices = _as_indices(drawn, self._batched)
             if indices is None:
                 self._end_at(drawn)

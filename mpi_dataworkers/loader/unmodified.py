@@ -270,15 +270,14 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
                 raise
             except Exception:  # noqa: BLE001, whatever it was, nobody would have seen it
                 _log.debug("a step that torch loses could not be made", exc_info=True)
-        streamed = self._streamed
-        before = -1 if streamed is None else streamed.shards.position
+        had_raised = self._order.has_raised
         try:
             return self._next_step()
         except StopIteration:
             raise
         except Exception:
             # What the sampler raises, torch raises where it has the step already, which is lost then.
-            self._is_lost = streamed is not None and self._streamed is streamed and streamed.shards.position == before
+            self._is_lost = self._streamed is not None and self._order.has_raised and not had_raised
             raise
 
     def _next_step(self) -> Any:

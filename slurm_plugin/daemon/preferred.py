@@ -51,6 +51,8 @@ class Preference:
             np.int64,
         )
         self._free_mb = free_memory_mb(snapshot, snapshot.nodes)
+        # Those that some user or label has alone: the job's own are those of its trainers.
+        self._kept = np.array([bool(node.owner or node.mcs_label) for node in snapshot.nodes], np.bool_)
         num_data_workers = np.zeros(len(self._names), np.int64)
         for job in snapshot.jobs:
             if job.trainer and job.is_running:
@@ -79,7 +81,9 @@ class Preference:
         trainers = [self._rows[name] for name in trainer_nodes if name in self._rows]
         if not trainers or count <= 0:
             return ()
-        room = room_of(self._free, self._free_mb, *size)
+        of_others = self._kept.copy()
+        of_others[trainers] = False
+        room = np.where(of_others, 0, room_of(self._free, self._free_mb, *size))
         sent = bytes_per_s if self._knows_links else 0.0
         found = spread(room, trainers, min(count, MAX_NODES), sent, self._network)
         return tuple(self._names[row] for row, number in found.places for _ in range(number))

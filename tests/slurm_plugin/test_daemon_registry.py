@@ -331,6 +331,10 @@ def test_no_node_is_preferred_whose_memory_is_too_small_or_whose_link_is_full() 
     assert preferred(PolicySettings(network_gbps=5.0, network_share=0.0)) == ()
     wide = PolicySettings(network_gbps=20.0, network_share=1.0)
     assert preferred(wide) == ("cpu2", "cpu2", "cpu3", "cpu3")
+    # Where others have a node for themselves, it would stay empty.
+    owned = [replace(each, owner="bob") if each.name == "cpu2" else each for each in cluster.nodes]
+    cluster = replace(cluster, nodes=tuple(owned))
+    assert sorted(preferred(PolicySettings())) == ["cpu1", "cpu1", "cpu3", "cpu3"]
 
 
 def test_a_job_that_may_not_grow_is_told_where_its_companions_would_be_beside_the_trainer() -> None:

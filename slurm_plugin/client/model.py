@@ -48,8 +48,6 @@ _NO_ROOM = re.compile(
 # The only reason that slurmctld gives when it looked for nodes and found too few: select_nodes in node_scheduler.c, and
 # schedule in job_scheduler.c, with the sentences above. Whoever comes behind such a job gets Priority without a look.
 _FOUND_NONE = "Resources"
-# Reasons that name no partition, and are of one alone.
-_OF_PARTITION = frozenset({"PartitionDown", "PartitionInactive", "PartitionTimeLimit"})
 # GRES that are parts of a GPU which several jobs share (gres_is_shared_name in Slurm's source).
 SHARING = frozenset({"shard", "mps"})
 # Words of PrivateData that hide no jobs: https://slurm.schedmd.com/slurm.conf.html#OPT_PrivateData
@@ -116,8 +114,8 @@ class Job:
         array_tasks: which tasks the record stands for: `4`, or `3-5%3` of those that are pending.
         het: which component of a heterogeneous job; None if it is none.
         partitions: where it runs, or may.
-        closed_partitions: of several that a pending one names those that do not admit it, and are none of `partitions`;
-            Slurm's reason tells of one of these, and it starts in another as soon as it can.
+        closed_partitions: of several that a pending one names those that do not admit it, and are none of `partitions`.
+        reason_is_of_closed: Slurm's reason tells of one of these, and it starts in another as soon as it can.
         state: in Slurm's spelling, such as `PENDING`.
         reason: why it is pending.
         num_nodes: nodes that it has, or the least that it asks for.
@@ -227,6 +225,7 @@ class Job:
     last_sched_eval_s: float | None = None
     mcs_label: str = ""
     closed_partitions: tuple[str, ...] = ()
+    reason_is_of_closed: bool = False
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -274,9 +273,7 @@ class Job:
     @property
     def is_admitted(self) -> bool:
         """Whether Slurm's reason is about resources or turns, or about partitions alone that are not all of its own."""
-        closed = self.closed_partitions
-        is_of_closed = self.reason in _OF_PARTITION or any(f"({name}" in self.reason for name in closed)
-        return is_resource_reason(self.reason) or (bool(closed) and is_of_closed)
+        return is_resource_reason(self.reason) or self.reason_is_of_closed
 
     @property
     def found_no_room(self) -> bool:
@@ -574,6 +571,7 @@ class Partition:
         jobs_per_cpu: how many may be given the same CPU (OverSubscribe=FORCE:N, YES:N).
         all_share: they need not ask for it (FORCE).
         max_cpus_per_socket: that one of its jobs may have; None if there is no limit (23.02 on).
+        allow_accounts, deny_accounts, allow_qos, deny_qos: of the jobs that may use it, or may not; empty for no rule.
     """
 
     name: str
@@ -588,6 +586,10 @@ class Partition:
     jobs_per_cpu: int = 1
     all_share: bool = False
     max_cpus_per_socket: int | None = None
+    allow_accounts: tuple[str, ...] = ()
+    deny_accounts: tuple[str, ...] = ()
+    allow_qos: tuple[str, ...] = ()
+    deny_qos: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -390,7 +390,17 @@ def _partition(row: Mapping[str, str]) -> Partition:
         jobs_per_cpu=whole(row.get("OverSubscribe", "").partition(":")[2], 1),
         all_share=row.get("OverSubscribe", "").startswith("FORCE"),
         max_cpus_per_socket=whole(row.get("MaxCPUsPerSocket", "")) or None,
+        allow_accounts=_names(row.get("AllowAccounts", "")),
+        deny_accounts=_names(row.get("DenyAccounts", "")),
+        allow_qos=_names(row.get("AllowQos", "")),
+        deny_qos=_names(row.get("DenyQos", "")),
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names in a rule of a partition; of ALL and of none there is no rule."""
+    names = text_or_empty(text)
+    return () if names.upper() == "ALL" else tuple(filter(None, names.split(",")))
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from hetstream.hetjob.ports import NodeSize, PartitionLimits
@@ -21,11 +21,17 @@ _ALONE = re.compile(r"\s(OverSubscribe=EXCLUSIVE|Exclusive(?:User|Topo)=YES|Excl
 _NOT_ADMITTED = re.compile(r"permitted[ _]to[ _]use[ _]this[ _]partition[ _]\((\S+?)(?:\)|[ _](?:allows|denies)[ _])")
 
 
+# Reasons that name no partition, and are of one alone; 24.11 and 26.05 tell no more of accounts.
+_OF_ONE = frozenset({"PartitionDown", "PartitionInactive", "PartitionTimeLimit"})
+_OF_ACCOUNT = frozenset({"AccountNotAllowed", "InvalidAccount"})
+
+
 def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -> tuple[Job, ...]:
     """The jobs; pending ones in several partitions without those that do not admit them, as long as others are left.
 
-    slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05):
-    of an account, QOS or group that is not admitted it is known from that alone.
+    slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05).
+    Accounts count with those above them, of which nothing is known here: a rule of accounts is looked at where Slurm's
+    reason says that one keeps the job away.
     """
     known = {partition.name: partition for partition in partitions}
     return tuple(_in_open_partitions(job, known) if len(job.partitions) > 1 and job.is_pending else job for job in jobs)
@@ -34,16 +40,32 @@ def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -
 def _in_open_partitions(job: Job, known: Mapping[str, Partition]) -> Job:
     found = _NOT_ADMITTED.search(job.reason)
     named = found[1] if found else ""
-    closed = tuple(name for name in job.partitions if name == named or _is_closed(known.get(name), job))
+    by_account = {name for name in job.partitions if job.reason in _OF_ACCOUNT and _keeps_account(known.get(name), job)}
+    closed = tuple(
+        name for name in job.partitions if name == named or name in by_account or _is_closed(known.get(name), job)
+    )
     left = tuple(name for name in job.partitions if name not in closed)
-    return replace(job, partitions=left, closed_partitions=closed) if closed and left else job
+    if not closed or not left:
+        return job
+    is_of_closed = named in closed or bool(by_account) or job.reason in _OF_ONE
+    return replace(job, partitions=left, closed_partitions=closed, reason_is_of_closed=is_of_closed)
 
 
 def _is_closed(partition: Partition | None, job: Job) -> bool:
     if partition is None:
         return False
     longest_s, limit_s = partition.max_time_s, job.time_limit_s
-    return not partition.is_up or (longest_s is not None and limit_s is not None and limit_s > longest_s)
+    is_too_long = longest_s is not None and limit_s is not None and limit_s > longest_s
+    return not partition.is_up or is_too_long or _is_against(job.qos, partition.allow_qos, partition.deny_qos)
+
+
+def _keeps_account(partition: Partition | None, job: Job) -> bool:
+    return partition is not None and _is_against(job.account, partition.allow_accounts, partition.deny_accounts)
+
+
+def _is_against(name: str, allowed: Collection[str], denied: Collection[str]) -> bool:
+    """Whether a rule keeps this name away; where some are allowed nobody looks at who is denied."""
+    return bool(name) and (name not in allowed if allowed else name in denied)
 
 
 def names_of(partitions: str) -> list[str]:

@@ -48,6 +48,15 @@ def test_a_partition_that_does_not_admit_a_job_keeps_it_from_no_other(reason: st
     for only in ("a", "b_c", "down", "short"):
         alone = replace(job, partitions=(only,))
         assert with_open_partitions([alone], partitions) == (alone,), "there is no other"
+    rules = (Partition("a", ()), Partition("qos", (), deny_qos=("normal",)), Partition("high", (), allow_qos=("high",)),
+             Partition("accounts", (), allow_accounts=("other",)))  # fmt: skip
+    job_of_rules = replace(job, partitions=tuple(each.name for each in rules), qos="normal", account="free")
+    (found,) = with_open_partitions([replace(job_of_rules, reason="Resources")], rules)
+    assert (found.partitions, found.closed_partitions) == (("a", "accounts"), ("qos", "high"))
+    (found,) = with_open_partitions([replace(job_of_rules, reason="AccountNotAllowed")], rules)
+    assert (found.partitions, found.waits_for_resources) == (("a",), True)
+    (found,) = with_open_partitions([replace(job_of_rules, reason="AccountNotAllowed")], rules[:3])
+    assert not found.waits_for_resources, "no rule of these partitions is about accounts"
     shorter = replace(job, time_limit_s=None)
     assert "short" in with_open_partitions([shorter], partitions)[0].partitions, "it takes what the partition gives"
 

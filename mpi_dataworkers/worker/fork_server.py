@@ -45,9 +45,9 @@ _log = logging.getLogger(__name__)
 
 # Pickled objects below this are loaded by each process: to be forked anew takes longer than their memory is worth.
 FORK_FROM_BYTES = 1 << 20
-# A fork server that has not forked by then, nor after as long as it took to load, is of no use: page tables are copied,
-# 0.1 s for a GB. A process that was not noticed by then is of none either.
-_FORK_S = 2.0
+# A fork server that has not forked by then, nor after as long as it took to load, is of no use: page tables are copied
+# twice, 0.1 s for a GB. A process that was not noticed by then is of none either.
+_FORK_S = 5.0
 _NOTICED_S = 5.0
 _LOOK_AGAIN_S = 0.002
 _ASK_AGAIN_S = 0.01

@@ -72,6 +72,8 @@ def test_figures_are_of_one_cluster(site: Any, federation: str) -> None:
         assert not {row["node"] for row in frag["nodes"]} & {"q1", "q2"}
         assert (frag["summary"]["cpus"], frag["summary"]["cpus_free"], frag["summary"]["gpus_free"]) == (96, 88, 5)
         assert site.blockers(waits)[0][0] == "GPUs"
+        # slurmctld tells slurmdbd of a start later.
+        site.wait_until(lambda: site.told("util")["groups"], 60, "the running job in accounting")
         assert {group["partition"] for group in site.told("util")["groups"]} == {"gpu"}
         printed = subprocess.run(
             [HETSTREAM, "exporter", "--print", "--fresh"], env=site.cluster.env, capture_output=True, text=True,

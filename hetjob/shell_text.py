@@ -325,18 +325,22 @@ class _Reader:
 
     def _skip_documents(self) -> None:
         """Read the here-documents of the line before: their lines may be commands for somebody."""
-        readers = [command.words for command in self._commands if command.has_document and not command.is_data]
+        if not self._documents:
+            return
+        # From the end, where it is: a script may have thousands of documents.
+        readers = (each.words for each in reversed(self._commands) if each.has_document and not each.is_data)
+        reader = next(readers, ())
         for delimiter, is_indented in self._documents:
             body: list[str] = []
-            begin = self._line
+            begin, last = self._line, unquoted(delimiter)
             while self._at < len(self._text):
                 line = self._next_line()
-                if (line.lstrip("\t") if is_indented else line) == unquoted(delimiter):
+                if (line.lstrip("\t") if is_indented else line) == last:
                     break
                 body.append(line)
             found = _of_document(body, begin, self._depth + 1)
-            found = _read_by(readers[-1] if readers else (), found)
-            is_literal = unquoted(delimiter) != delimiter
+            found = _read_by(reader, found)
+            is_literal = last != delimiter
             self._commands += [replace(command, is_literal=command.is_data and is_literal) for command in found]
         self._documents = []
 

@@ -94,6 +94,11 @@ class Canary:
         """Whether the first steps of a loader are yet to be compared."""
         return self._num_compared < _FIRST_STEPS
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether a pass of the loader has ended."""
+        return self._num_passes > 0
+
     def steps_of_pass(self, first: int, distance: int) -> list[int]:
         """Steps to compare in a pass that begins with step `first`; torch's first worker makes each `distance`-th.
 

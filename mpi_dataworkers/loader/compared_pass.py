@@ -15,6 +15,7 @@ from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.first_workers import FirstWorkers
+from hetstream.mpi_dataworkers.loader.likeness import compare
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
@@ -279,11 +280,22 @@ class ComparedPass:
         """What the sample that was made twice changes, on one line; asked for once."""
         if self._made_twice is None or not witness.has(self._made_twice):
             return ""
-        changes = witness.made(self._made_twice, self._limit_s).changes
+        made, request = witness.made(self._made_twice, self._limit_s), witness.requests.asked[0]
         self._made_twice = None
-        if not changes:
-            return ""
-        return f"what makes its samples is changed by them, so they may depend on one another: {changes}"
+        if not made.repeated:
+            return made.changes
+        # Another process tells what is another one each time: a time, a number of the system.
+        other = self._canary.new_witness(self._pipeline)
+        try:
+            other.begin([request])
+            varying = {
+                each.field for each in compare(other.made(request[1], self._limit_s).batch, made.batch).differences
+            }
+        finally:
+            self._canary.end_witness(other)
+        found = next((how for field, how in made.repeated.items() if field not in varying), "")
+        said = "a sample is another one when its process makes it a second time, so samples may depend on one another"
+        return f"{said}: {found}" if found else ""
 
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
         if changes := self._changes(witness):
@@ -300,7 +312,10 @@ class ComparedPass:
             return ""
         difference = f"step {step} of data workers is not the program's own: {difference}"
         first = max(self._first, self._last_same + 1)
-        return difference if first == step else f"{difference}. Those from step {first} on may have been others, too"
+        before = " and those of earlier passes" if self._canary.has_passes else ""
+        if first == step and not before:
+            return difference
+        return f"{difference}. Those from step {first} on{before} may have been others, too"
 
     @property
     def _limit_s(self) -> float:

@@ -50,7 +50,6 @@ def why_not_streamable(loader: Any) -> str | None:
 # first step. Only these classes themselves: a subclass may do more.
 _UNSEEN = (
     torch.utils.data.SequentialSampler,
-    torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
     torch.utils.data.DistributedSampler,
 )

@@ -7,7 +7,7 @@ import contextlib
 import os
 import pickle
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from hetstream.mpi_dataworkers.children import go_first
+from hetstream.mpi_dataworkers.loader.likeness import compare
 from hetstream.mpi_dataworkers.loader.local_workers import (
     PlainLoader,
     StepDataset,
@@ -61,7 +62,9 @@ class Made(msgspec.Struct, frozen=True):
         failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
         untouched: of a batch with objects of classes, another one: to compare an object is to ask it what it holds,
             and that may change it.
-        changes: of a step with a negative number, a sample that was made twice: what it changes, on one line.
+        changes: of a step with a negative number, a sample that was made twice: why samples may depend on what their
+            process has made before, on one line.
+        repeated: of such a step, how the second making differs from the first one, `batch`, by field.
     """
 
     num_samples: int
@@ -70,6 +73,7 @@ class Made(msgspec.Struct, frozen=True):
     untouched: tuple[Any] | None = None
     payload: Any = None
     changes: str = ""
+    repeated: Mapping[str, str] = {}
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
@@ -93,8 +97,8 @@ def _made_of(answer: Any) -> Made:
     """A step from the answer of `_WitnessSteps`, a child of this process."""
     if isinstance(answer, Failure):
         return Made(0, None, answer)
-    if isinstance(answer, str):
-        return Made(0, None, changes=answer)
+    if isinstance(answer, Made):
+        return answer
     num_samples, batch, other = answer
     # Now: what tensors share comes from the process, which may end.
     untouched = None if other is None else (pickle.loads(other),)
@@ -130,7 +134,7 @@ class _WitnessSteps(StepDataset):
         try:
             with limited_to_rest() if self._has_limit else contextlib.nullcontext():
                 if request[1] < 0:
-                    return changed_by(lambda: self._tried(request), self._pipeline.user_objects)
+                    return self._twice(request)
                 made, _ = self.make(request)
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
@@ -138,10 +142,27 @@ class _WitnessSteps(StepDataset):
         except Exception as error:  # noqa: BLE001, user code may raise anything
             return describe_failure(error, is_final=is_made)
 
-    def _tried(self, request: StepRequest) -> None:
-        """Make a sample; a collate function that needs several raises, and what samples change shows all the same."""
-        with contextlib.suppress(Exception):
-            self.make(request)
+    def _twice(self, request: StepRequest) -> Made:
+        """Make a sample twice; a collate function that needs several raises, and what samples change shows all the
+        same. Before, see that `worker_init_fn` leaves nothing behind: here one process plays the parts of several."""
+        batches: list[bytes] = []
+
+        def make() -> None:
+            with contextlib.suppress(Exception):
+                batches.append(pickle.dumps(self.make(request)[0].batch))
+
+        entered = self.entered
+        with contextlib.suppress(Exception):  # it is the first step's own failure
+            if entered is not None and (left := entered.left_by_parts(request[0])):
+                return Made(0, None, changes=f"worker_init_fn sets for each worker what here several share: {left}")
+        if changes := changed_by(make, self._pipeline.user_objects):
+            said = "what makes its samples is changed by them, so they may depend on one another"
+            return Made(0, None, changes=f"{said}: {changes}")
+        if len(batches) < 2:
+            return Made(0, None)
+        first, second = map(pickle.loads, batches)
+        differences = compare(second, first).differences
+        return Made(1, first, repeated={one.field: str(one) for one in reversed(differences)})
 
 
 @contextlib.contextmanager

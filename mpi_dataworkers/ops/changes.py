@@ -66,7 +66,8 @@ def change_between(before: State, after: State) -> str:
         if path not in before:
             return f"{path} is new"
         if not _is_same(before[path], value):
-            return f"{path}: {_shown(before[path])}, then {_shown(value)}"
+            was, now = _shown(before[path]), _shown(value)
+            return f"{path} changes" if was == now else f"{path}: {was}, then {now}"
     return next((f"{path} is gone" for path in before if path not in after), "")
 
 

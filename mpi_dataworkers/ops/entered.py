@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
+from hetstream.mpi_dataworkers.ops.changes import change_between, state_of
 from hetstream.mpi_dataworkers.ops.origins import Origins, PassSeeds
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators, function_of
 from hetstream.mpi_dataworkers.ops.pipeline import LARGEST_BASE_SEED, Pipeline
@@ -142,6 +144,25 @@ class EnteredPipeline:
         self._attributes.rest()
         self._shown = self._shown_for = None
 
+    def left_by_parts(self, seeds: PassSeeds) -> str:
+        """What `worker_init_fn` does for one id and is still there for the next one, on one line; "" where that is
+        nothing. Called before any step."""
+        left = []
+        for worker_id in range(min(2, self._loaded.num_workers)):
+            self.enter(seeds, worker_id)
+            self.rest()
+            (self._loaded.own_generators or OwnGenerators()).restore(self._states)
+            left.append(
+                state_of(
+                    {
+                        **self._loaded.user_objects,
+                        "worker_init_fn": self._loaded.worker_init_fn,
+                        "os.environ": os.environ,
+                    }
+                )
+            )
+        return change_between(left[0], left[-1])
+
     def _part_of(self, seeds: PassSeeds, step: int) -> tuple[_Processes, int]:
         """Which of torch's worker processes, and the id of the one that makes the step."""
         workers = seeds.workers
@@ -248,7 +269,8 @@ class _Attributes:
                 part.attributes[number, name] = _held_in(self._holders[number]).get(name, _NOTHING)
 
     def enter(self, part: _Part) -> None:
-        """Play a part that has begun."""
+        """Play a part that has begun. What other parts have set is not its own, which may be what was there before."""
+        self._put(self._before)
         self._put(part.attributes)
 
     def rest(self) -> None:

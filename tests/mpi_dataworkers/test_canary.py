@@ -65,6 +65,17 @@ def test_samples_that_depend_on_those_before_them_are_torchs_own_though_nobody_s
     assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr
 
 
+def test_a_sample_that_is_another_one_the_second_time_keeps_its_loader_local(
+    three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    source = (PROGRAMS / "repeated.py").read_text()
+    plain = run_program(source, tmp_path)
+    found = run_program(source, tmp_path, **environment(three.name, {}))
+    assert (found.returncode, found.stdout) == (plain.returncode, plain.stdout) == (0, plain.stdout), found.stderr
+    assert "over InPlace stays local: a sample is another one when its process makes it a second time" in found.stderr
+    assert "over Stamped stays local" not in found.stderr, "what another process makes is another one, too"
+
+
 def test_a_program_finds_its_own_objects_where_its_samples_note_their_ids(
     three: Any, tmp_path: Path, run_program: Any
 ) -> None:

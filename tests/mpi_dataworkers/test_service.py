@@ -19,6 +19,7 @@ import pytest
 import sample_datasets as datasets
 import torch
 
+import hetstream
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import (
     AuthenticationError,
@@ -752,6 +753,18 @@ def test_the_hook_hides_no_sitecustomize_and_is_quiet_elsewhere(tmp_path: Path, 
     result = run_program("import sys; print('torch' in sys.modules, 'zmq' in sys.modules)", tmp_path, **variables)
     assert result.stdout == "the site ran\nFalse False\n"
     assert result.stderr == ""
+
+
+def test_two_hooks_of_hetstream_run_each_other_once_and_the_sites(tmp_path: Path) -> None:
+    """As in a job that streams on a site whose TaskProlog shares GPUs."""
+    package = Path(hetstream.__file__).parent
+    hooks = [str(package / place) for place in ("mpi_dataworkers/hook/path", "hetjob/gpu/startup")]
+    (tmp_path / "sitecustomize.py").write_text("print('the site ran')")
+    for order in (hooks, hooks[::-1]):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*order, str(tmp_path)])}
+        argv = [sys.executable, "-c", "print('the program ran')"]
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=True)
+        assert (done.stdout, done.stderr) == ("the site ran\nthe program ran\n", "")
 
 
 def test_a_program_that_does_not_close_its_loader_ends_at_once(service: Any, run_program: RunProgram) -> None:

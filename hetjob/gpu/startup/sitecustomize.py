@@ -11,8 +11,10 @@ import sys
 
 def _run_hidden() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    places = [os.path.abspath(entry or ".") for entry in sys.path]
+    # Behind this one alone: one before it has run this one, and would be found again without end.
+    behind = sys.path[places.index(here) + 1 :] if here in places else []
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", behind)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -73,6 +73,8 @@ _PYTHON_ENVIRONMENT = (
 )
 # Python orders sets of text, and gives `hash()` of text, by a number that it draws at its start, unless this names one.
 _HASH_SEED = "PYTHONHASHSEED"
+# Of these, those that are lists of directories, and those that are one.
+PATH_LISTS, PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"), ("PYTHONHOME", "PYTHONUSERBASE")
 # What some installation of hetstream puts before a program's search paths: its start-up hook, and its `srun` in a job.
 _OWN_PLACES = {
     "PYTHONPATH": os.path.join("mpi_dataworkers", "hook", "path"),
@@ -217,9 +219,10 @@ def environment_with_hash_seed(environ: Mapping[str, str] = os.environ) -> dict[
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that make the Python environment of this process, without what hetstream adds."""
     found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}
-    for name, own_place in _OWN_PLACES.items():
-        entries = [entry for entry in found.pop(name, "").split(os.pathsep) if entry]
-        if kept := [entry for entry in entries if not entry.endswith(own_place)]:
+    for name in PATH_LISTS:
+        # An entry may begin where the process works, which is another place in another process; an empty one is that.
+        entries = [os.path.abspath(entry) for entry in found.pop(name, "").split(os.pathsep)] if found.get(name) else []
+        if kept := [entry for entry in entries if not entry.endswith(_OWN_PLACES.get(name, os.sep))]:
             found[name] = os.pathsep.join(kept)
     return found | {_HASH_SEED: hash_seed(environ)}
 

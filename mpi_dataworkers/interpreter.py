@@ -15,16 +15,19 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from hetstream.base.access import owner_of, strange_here
 from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.config import (
+    PATH_LISTS,
+    PATHS,
     container_from_environment,
     environment_with_hash_seed,
     identity_from_environment,
@@ -66,6 +69,7 @@ class PythonEnvironment:
         container: image of its container; "" outside of one.
         variables: of its environment, those that belong to it.
         host: where it runs.
+        owners: there, of all the places that its programs and modules are found in; see `strange_here`.
     """
 
     executable: str
@@ -73,11 +77,32 @@ class PythonEnvironment:
     container: str
     variables: Mapping[str, str]
     host: str = field(default="", compare=False)
+    owners: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def here(cls) -> PythonEnvironment:
         """That of this process."""
-        return cls(sys.executable, sys.prefix, container_from_environment(), python_environment(), platform.node())
+        found = cls(sys.executable, sys.prefix, container_from_environment(), python_environment(), platform.node())
+        listed = (entry for name in PATH_LISTS for entry in found.variables.get(name, "").split(os.pathsep))
+        places = (*found._of_program(), *listed, *(found.variables.get(name, "") for name in PATHS))
+        return replace(found, owners={place: owner_of(place) for place in places if place})
+
+    def _of_program(self) -> Iterator[str]:
+        yield from (self.executable, os.path.dirname(self.executable), self.prefix)
+
+    def why_strange(self) -> str:
+        """Why its Python may be a stranger's on this host; "" if it is not."""
+        there = [place for place in self._of_program() if os.path.exists(place)]
+        return next(filter(None, (strange_here(place, self.owners.get(place, -1)) for place in there)), "")
+
+    def without_strangers(self) -> PythonEnvironment:
+        """The same without what may be a stranger's on this host."""
+        variables = dict(self.variables)
+        for name in (*PATH_LISTS, *PATHS):
+            entries = [entry for entry in variables.pop(name, "").split(os.pathsep) if entry]
+            if kept := [entry for entry in entries if not strange_here(entry, self.owners.get(entry, -1))]:
+                variables[name] = os.pathsep.join(kept)
+        return replace(self, variables=variables)
 
     @property
     def digest(self) -> str:
@@ -194,6 +219,8 @@ class Follower:
                 f"it is in the container {wanted.container or '(none)'}, into which a data worker gets only by a "
                 "command: #HETSTREAM --data-worker-python='apptainer exec IMAGE python'"
             )
+        if strange := wanted.why_strange():
+            return f"{strange}. Put the environment on a file system that all hosts share"
         if not os.access(wanted.executable, os.X_OK):
             return (
                 "there is no such program on this host. Put the environment on a file system that all hosts share, or "

@@ -63,4 +63,4 @@ def become(wanted: PythonEnvironment, arguments: Sequence[str]) -> NoReturn:
         OSError: it could not be started.
     """
     argv = [*program_of([wanted.executable]), *arguments]
-    os.execve(wanted.executable, argv, environment_of_python(wanted.variables))
+    os.execve(wanted.executable, argv, environment_of_python(wanted.without_strangers().variables))

@@ -111,6 +111,35 @@ def unsafe_below(place: Path) -> str:
         return f"{error.filename or place}: {error.strerror or error}"
 
 
+def owner_of(path: str) -> int:
+    """The user id that a file or directory belongs to; -1 if it is not there."""
+    try:
+        return os.stat(path).st_uid
+    except OSError:
+        return -1
+
+
+def strange_here(path: str, owner_there: int) -> str:
+    """Why what another host has under a path may be a stranger's on this one; "" if it is the same user's.
+
+    A place on a node's own disk or memory that is this user's on one node may be anybody's on the next.
+
+    Args:
+        path: of a program, or of a directory that programs are found in.
+        owner_there: as `owner_of` says on the other host.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return f"{path} is not on this host: {error.strerror or error}"
+    if status.st_uid not in (0, os.geteuid(), owner_there):
+        there = "nobody" if owner_there < 0 else user_name(owner_there)
+        return f"{path} belongs to {user_name(status.st_uid)} on this host, and to {there} on the program's"
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
+        return f"anybody can write to {path} on this host"
+    return ""
+
+
 class Way:
     """A walk from `/`, one name at a time, that looks at each directory before it looks a name up there.
 

@@ -162,7 +162,7 @@ class _WitnessSteps(StepDataset):
             return Made(0, None)
         first, second = map(pickle.loads, batches)
         differences = compare(second, first).differences
-        return Made(1, first, repeated={one.field: str(one) for one in reversed(differences)})
+        return Made(1, first, repeated={each.field: str(each) for each in reversed(differences)})
 
 
 @contextlib.contextmanager

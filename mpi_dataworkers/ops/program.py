@@ -24,6 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import hetstream
+from hetstream.base.access import owner_of, strange_here
 from hetstream.mpi_dataworkers.config import travelling_environment
 from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
@@ -60,8 +61,10 @@ def program_of(reached: Reached, knows_hetstream: bool = True) -> Program:
         reached: what the pipeline's code reads.
         knows_hetstream: the pipeline's loader is hetstream's own.
     """
-    sys_path = list(map(_as_text, _sys_path()))
-    return Program(_as_text(_working_dir()), sys_path, _digests(reached.modules), knows_hetstream)
+    working_dir, sys_path = _working_dir(), _sys_path()
+    owners = [owner_of(place) if place else -1 for place in (working_dir, *sys_path)]
+    texts = list(map(_as_text, sys_path))
+    return Program(_as_text(working_dir), texts, _digests(reached.modules), knows_hetstream, owners)
 
 
 def _as_text(path: str) -> str:
@@ -241,14 +244,24 @@ def settings_of(reached: Reached) -> bytes:
 
 
 def enter_program(program: Program) -> None:
-    """Work where the program works and import from where it imports; once in a process."""
-    with contextlib.suppress(OSError):  # not on this host: a relative path then fails with its own error
-        os.chdir(_as_path(program.working_dir))
-    sys_path = list(map(_as_path, program.sys_path))
+    """Work where the program works and import from where it imports; once in a process.
+
+    Not in a directory that is a stranger's on this host, or not there, where a stranger could make it later.
+    """
+    places = [_as_path(text) for text in (program.working_dir, *program.sys_path)]
+    owners = dict(zip(places, program.owners, strict=False))
+    strange = {place: strange_here(place, owners.get(place, -1)) for place in places if place}
+    for place, why in strange.items():
+        if why and os.path.exists(place):
+            _log.warning("hetstream: not used for the program of pipelines: %s", why)
+    working_dir, *sys_path = places
+    if not strange[working_dir]:
+        with contextlib.suppress(OSError):  # a relative path then fails with its own error
+            os.chdir(working_dir)
     own = [entry for entry in sys.path if entry not in sys_path]
     entries: list[str] = []
     for entry in sys_path:
-        entries += own if entry == INSTALLATION else [entry]
+        entries += own if entry == INSTALLATION else [entry] if not strange[entry] else []
     sys.path[:] = dict.fromkeys([*entries, *own])
     importlib.invalidate_caches()  # of what the program has written a moment ago
 

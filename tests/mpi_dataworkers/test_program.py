@@ -315,10 +315,14 @@ def test_a_process_imports_in_the_trainers_order(tmp_path: Path, monkeypatch: py
     own = list(sys.path)
     monkeypatch.setattr(sys, "path", own)
     monkeypatch.chdir(tmp_path)
-    enter_program(Program("/", ["/front", INSTALLATION, "/back"]))
+    front, back = (str(tmp_path / name) for name in ("front", "back"))
+    os.mkdir(front)
+    os.mkdir(back)
+    enter_program(Program("/", [front, INSTALLATION, "/not/there", back]))
     assert os.getcwd() == "/"
-    assert sys.path[0] == "/front"
-    assert sys.path[-1] == "/back"
+    assert sys.path[0] == front
+    assert sys.path[-1] == back
+    assert "/not/there" not in sys.path, "somebody else could make it"
     assert len(sys.path) == len(set(sys.path))
 
 

@@ -215,7 +215,22 @@ def _allocation(options: SbatchOptions, unit: str) -> Allocation:
         *(() if options.has("ntasks") else ("SLURM_NTASKS", "SLURM_NPROCS")),
         *(() if options.has("ntasks-per-node") else ("SLURM_NTASKS_PER_NODE",)),
     )
-    return Allocation(unit, gpus if unit == "cpus-per-gpu" else tasks, tasks, nodes, gpus, may_lack)
+    by_cpus = () if _says_tasks_of_nodes(options, unit) else ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
+    return Allocation(unit, gpus if unit == "cpus-per-gpu" else tasks, tasks, nodes, gpus, may_lack, by_cpus)
+
+
+def _says_tasks_of_nodes(options: SbatchOptions, unit: str) -> bool:
+    """Whether each node has as many tasks with fewer CPUs.
+
+    Without a number of tasks and of CPUs for each, Slurm makes as many as a node has CPUs for the job. And tasks that
+    it distributes itself go where CPUs are: `-N2 -n4 -c2` comes to 3 and 1 on nodes of 16 CPUs, `-c8` to 2 and 2 (seen
+    on 24.11).
+    """
+    tasks, nodes = tasks_and_nodes(options)
+    if unit == "cpus-per-gpu" and not options.has("ntasks", "ntasks-per-node", "ntasks-per-gpu"):
+        return False
+    per_node = 1 if tasks == nodes else options.number("ntasks-per-node") or 0
+    return nodes == 1 or (nodes is not None and tasks == nodes * per_node)
 
 
 def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[list[SbatchOption], list[Change]]:

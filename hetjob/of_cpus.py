@@ -22,7 +22,6 @@ _ASKING = (
     r"(?:^|\$\(|`|[|;&])\s*nproc(?![\w-])(?!\s+--all)|sched_getaffinity|process_cpu_count|joblib\S*cpu_count"
     r"|Cpus_allowed|NumCPUs|AllocCPUS|AllocTRES|%\d*C\b"
 )
-_DIRECT = re.compile(rf"(?<!\w)(?:{'|'.join(_VARIABLES)})\b(?!=)|{_ASKING}", re.ASCII)
 # A variable, and a command whose output is a word or part of one.
 _REFERENCE = re.compile(r"\$\{?[#!]?(\w+)|(?:\$\(|`|[|;&])\s*([\w./-]+)", re.ASCII)
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)|\$\[(.*?)\]", re.DOTALL)
@@ -37,9 +36,14 @@ class OfCpus:
     Args:
         found: all its commands, and those of scripts that it calls.
         callable_names: functions and scripts among these; what they print may depend on it where anything does.
+        more_variables: Slurm's variables that depend on CPUs in this job, beside those that do in each.
     """
 
-    def __init__(self, found: Sequence[Command], callable_names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, found: Sequence[Command], callable_names: Iterable[str] = (), more_variables: Sequence[str] = ()
+    ) -> None:
+        variables = "|".join((*_VARIABLES, *more_variables))
+        self._direct = re.compile(rf"(?<!\w)(?:{variables})\b(?!=)|{_ASKING}", re.ASCII)
         self._names: set[str] = set()
         used: dict[str, set[str]] = {}  # what each name is part of
         pending: list[str] = []
@@ -47,10 +51,10 @@ class OfCpus:
         for command in found:
             is_arithmetic = _is_arithmetic(command.words)
             for word in command.words:
-                is_direct = bool(_DIRECT.search(word.text))
+                is_direct = bool(self._direct.search(word.text))
                 is_anywhere |= is_direct
                 for name, value in _assignments(word.text):
-                    pending += [name] if _DIRECT.search(value) else []
+                    pending += [name] if self._direct.search(value) else []
                     for reference in _references(value, is_arithmetic=is_arithmetic):
                         used.setdefault(reference, set()).add(name)
         if is_anywhere:
@@ -69,7 +73,8 @@ class OfCpus:
             text: of a word, or of several.
             is_arithmetic: names count without a `$`.
         """
-        return bool(_DIRECT.search(text)) or not self._names.isdisjoint(_references(text, is_arithmetic=is_arithmetic))
+        references = _references(text, is_arithmetic=is_arithmetic)
+        return bool(self._direct.search(text)) or not self._names.isdisjoint(references)
 
     def first(self, parts: Sequence[Word]) -> str:
         """The first word of a command that depends on them; "" if none does.

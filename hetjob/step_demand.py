@@ -41,6 +41,7 @@ class Allocation:
         nodes: None where the request leaves that open.
         gpus: in all.
         may_lack: of Slurm's variables those that the job has only if it says how many tasks there are.
+        by_cpus: of Slurm's variables those that depend on CPUs in this job, and not in each.
     """
 
     unit: str
@@ -49,6 +50,7 @@ class Allocation:
     nodes: int | None
     gpus: int
     may_lack: tuple[str, ...] = ()
+    by_cpus: tuple[str, ...] = ()
 
     def holds(self, tasks: int, cpus_per_task: int, nodes: int | None, cpus: int) -> bool:
         """Whether a step has room where each unit has so many CPUs."""
@@ -114,7 +116,7 @@ def least_cpus(
         values, processes = Values(text.commands, {}, is_complete=text.is_complete), text.processes_per_node()
 
         functions = functions_of(text.commands)
-        of_cpus = OfCpus(text.commands, [*functions, *text.was_read])
+        of_cpus = OfCpus(text.commands, [*functions, *text.was_read], allocation.by_cpus)
 
         def with_cpus(number: int) -> _JobSize:
             given = {**surroundings.environ, **allocation.variables(number)}

@@ -273,6 +273,38 @@ def test_a_step_has_the_cpus_that_a_variable_says(body: str, cpus: int | None) -
     assert cpus_of(plan) == cpus, plan.changes[0]
 
 
+PER_GPU = "-N1 --gpus=2 --cpus-per-gpu=8"
+LOOP = "for i in $(seq ${TASKS%%(*}); do python x.py; done"
+
+
+@pytest.mark.parametrize("name", ["SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"])
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        # Without a number of tasks Slurm makes as many as there are CPUs.
+        (PER_GPU, None),
+        (f"{PER_GPU} -n2", 2),
+        (f"{PER_GPU} --ntasks-per-node=2", 2),
+        (f"{PER_GPU} --ntasks-per-gpu=1", 2),
+        ("-N2 --gpus-per-node=2 --cpus-per-gpu=8", None),
+        ("-N2 --gpus-per-node=2 --cpus-per-gpu=8 --ntasks-per-node=2", 2),
+        (ONE, 2),
+        (f"{ONE} -N2", 2),
+        (FOUR, 8),
+        (RANKS, 2),
+        (f"{RANKS} -n4", 2),
+        ("-N2 -n2 -c8 --gpus-per-node=1", 2),
+        # Nodes of 16 CPUs have 2 tasks each, or 3 and 1 where a task has 2 CPUs.
+        ("-N2 -n4 -c8 --gpus-per-node=2", None),
+    ],
+)
+def test_tasks_of_a_node_go_by_cpus_where_nothing_else_says_them(options: str, cpus: int | None, name: str) -> None:
+    plan = plan_of(options, LOOP.replace("TASKS", name))
+    assert cpus_of(plan) == cpus
+    assert cpus is not None or "would be another number with fewer CPUs" in str(plan.changes)
+    assert cpus_of(plan_of(options, f'echo "${name}"; [ -n "${name}" ]\npython x.py')) is not None
+
+
 N = "SLURM_CPUS_PER_TASK"
 
 

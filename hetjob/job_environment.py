@@ -16,6 +16,7 @@ from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR
 _COMMANDS = str(Path(__file__).with_name("commands"))
 # Of component 0, an option of srun.
 _OF_SRUN = re.compile(r"SLURM_(?!JOB_|TASKS_PER_NODE_)[A-Z0-9_]+_(?:HET|PACK)_GROUP_0", re.ASCII)
+_OF_NODES = r"(\d{1,9})(?:\(x(\d{1,9})\))?"  # tasks of a node, and how many such nodes
 CONTROLLER_STATE_FILE = "elastic.json"
 
 
@@ -122,10 +123,35 @@ def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that an ordinary job has and a heterogeneous one lacks.
 
     Slurm gives a heterogeneous job's batch script `SLURM_CPUS_PER_TASK_HET_GROUP_0` but no `SLURM_CPUS_PER_TASK`
-    (seen on 22.05), on which the user's script may count.
+    (seen on 22.05), on which the user's script may count. What the job has instead counts for nothing: the shell that
+    submitted it may have had it from a job of its own, where an ordinary job gets a value anew. And with
+    `--cpus-per-gpu` there are CPUs in `SLURM_TASKS_PER_NODE` (seen on 24.11 and 26.05), and tasks in
+    `SLURM_TASKS_PER_NODE_HET_GROUP_0`.
     """
     own = ((re.fullmatch(r"(SLURM_\w+)_HET_GROUP_0", name), value) for name, value in of_own_job(environ).items())
-    return {match[1]: value for match, value in own if match and match[1] not in environ}
+    component = {match[1]: value for match, value in own if match}
+    found = component | _counted_tasks(component)
+    # Of nodes and ids those of the whole job stay.
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in environ or (environ[name] != value and not name.startswith("SLURM_JOB_"))
+    }
+
+
+def _counted_tasks(component: Mapping[str, str]) -> dict[str, str]:
+    """How many tasks component 0 has, where an ordinary job says so and it does not.
+
+    Both variables are there for `--ntasks`, and also where `--ntasks-per-node` gives the number (seen on 22.05 to
+    26.05). Of the latter a component lacks them since 24.11, and the job too where there is no `--cpus-per-task`.
+    """
+    if "SLURM_NTASKS" in component or "SLURM_NTASKS_PER_NODE" not in component:
+        return {}
+    of_nodes = component.get("SLURM_TASKS_PER_NODE", "")
+    if not re.fullmatch(rf"{_OF_NODES}(?:,{_OF_NODES})*", of_nodes, re.ASCII):
+        return {}
+    tasks = str(sum(int(number) * int(nodes or 1) for number, nodes in re.findall(_OF_NODES, of_nodes, re.ASCII)))
+    return {"SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks}
 
 
 def script_lines(environ: Mapping[str, str]) -> str:

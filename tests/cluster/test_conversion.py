@@ -325,6 +325,43 @@ def test_steps_of_every_kind_have_what_they_have_in_a_plain_job(
         assert steps(converted) == steps(plain), (kind, converted.read_text())
 
 
+# Ways to say how many tasks there are, with as many CPUs as the trainer keeps.
+TASKS = (
+    *("-N2", "-n3", "-N2 -n3", "-N2 -c2", "-N2 --ntasks-per-node=2", "-N2 --ntasks-per-node=2 -c2"),
+    *("--gpus=2 --ntasks-per-gpu=1", "-N2 --gpus-per-node=2 --ntasks-per-node=2", "--gpus=2 --cpus-per-gpu=2"),
+    *("-N2 --gpus-per-node=2 --ntasks-per-node=2 --cpus-per-gpu=2", "--ntasks-per-node=3"),
+)
+
+
+def test_a_script_reads_as_many_tasks_as_in_a_plain_job(
+    devcluster: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    given, _ = parse_command_line(OWN, devcluster.env)
+    # Of another job, in the shell that submits.
+    env = {**devcluster.env, "SLURM_NTASKS": "99", "SLURM_CPUS_PER_TASK": "9"}
+    logs: dict[str, list[Path]] = {}
+    for options in TASKS:
+        body = "set -u; env | grep -E '^SLURM_(N?TASKS|NPROCS|CPUS_PER)' | grep -v _GROUP_ | sort; echo done"
+        text = f"#!/bin/bash\n#SBATCH {options} --mem=1G -t5\n{body}\n".encode()
+        converted = convert_script(text, "x", given, devcluster.env, CommandSlurm(devcluster.env), EXPORTS).script
+        for form, script in (("plain", text), ("converted", converted)):
+            log = tmp_path / f"{len(logs)}-{form}"
+            argv = ["sbatch", f"--job-name=tasks-{os.getpid()}", f"--output={log}", f"--chdir={tmp_path}"]
+            subprocess.run(argv, input=script, env=env, capture_output=True, check=True)
+            logs.setdefault(options, []).append(log)
+    wait_until(
+        lambda: all(log.exists() and "done\n" in log.read_text() for pair in logs.values() for log in pair),
+        180,
+        "all scripts have ended",
+    )
+    wait_until(lambda: not devcluster.run(["squeue", "-h"]).stdout, 60, "the queue is empty")
+    found = {options: [log.read_text() for log in pair] for options, pair in logs.items()}
+    assert {options: converted for options, (_, converted) in found.items()} == {
+        options: plain for options, (plain, _) in found.items()
+    }
+    assert "SLURM_NTASKS=4\n" in found["-N2 --ntasks-per-node=2"][1]
+
+
 STEPS = """#!/bin/bash
 #SBATCH {options} --gres=gpu:1 -o {log}
 {body}

@@ -43,6 +43,32 @@ def test_variables_that_a_heterogeneous_job_lacks_are_restored() -> None:
         "SLURM_CPUS_PER_TASK_HET_GROUP_1": "9",
     }
     assert plain_variables(environ) == {"SLURM_CPUS_PER_TASK": "4"}
+    of_the_submission = {"SLURM_CPUS_PER_TASK": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1"}
+    assert plain_variables(environ | of_the_submission) == {"SLURM_CPUS_PER_TASK": "4"}
+
+
+@pytest.mark.parametrize(("of_nodes", "tasks"), [("2(x2)", "4"), ("4(x2),3", "11"), ("3,1", "4"), ("1", "1")])
+def test_tasks_that_slurm_does_not_count_are_counted(of_nodes: str, tasks: str) -> None:
+    """Of --ntasks-per-node a plain job has SLURM_NTASKS, and a component has none since Slurm 24.11."""
+    environ = {
+        **{"SLURM_TASKS_PER_NODE": of_nodes, "SLURM_TASKS_PER_NODE_HET_GROUP_0": of_nodes},
+        **{"SLURM_NTASKS_PER_NODE_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "7"},
+    }
+    counted = {"SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks}
+    expected = counted | {"SLURM_NTASKS_PER_NODE": "2"}
+    assert plain_variables(environ) == expected
+    # A number from where the job was submitted counts for nothing, as in a plain job.
+    assert plain_variables(environ | {"SLURM_NTASKS": "99", "SLURM_NPROCS": "99"}) == expected
+    # Of no such option a plain job has none either.
+    without = {name: value for name, value in environ.items() if "NTASKS_PER_NODE" not in name}
+    assert plain_variables(without) == {}
+    assert plain_variables(environ | {"SLURM_TASKS_PER_NODE_HET_GROUP_0": "x"}).keys().isdisjoint(counted)
+
+
+def test_tasks_of_a_node_are_those_of_the_trainer() -> None:
+    """With --cpus-per-gpu Slurm 24.11 and 26.05 count CPUs there, and in a plain job tasks."""
+    environ = {"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)", "SLURM_HET_SIZE": "2"}
+    assert plain_variables(environ) == {"SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
 def test_what_a_script_says_to_srun_counts_as_in_an_ordinary_job() -> None:

@@ -302,7 +302,10 @@ def _interpreter(first_line: str) -> str | None:
 
 
 def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerPartition:
-    """Of several partitions the smallest limit of memory, the largest default, and a setting that one of them has."""
+    """Of several partitions the smallest limit of memory, the largest default, and a setting that one of them has.
+
+    And the most threads of a core: nobody knows where the job will run.
+    """
     names = (options.value("partition") or cluster.default_partition or "").split(",")
     known = cluster.default_mb_per_cpu
     of_each = [cluster.limits[name] for name in names if name in cluster.limits]
@@ -313,6 +316,7 @@ def _trainer_partition(options: SbatchOptions, cluster: Cluster) -> TrainerParti
         min(limits, default=None),
         None if known is None else max((known.get(name, 0) for name in names), default=0),
         next((limit.alone for limit in of_each if limit.alone), whole_memory),
+        max((limit.threads_per_core for limit in of_each), default=1),
     )
 
 

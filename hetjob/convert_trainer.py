@@ -36,11 +36,13 @@ class TrainerPartition:
         default_mb_per_cpu: what a job gets for each that asks for none (`DefMemPerCPU`), 0 where CPUs do not decide;
             None where it is not known.
         alone: by which setting no job of others comes to a job's nodes; "" where one may.
+        threads_per_core: the most that a core has, as far as is known.
     """
 
     max_mb_per_cpu: float | None = None
     default_mb_per_cpu: float | None = None
     alone: str = ""
+    threads_per_core: int = 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def trainer_overrides(
     if kept < asked.cpus and not spec.trainer_cpus:
         kept, why = (kept, why) if _says_how_many_nodes(options) else (asked.cpus, _DIVIDED)
     if per_cpu and kept < asked.cpus and not spec.trainer_cpus:
-        kept = _kept_for_memory(asked.cpus, kept, per_cpu)
+        kept = _kept_for_memory(asked.cpus, kept, per_cpu, partition.threads_per_core)
         why = why if kept < asked.cpus else _BY_WHOLE_CORES
     if kept >= asked.cpus:
         why = f"the script asks for {asked.cpus}, the trainer may keep {kept}" if kept > asked.cpus else why
@@ -193,18 +195,19 @@ def _says_how_many_nodes(options: SbatchOptions) -> bool:
     return is_one_node or (nodes is not None and (options.has("nodes") or gpus < 2))
 
 
-def _kept_for_memory(asked: int, kept: int, per_cpu_mb: float) -> int:
+def _kept_for_memory(asked: int, kept: int, per_cpu_mb: float, threads_per_core: int) -> int:
     """The fewest CPUs, from `kept` on, among which the memory of those asked for is divided without a rest.
 
     Slurm takes whole MB for each CPU, so a rest makes the job larger than its node may be. And of a node whose cores
-    have two threads a task gets whole cores, with the memory of both (`SelectTypeParameters`, slurm.conf(5)): even
-    numbers stay what they are, and of an odd one nobody knows here how much memory it brings.
+    have several threads a task gets whole cores, with the memory of all (`SelectTypeParameters`, slurm.conf(5)): what
+    fills cores stays what it is, and of another number nobody knows here how much memory it brings. Of nodes of which
+    nothing is known cores may have two.
     """
-    if asked % 2:
+    core = math.lcm(2, threads_per_core)
+    if asked % core:
         return asked
-    return next(
-        cpus for cpus in range(kept + kept % 2, asked + 1, 2) if per_cpu_mb * asked % cpus == 0 or cpus == asked
-    )
+    filling = range(math.ceil(kept / core) * core, asked + 1, core)
+    return next(cpus for cpus in filling if per_cpu_mb * asked % cpus == 0 or cpus == asked)
 
 
 def _allocation(options: SbatchOptions, unit: str) -> Allocation:

@@ -66,6 +66,7 @@ class PartitionLimits:
             one may.
         allocates_memory: a node's memory is divided among jobs (`SelectTypeParameters`), so that none comes to a job
             with all of it.
+        threads_per_core: the most that a core of its nodes has (`ThreadsPerCore`).
     """
 
     nodes: tuple[NodeSize, ...]
@@ -73,6 +74,7 @@ class PartitionLimits:
     max_time_s: float | None = None
     alone: str = ""
     allocates_memory: bool = False
+    threads_per_core: int = 1
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Job, Partition, total
 from hetstream.slurm_plugin.client.values import seconds
 
-# Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
-SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
+# Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES,
+# threads of a core.
+SINFO_FORMAT = "--format=%P|%c|%m|%D|%G|%Z"
 
 # A job has whole nodes, or those of its user or its part of the topology; 26.05 has one word for all (slurm.conf(5)).
 _ALONE = re.compile(r"\s(OverSubscribe=EXCLUSIVE|Exclusive(?:User|Topo)=YES|Exclusive=(?:NODE|USER|TOPO))(?=\s|$)")
@@ -85,10 +86,13 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
     """
     nodes: dict[str, list[NodeSize]] = {}
     unknown: set[str] = set()
+    threads: dict[str, int] = {}
     for line in sinfo:
         name, *fields = line.strip().split("|")
         name = name.rstrip("*")
-        if len(fields) == 4 and all(field.isdigit() for field in fields[:3]):
+        of_core = re.match(r"\d+", fields[-1], re.ASCII) if len(fields) == 5 else None
+        threads[name] = max(threads.get(name, 1), int(of_core[0]) if of_core else 1)
+        if of_core and all(field.isdigit() for field in fields[:3]):
             has_gpus = total(parse_gres(fields[3]), "gpu") > 0
             nodes.setdefault(name, []).append(NodeSize(int(fields[0]), int(fields[1]), has_gpus, int(fields[2])))
         else:
@@ -109,8 +113,9 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         max_time_s = seconds(longest[1]) if longest else None
         setting = _ALONE.search(line)
         alone = setting[1] if setting else "SelectType=select/linear" if is_linear else ""
+        max_mb_per_cpu = _number("MaxMemPerCPU", line) or everywhere
         found[name] = PartitionLimits(
-            sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s, alone, _allocates_memory(line, config)
+            sizes, max_mb_per_cpu, max_time_s, alone, _allocates_memory(line, config), threads[name]
         )
     return found
 

@@ -148,6 +148,33 @@ def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit
 
 
 @pytest.mark.parametrize(
+    ("sbatch", "threads", "kept"),
+    [
+        # Of 4 threads per core Slurm makes 2 CPUs 4, with the memory of as many.
+        ("--gres=gpu:1 -c8 --mem-per-cpu=4000", 4, ("--cpus-per-task=4", "--mem-per-cpu=8000M")),
+        ("--gres=gpu:1 -c8 --mem-per-cpu=4000", 2, ("--cpus-per-task=2", "--mem-per-cpu=16000M")),
+        ("--gres=gpu:1 -c8 --mem-per-cpu=4000", 1, ("--cpus-per-task=2", "--mem-per-cpu=16000M")),
+        ("--gres=gpu:1 -c8 --mem-per-cpu=4000", 8, ()),
+        ("--gres=gpu:1 -c6 --mem-per-cpu=4000", 4, ()),
+        ("--gres=gpu:1 -c12 --mem-per-cpu=1001", 4, ("--cpus-per-task=4", "--mem-per-cpu=3003M")),
+        ("--gres=gpu:3 -c16 --mem-per-cpu=1001", 4, ("--cpus-per-task=8", "--mem-per-cpu=2002M")),
+        ("-N1 --gpus=2 --cpus-per-gpu=8 --mem-per-cpu=1000", 4, ("--cpus-per-gpu=4", "--mem-per-cpu=2000M")),
+        ("--gres=gpu:1 -c8 -p gpu,other --mem-per-cpu=4000", 4, ("--cpus-per-task=4", "--mem-per-cpu=8000M")),
+        ("--gres=gpu:1 -c8 -p other,gpu --mem-per-cpu=4000", 4, ("--cpus-per-task=4", "--mem-per-cpu=8000M")),
+        ("--gres=gpu:1 -c8 -p other --mem-per-cpu=4000", 4, ("--cpus-per-task=2", "--mem-per-cpu=16000M")),
+        ("--gres=gpu:1 -c8", 4, ("--cpus-per-task=4", "--mem-per-cpu=2000M")),
+        ("--gres=gpu:1 -c8 --mem=8G", 4, ("--cpus-per-task=2",)),
+    ],
+)
+def test_memory_by_cpus_goes_by_whole_cores(sbatch: str, threads: int, kept: tuple[str, ...]) -> None:
+    limits = {"gpu": PartitionLimits((), threads_per_core=threads), "other": PartitionLimits(())}
+    cluster = Cluster(frozenset(limits), "gpu", None, limits, default_mb_per_cpu={"gpu": 1000})
+    plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\nsrun python train.py\n", "train.sbatch", cluster=cluster)
+    assert plan.components[0].options == kept
+    assert kept or "the script's memory goes by its CPUs" in plan.changes[0].why
+
+
+@pytest.mark.parametrize(
     ("sbatch", "kept"),
     [
         ("--gres=gpu:1 -c16", ("--cpus-per-task=2", "--mem-per-cpu=32000M")),

@@ -12,11 +12,11 @@ from hetstream.slurm_plugin.client.partitions import parse_default_memory, parse
 from hetstream.slurm_plugin.insight.reasons import told_by_slurm
 
 SINFO = [
-    "gpu*|64|512000|8|gpu:h200:8,shard:32",
-    "cpu|128|256000|20|(null)",
-    "cpu|32|64000|4|(null)",
-    "mixed|32+|64000+|3|(null)",
-    "small|16|64000|2|gpuless:1,gpu:0",
+    "gpu*|64|512000|8|gpu:h200:8,shard:32|4",
+    "cpu|128|256000|20|(null)|2",
+    "cpu|32|64000|4|(null)|1",
+    "mixed|32+|64000+|3|(null)|2+",
+    "small|16|64000|2|gpuless:1,gpu:0|1",
 ]
 SHOWN = """\
 PartitionName=gpu AllowGroups=ALL MaxTime=2-00:00:00 MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000
@@ -64,10 +64,10 @@ def test_a_partition_that_does_not_admit_a_job_keeps_it_from_no_other(reason: st
 def test_the_limits_of_partitions() -> None:
     limits = parse_limits(SINFO, SHOWN, "MaxMemPerNode           = UNLIMITED\n")
     assert limits == {
-        "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000, 172800.0),
-        "cpu": PartitionLimits((NodeSize(96, 256000, False, 20), NodeSize(32, 64000, False, 4))),
+        "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000, 172800.0, threads_per_core=4),
+        "cpu": PartitionLimits((NodeSize(96, 256000, False, 20), NodeSize(32, 64000, False, 4)), threads_per_core=2),
         "small": PartitionLimits((NodeSize(16, 64000, False, 2),)),
-        "mixed": PartitionLimits((), None, 3600.0),
+        "mixed": PartitionLimits((), None, 3600.0, threads_per_core=2),
     }
     everywhere = parse_limits(SINFO, SHOWN, "MaxMemPerCPU            = 4000\n")
     assert {name: one.max_mb_per_cpu for name, one in everywhere.items()} == {"gpu": 8000} | dict.fromkeys(
@@ -91,9 +91,9 @@ def test_the_limits_of_partitions() -> None:
 def test_whose_jobs_have_their_nodes_alone(written: str, alone: str) -> None:
     """As 22.05, 24.11 and 26.05 say it of a partition, and select/linear of the whole cluster."""
     shown = f"PartitionName=gpu AllowGroups=ALL {written} State=UP\n"
-    assert parse_limits(["gpu*|8|8000|1|(null)"], shown, "")["gpu"].alone == alone
+    assert parse_limits(["gpu*|8|8000|1|(null)|1"], shown, "")["gpu"].alone == alone
     assert parse_limits(["gpu*"], shown, "SelectType              = select/cons_tres\n")["gpu"].alone == alone
-    linear = parse_limits(["gpu*|8|8000|1|(null)"], shown, "SelectType              = select/linear\n")
+    linear = parse_limits(["gpu*|8|8000|1|(null)|1"], shown, "SelectType              = select/linear\n")
     assert linear["gpu"].alone == (alone or "SelectType=select/linear")
 
 
@@ -109,9 +109,9 @@ def test_whose_jobs_have_their_nodes_alone(written: str, alone: str) -> None:
 )
 def test_where_memory_is_allocated(of_partition: str, of_cluster: str, allocates: bool) -> None:
     shown = f"PartitionName=gpu AllowGroups=ALL SelectTypeParameters={of_partition} State=UP\n"
-    limits = parse_limits(["gpu*|8|8000|1|(null)"], shown, f"SelectTypeParameters    = {of_cluster}\n")
+    limits = parse_limits(["gpu*|8|8000|1|(null)|1"], shown, f"SelectTypeParameters    = {of_cluster}\n")
     assert limits["gpu"].allocates_memory is allocates
-    assert not parse_limits(["gpu*|8|8000|1|(null)"], "", "")["gpu"].allocates_memory
+    assert not parse_limits(["gpu*|8|8000|1|(null)|1"], "", "")["gpu"].allocates_memory
 
 
 def test_what_is_in_another_form_is_not_known() -> None:

@@ -52,14 +52,12 @@ def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any, wai
     with pytest.raises(SlurmCommandError, match="has ended"):
         told(devcluster, "top", job_id)
 
-    def cleaned() -> tuple[str, str]:
-        (row,) = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))[
-            "directories"
-        ]
-        return row["directory"], row["done"]
+    def cleaned() -> str:
+        rows = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))["directories"]
+        return {row["directory"]: row["done"] for row in rows}[f"{place}/job-{job_id}"]
 
     # squeue shows what has ended for MinJobAge seconds, but not as living; the last component ends a moment later.
-    wait_until(lambda: cleaned() == (f"{place}/job-{job_id}", "would be removed"), timeout_s=30, what="the job's end")
+    wait_until(lambda: cleaned() == "would be removed", timeout_s=30, what="the job's end")
     # The same by the environment, which reaches the job through its script.
     second = submit(devcluster, devcluster.out_dir / "by-environment", "--export=NONE", HETSTREAM_JOBS_DIR=pattern)
     summary = place / f"job-{second}" / "summary.json"

@@ -147,6 +147,8 @@ class EnteredPipeline:
     def left_by_parts(self, seeds: PassSeeds) -> str:
         """What `worker_init_fn` does for one id and is still there for the next one, on one line; "" where that is
         nothing. Called before any step."""
+        if self._loaded.worker_init_fn is None:
+            return ""
         left = []
         for worker_id in range(min(2, self._loaded.num_workers)):
             self.enter(seeds, worker_id)

@@ -222,7 +222,8 @@ def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
     for name in PATH_LISTS:
         # An entry may begin where the process works, which is another place in another process; an empty one is that.
         entries = [os.path.abspath(entry) for entry in found.pop(name, "").split(os.pathsep)] if found.get(name) else []
-        if kept := [entry for entry in entries if not entry.endswith(_OWN_PLACES.get(name, os.sep))]:
+        own_place = _OWN_PLACES.get(name)
+        if kept := [entry for entry in entries if own_place is None or not entry.endswith(own_place)]:
             found[name] = os.pathsep.join(kept)
     return found | {_HASH_SEED: hash_seed(environ)}
 

@@ -135,7 +135,8 @@ def strange_here(path: str, owner_there: int) -> str:
     if status.st_uid not in (0, os.geteuid(), owner_there):
         there = "nobody" if owner_there < 0 else user_name(owner_there)
         return f"{path} belongs to {user_name(status.st_uid)} on this host, and to {there} on the program's"
-    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
+    is_public = status.st_mode & stat.S_ISVTX or status.st_uid != os.geteuid()  # not an own one that is open to all
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH and is_public:
         return f"anybody can write to {path} on this host"
     return ""
 

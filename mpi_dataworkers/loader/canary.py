@@ -208,7 +208,7 @@ class Canary:
         """
         if found.failure is None and expected.failure is not None and expected.failure.is_final:
             raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
-        differences, varying = self._compared(found, expected), self._varying
+        differences, varying = self.differences(found, expected), self._varying
         # A process that is started now, in a later pass, is none that was kept.
         if differences and not (self.is_kept and self._num_passes):
             # Two of now, because the program may have changed its objects since the first one was started.
@@ -216,13 +216,18 @@ class Canary:
             made = expected, again, other
             if len({each.outcome for each in made}) > 1:  # it fails at times
                 expected = next((each for each in made if each.outcome == found.outcome), expected)
-                differences = self._compared(found, expected)
-            elif varying := {each.field for each in self._compared(again, other)}:
+                differences = self.differences(found, expected)
+            elif varying := {each.field for each in self.differences(again, other)}:
                 self._varying |= varying
                 self.say(f"{min(varying)} is another one each time that torch's own worker makes it", "varying")
         return next((str(each) for each in differences if each.field not in varying), "")
 
-    def _compared(self, found: Made, expected: Made) -> list[Difference]:
+    def differences(self, found: Made, expected: Made) -> list[Difference]:
+        """All differences of two makings of a step.
+
+        Raises:
+            NotMade: user code raised when they were looked at.
+        """
         outcomes = found.outcome, expected.outcome
         if outcomes[0] != outcomes[1]:
             return [Difference("the step", found.summary, expected.summary)]

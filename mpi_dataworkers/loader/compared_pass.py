@@ -15,7 +15,6 @@ from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.loader.canary import Canary
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.first_workers import FirstWorkers
-from hetstream.mpi_dataworkers.loader.likeness import compare
 from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
@@ -288,9 +287,8 @@ class ComparedPass:
         other = self._canary.new_witness(self._pipeline)
         try:
             other.begin([request])
-            varying = {
-                each.field for each in compare(other.made(request[1], self._limit_s).batch, made.batch).differences
-            }
+            again = other.made(request[1], self._limit_s)
+            varying = {each.field for each in self._canary.differences(again, made)}
         finally:
             self._canary.end_witness(other)
         found = next((how for field, how in made.repeated.items() if field not in varying), "")

@@ -113,14 +113,6 @@ class StepDataset(torch.utils.data.Dataset[Any]):
         except SampleError as error:
             return FailedStep(error.user_error(), in_trainer=self._entered is None)
 
-    @property
-    def entered(self) -> EnteredPipeline | None:
-        """The pipeline in a worker process; None in the trainer."""
-        info = torch.utils.data.get_worker_info()
-        if info is not None and self._entered is None:
-            self._entered = EnteredPipeline(self._pipeline, info.id, is_torchs=True)
-        return self._entered
-
     def make(self, request: StepRequest) -> tuple[MadeStep, bytes]:
         """Make a step.
 
@@ -128,9 +120,11 @@ class StepDataset(torch.utils.data.Dataset[Any]):
             SampleError: user code raised for it.
         """
         seeds, step, *work = request
-        entered = self.entered
-        if entered is not None:
-            return make_step(entered.enter(seeds, step), *work), b""
+        info = torch.utils.data.get_worker_info()
+        if info is not None and self._entered is None:
+            self._entered = EnteredPipeline(self._pipeline, info.id, is_torchs=True)
+        if self._entered is not None:
+            return make_step(self._entered.enter(seeds, step), *work), b""
         if self._here is None:
             self._here = self._pipeline.with_own_generators()
             if seeds.workers is not None:

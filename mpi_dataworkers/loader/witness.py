@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.ops.changes import changed_by
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
@@ -151,9 +152,10 @@ class _WitnessSteps(StepDataset):
             with contextlib.suppress(Exception):
                 batches.append(pickle.dumps(self.make(request)[0].batch))
 
-        entered = self.entered
+        # Not that of the steps: a collate_fn that is its loader's own method reaches it, and it remembers its parts.
+        apart = EnteredPipeline(self._pipeline, 0, is_torchs=True)
         with contextlib.suppress(Exception):  # it is the first step's own failure
-            if entered is not None and (left := entered.left_by_parts(request[0])):
+            if left := apart.left_by_parts(request[0]):
                 return Made(0, None, changes=f"worker_init_fn sets for each worker what here several share: {left}")
         if changes := changed_by(make, self._pipeline.user_objects):
             said = "what makes its samples is changed by them, so they may depend on one another"

@@ -42,6 +42,7 @@ def test_a_place_is_strange_that_belongs_to_another_user_than_there(tmp_path: Pa
     assert "belongs to" in strange_here(theirs, 0)
     assert "belongs to" in strange_here(theirs, -1)
     assert "anybody can write" in strange_here(made(tmp_path / "open", 0, 0o1777), 0)
+    assert strange_here(made(tmp_path / "opened by its user", 0, 0o777), 0) == "", "the program imports from it, too"
     assert "is not on this host" in strange_here(str(tmp_path / "missing"), 0)
     assert owner_of(theirs) == SOMEBODY
     assert owner_of(str(tmp_path / "missing")) == -1

@@ -155,6 +155,8 @@ def zygote() -> Iterator[Zygote]:
     with one.process:
         yield one
         Service.zygote = None
+        # Not by the end of its input alone: what a failed test has left running may hold that open.
+        one.process.terminate()
 
 
 @pytest.fixture

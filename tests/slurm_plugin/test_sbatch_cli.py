@@ -415,7 +415,7 @@ def test_sbatch_ends_with_a_hetstream_that_is_killed_and_the_next_one_cleans_up(
 
 def test_what_is_said_of_the_partition_nobody_chose_and_of_what_no_node_holds(shell: Shell) -> None:
     (shell.directory / "tools" / "sinfo").write_text(
-        "#!/bin/sh\nprintf 'gpu*|16|64000|2|gpu:4\\ncpu|8|32000|4|(null)\\nmixed|8+|32000+|4|(null)\\n'\n"
+        "#!/bin/sh\nprintf 'gpu*|16|64000|2|gpu:4|1\\ncpu|8|32000|4|(null)|1\\nmixed|8+|32000+|4|(null)|1+\\n'\n"
     )
     script = shell.directory / "train.sbatch"
     script.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))

@@ -410,7 +410,7 @@ def test_without_a_proposal_auto_says_so_and_leaves_the_script_alone(tmp_path: P
     assert said in wrong.stderr, "notes are not lost"
 
 
-SINFO = "#!/bin/sh\necho 'cpu*|16|64000|4|(null)'\necho 'gpu|16|128000|2|gpu:2'\n"
+SINFO = "#!/bin/sh\necho 'cpu*|16|64000|4|(null)|1'\necho 'gpu|16|128000|2|gpu:2|1'\n"
 SCONTROL = "#!/bin/sh\necho 'SLURM_VERSION           = 22.05.8'\necho 'SelectTypeParameters    = CR_CORE_MEMORY'\n"
 
 

@@ -135,8 +135,7 @@ ROWS: dict[str, dict[str, str]] = {
     "named": {
         "hetjob/gpu/antman.py": "FileChannel.order*2 FileChannel.report*3",
         "hetjob/gpu/devices/emulated_file.py": (
-            "EmulatedGpuFile.__init__ EmulatedGpuFile._living EmulatedGpuFile._locked*2 EmulatedGpuFile._try_lock "
-            "EmulatedGpuFile.create*2"
+            "EmulatedGpuFile.__init__ EmulatedGpuFile._locked EmulatedGpuFile._try_lock EmulatedGpuFile.create*2"
         ),
         "hetstream/base/faults.py": "_strike",
         "mpi_dataworkers/loader/skipped.py": "SkippedSamples._write*3 writing_problem*3",

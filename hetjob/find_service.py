@@ -140,7 +140,9 @@ def check_running(address_file: Path) -> None:
 def job_directory(places: Iterable[Path], job_id: str) -> Path | None:
     """The directory of a job's last start, in the first of some places that has one; None if this user sees none."""
     for place in places:
-        found = [path for path in place.glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]
+        # hetstream makes no link there; somebody else may, where the place is shared.
+        named = [path for path in place.glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]
+        found = [path for path in named if not path.is_symlink()]
         if found:
             return max(found, key=lambda path: _restarts(path, job_id))
     return None

@@ -21,15 +21,19 @@ SUMMARY_FILE = "summary.json"
 _MAX_SUMMARY_BYTES = 64 << 20
 
 
-def load_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
+def load_summary(directory: Path, *, links: bool = True) -> tuple[dict[str, Any], os.stat_result]:
     """The record in a directory, which may be of a user who has put anything there, and the status of its file.
+
+    Args:
+        directory: where the record is.
+        links: see `Directory.open`.
 
     Raises:
         FileNotFoundError: there is none.
         OSError: it cannot be read.
         ValueError: it is no record; the text says what of the file, without its name.
     """
-    with Directory.open(directory) as opened:
+    with Directory.open(directory, links=links) as opened:
         text, status = opened.read(SUMMARY_FILE, _MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
     try:
         summary = json.loads(text)
@@ -41,13 +45,14 @@ def load_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
 
 
 def load_own_summary(directory: Path) -> tuple[dict[str, Any], os.stat_result]:
-    """The same of this user's own record: one in a directory that many can write to must not advise him.
+    """The same of this user's own record: one in a directory that many can write to must not advise him, nor must one
+    of another project, to which somebody's link there leads.
 
     Raises:
         PermissionError: it is another user's.
         OSError, ValueError: as of `load_summary`.
     """
-    summary, status = load_summary(directory)
+    summary, status = load_summary(directory, links=False)
     if status.st_uid != os.geteuid():
         text = f"it belongs to user {status.st_uid}, this is user {os.geteuid()}"
         raise PermissionError(errno.EPERM, text, str(directory / SUMMARY_FILE))

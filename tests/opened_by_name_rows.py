@@ -186,7 +186,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/wire/address.py": "read_address_file*2 remove_address_file write_address_file*2",
         "mpi_dataworkers/wire/pipeline_transfer.py": "_write*6 read_into*2 remove_all remove_unused*2",
         "slurm_plugin/cli/ckpt_writer.py": "run*3",
-        "slurm_plugin/cli/logs.py": "_last_lines _logs*2",
+        "slurm_plugin/cli/logs.py": "run",
         "slurm_plugin/cli/master.py": "_keep",
         "slurm_plugin/insight/past_jobs.py": "_directories",
     },

@@ -57,18 +57,19 @@ class Directory:
         self._group = group
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, group_reads: bool = False) -> Directory:
+    def open(cls, path: str | os.PathLike[str], *, group_reads: bool = False, links: bool = True) -> Directory:
         """Open a directory that the caller has named; links on the way are the caller's.
 
         Args:
             path: of the directory.
+            links: it may be a link itself. Not so where its name was found in a directory that others may write to.
             group_reads: what is made in it can be read by its group, if its mode lets the group in (g+rx) and this user
                 is of that group; else, and by default, by this user alone.
 
         Raises:
             OSError: it is not there, cannot be read, or is no directory.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
         status = os.fstat(descriptor)
         is_open = group_reads and status.st_mode & _GROUP_ENTERS == _GROUP_ENTERS
         return cls(Path(path), descriptor, group=status.st_gid if is_open else None)

@@ -18,6 +18,7 @@ from hetstream.slurm_plugin.client.job_place import job_place
 
 _MAX_BYTES = 256 << 20
 _DEFAULT_LINES = 20
+_WRITERS = "writers"
 
 EPILOG = f"""\
 master.log      what the job master decided and why
@@ -61,46 +62,58 @@ def run(args: argparse.Namespace) -> int:
     """Print them."""
     if args.lines is not None and args.lines < 1:
         raise UsageError(f"--lines {args.lines}: at least 1")
-    directory = directory_of(args.job)
-    logs = list(_logs(directory))
-    if not logs:
-        raise UsageError(
-            f"no log in {directory}: the job has not started, or had no data workers and no checkpoint writers"
-        )
-    chosen = [log for log in logs if not args.names or any(_is_called(log, name) for name in args.names)]
-    if not chosen:
-        known = ", ".join(str(log.relative_to(directory).with_suffix("")) for log in logs)
-        raise UsageError(f"no log {' or '.join(map(repr, args.names))} in {directory}. It has: {known}")
-    if args.path:
-        print("\n".join(printable(str(path)) for path in chosen))
-        return 0
-    num_lines = args.lines or (None if args.names else _DEFAULT_LINES)
-    for place, path in enumerate(chosen):
-        if len(chosen) > 1:
-            print(f"{chr(10) if place else ''}==> {printable(str(path))} <==")
-        for line in _last_lines(path, num_lines):
-            print(printable(line))
+    path = directory_of(args.job)
+    with Directory.open(path) as directory:
+        logs = list(_logs(directory))
+        if not logs:
+            raise UsageError(
+                f"no log in {path}: the job has not started, or had no data workers and no checkpoint writers"
+            )
+        chosen = [log for log in logs if not args.names or any(_is_called(log, name) for name in args.names)]
+        if not chosen:
+            known = ", ".join(str(log.with_suffix("")) for log in logs)
+            raise UsageError(f"no log {' or '.join(map(repr, args.names))} in {path}. It has: {known}")
+        if args.path:
+            print("\n".join(printable(str(path / log)) for log in chosen))
+            return 0
+        num_lines = args.lines or (None if args.names else _DEFAULT_LINES)
+        for place, log in enumerate(chosen):
+            if len(chosen) > 1:
+                print(f"{chr(10) if place else ''}==> {printable(str(path / log))} <==")
+            for line in _last_lines(directory, log, num_lines):
+                print(printable(line))
     sys.stdout.flush()
     return 0
 
 
-def _logs(directory: Path) -> Iterator[Path]:
-    """The logs of a job, its master's first."""
-    found = [path for path in directory.glob("*.log") if path.is_file()]
+def _logs(directory: Directory) -> Iterator[Path]:
+    """The logs of a job in its directory, its master's first."""
     order = {"master.log": 0, "dispatcher.log": 1}
-    yield from sorted(found, key=lambda path: (order.get(path.name, 2), len(path.name), path.name))
-    yield from sorted((directory / "writers").glob("*.log"))
+    yield from sorted(_named(directory), key=lambda log: (order.get(log.name, 2), len(log.name), log.name))
+    try:
+        with directory.enter(_WRITERS) as writers:
+            yield from sorted(Path(_WRITERS) / log for log in _named(writers))
+    except FileNotFoundError:
+        pass
+    except UntrustedFile as error:
+        print(f"logs of checkpoint writers are not shown: {printable(str(error))}", file=sys.stderr)
+
+
+def _named(directory: Directory) -> Iterator[Path]:
+    return (Path(name) for name in directory.names() if name.endswith(".log") and not directory.has_directory(name))
 
 
 def _is_called(path: Path, name: str) -> bool:
     return name in (path.name, path.stem, f"{path.parent.name}/{path.stem}")
 
 
-def _last_lines(path: Path, num_lines: int | None) -> list[str]:
+def _last_lines(directory: Directory, log: Path, num_lines: int | None) -> list[str]:
     """The last lines, or all; of what is no log of the job's, why it is not read."""
     try:
-        with Directory.open(path.parent) as directory:
-            lines = directory.read(path.name, _MAX_BYTES).decode(errors="replace").splitlines()
+        if log.parent.name:
+            with directory.enter(log.parent.name) as writers:
+                return _last_lines(writers, Path(log.name), num_lines)
+        lines = directory.read(log.name, _MAX_BYTES).decode(errors="replace").splitlines()
     except UntrustedFile as error:
         return [f"not shown: {error}"]
     return lines if num_lines is None else lines[-num_lines:]

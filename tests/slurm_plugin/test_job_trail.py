@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from hetstream.hetjob.find_service import JobPlace
+from hetstream.hetjob.find_service import JobPlace, job_directory
+from hetstream.hetjob.summary import load_own_summary
 from hetstream.slurm_plugin.client.job_place import job_place, parse_place
+from tests.base.users import STRANGER, needs_root, run_as
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 LOADER = {
@@ -100,6 +103,52 @@ def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
     wrong = site.run("logs", "8", "nothing", returncode=2).stderr
     assert "no log 'nothing'" in wrong
     assert "It has: master, data-worker-0" in wrong
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["a link", "a directory"])
+def test_logs_of_another_place_are_not_shown_as_a_jobs(kind: str) -> None:
+    """In a job's directory that all can write to, a stranger makes `writers` lead to what only this user may read, or
+    puts logs of his own there."""
+    with TemporaryDirectory(prefix="shared-") as temporary:
+        place = Path(temporary)
+        place.chmod(0o755)
+        site, private = Site(place), place / "private"
+        private.mkdir(mode=0o700)
+        (private / "diary.log").write_text("secret\n")
+        site.job.chmod(0o777)
+
+        def plant() -> None:
+            if kind == "a link":
+                (site.job / "writers").symlink_to(private)
+            else:
+                (site.job / "writers").mkdir()
+                (site.job / "writers" / "diary.log").write_text("secret\n")
+
+        run_as(STRANGER, plant)
+        shown = site.run("logs", str(site.job))
+        assert "secret" not in shown.stdout
+        assert "diary" not in shown.stdout
+        assert "line 29" in shown.stdout
+        assert "logs of checkpoint writers are not shown:" in shown.stderr
+
+
+@needs_root
+def test_a_link_is_no_directory_of_a_job() -> None:
+    """In a place where jobs of several users have their directories, a stranger's link has the number of a job."""
+    with TemporaryDirectory(prefix="shared-") as temporary:
+        place = Path(temporary)
+        place.chmod(0o755)
+        site = Site(place)
+        jobs = place / "jobs"
+        jobs.mkdir()
+        jobs.chmod(0o1777)
+        run_as(STRANGER, lambda: (jobs / "job-9").symlink_to(site.job))
+        assert job_directory([jobs], "9") is None
+        assert job_directory([site.job.parent], "7") == site.job
+        assert load_own_summary(site.job)[0] == SUMMARY
+        with pytest.raises(NotADirectoryError):  # so past jobs are without this record of another project
+            load_own_summary(jobs / "job-9")
 
 
 def test_the_summary_of_a_job_is_for_people(site: Site) -> None:

@@ -79,6 +79,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/loader/witness.py": "_WitnessSteps.__getitem__",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
         "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
+        "mpi_dataworkers/ops/private_memory.py": "- PrivateMemory.written _paths",
         "mpi_dataworkers/ops/process_settings.py": "_umask",
         "mpi_dataworkers/ops/shared_memory.py": "_shared_lines",
         "mpi_dataworkers/worker/own_memory.py": "OwnMemory._read",
@@ -140,6 +141,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetstream/base/faults.py": "_strike",
         "mpi_dataworkers/loader/skipped.py": "SkippedSamples._write*3 writing_problem*3",
         "mpi_dataworkers/ops/append_later.py": "- appends_to_nowhere appends_to_nowhere.open",
+        "mpi_dataworkers/ops/private_memory.py": "_mapping_of*2",
         "mpi_dataworkers/ops/program.py": "_source_of enter_program",
         "mpi_dataworkers/sources/csv.py": (
             "CsvDataset._header CsvDataset._line CsvDataset._line_of CsvDataset._row_starts CsvDataset._rows"

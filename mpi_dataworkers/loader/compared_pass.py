@@ -302,6 +302,8 @@ class ComparedPass:
         return self._difference_from(step, found, expected, lambda: self._once_more(self._witness or witness, step))
 
     def _difference_from(self, step: int, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
+        if expected.changes:
+            return expected.changes
         expected = self._as_pinned(expected)
         self._made = step, expected
         difference = self._canary.difference(found, expected, once_more)
@@ -342,7 +344,7 @@ class ComparedPass:
         if (workers := self._own_workers()) is not None and workers.has(step):
             try:
                 made = self._as_pinned(workers.made(step, limit_s))
-                return made if made.failure is None else f"torch's own worker process raises {made.summary}"
+                return made.no_batch or made
             except NotMade:
                 self._end_workers()  # a process of its own says what that step does
         try:
@@ -369,7 +371,7 @@ class ComparedPass:
                 self.has_ended = isinstance(last, HasEnded) and not self._canary.is_kept
                 self._give_up(last)
                 return str(last)
-        return made if made.failure is None else f"torch's own worker process raises {made.summary}"
+        return made.no_batch or made
 
     def _alone(self, step: int, limit_s: float) -> Made:
         """What a fresh process makes of one step.

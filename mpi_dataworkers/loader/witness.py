@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.ops.changes import changed_by
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
+from hetstream.mpi_dataworkers.ops.private_memory import PrivateMemory
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
 from hetstream.mpi_dataworkers.wire.messages import Failure
@@ -63,8 +64,9 @@ class Made(msgspec.Struct, frozen=True):
         failure: what user code raised; `is_final` where the batch was made, and cannot be sent.
         untouched: of a batch with objects of classes, another one: to compare an object is to ask it what it holds,
             and that may change it.
-        changes: of a step with a negative number, a sample that was made twice: why samples may depend on what their
-            process has made before, on one line.
+        changes: why the program is to make its samples itself, on one line: they write into memory that it shares, or,
+            of a step with a negative number, a sample that was made twice, may depend on what their process has made
+            before.
         repeated: of such a step, how the second making differs from the first one, `batch`, by field.
     """
 
@@ -80,6 +82,11 @@ class Made(msgspec.Struct, frozen=True):
     def of(cls, num_samples: int, payload: Any) -> Made:
         """A step that was made. What moved operators add to it may differ in its last bits from host to host."""
         return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload, payload=payload)
+
+    @property
+    def no_batch(self) -> str:
+        """Why the program cannot have its batch, on one line; "" where it can."""
+        return self.changes or ("" if self.failure is None else f"torch's own worker process raises {self.summary}")
 
     @property
     def outcome(self) -> tuple[Any, ...]:
@@ -113,24 +120,39 @@ def _pickled(batch: Any) -> tuple[bytes, bytes | None]:
 
 
 class _WitnessSteps(StepDataset):
-    """The steps of a witness. What its samples print and write is shown by data workers, and not twice."""
+    """The steps of a witness. What its samples print and write is shown by data workers, and not twice.
 
-    _has_begun = False
+    Nor does it change what the program shares with its processes: samples that write there are left to the program.
+    """
+
+    _pass_number = 0  # of the process
+    _memory: PrivateMemory | None = None
 
     def __init__(self, pipeline: Pipeline, has_limit: bool) -> None:
         super().__init__(pipeline)
         self._has_limit = has_limit
 
-    def __getitem__(self, request: Any) -> Any:
-        if not self._has_begun:
-            self._has_begun = True
+    def __getitem__(self, numbered: tuple[int, StepRequest | None]) -> Any:
+        number, request = numbered
+        if not self._pass_number:
             go_first()
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for descriptor in (1, 2):
                 os.dup2(nowhere, descriptor)
             os.close(nowhere)
-        if request is None:
-            return None
+        if self._memory is None:
+            self._memory = PrivateMemory()
+        elif self._pass_number != number:
+            self._memory.renew()
+        self._pass_number = number
+        answer = None if request is None else self._answer(request)
+        if written := self._memory.written():
+            return Made(
+                0, None, changes=f"its samples write into memory that processes of the program share: {written}"
+            )
+        return answer
+
+    def _answer(self, request: StepRequest) -> Any:
         is_made = False
         try:
             with limited_to_rest() if self._has_limit else contextlib.nullcontext():
@@ -192,6 +214,7 @@ class _Requests:
 
     def __init__(self) -> None:
         self.asked: list[StepRequest] = []
+        self._num_passes = 0
         self.under_way: collections.deque[int | None] = collections.deque()
         self._to_ask: collections.deque[StepRequest] = collections.deque()
 
@@ -204,13 +227,14 @@ class _Requests:
         """Ask for one more."""
         self._to_ask.append(request)
 
-    def __iter__(self) -> Iterator[StepRequest | None]:
+    def __iter__(self) -> Iterator[tuple[int, StepRequest | None]]:
+        self._num_passes += 1
         while True:
             request = self._to_ask.popleft() if self._to_ask else None
             self.under_way.append(None if request is None else request[1])
             if request is not None:
                 self.asked.append(request)
-            yield request
+            yield self._num_passes, request
 
     def __contains__(self, step: int) -> bool:
         return step in self.under_way or any(step == request[1] for request in self._to_ask)

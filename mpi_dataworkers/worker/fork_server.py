@@ -56,6 +56,7 @@ _MOST_REFUSED = 256
 # Of a request: what a process is started with, with the stack of the one that it replaces.
 _MOST_REQUEST_BYTES = 1 << 20
 _LOADED, _REFUSED = b"1", b"0"
+_MOST_ANSWER_BYTES = 1 << 10
 
 
 def wish(page: WorkPage, pipeline_id: str, limit_s: float) -> None:
@@ -120,7 +121,7 @@ class ForkServers:
     ) -> None:
         self._exchange, self._leave_supervisor, self._run, self._clock = exchange, leave_supervisor, run, clock
         self._servers: dict[str, _ForkServer] = {}
-        self._refused: dict[str, None] = {}  # the oldest first
+        self._refused: dict[str, str] = {}  # with the reason; the oldest first
         self._ended: set[int] = set()  # processes that are not reaped yet
 
     def answer(self, pipeline_id: str, limit_s: float) -> Answer:
@@ -233,21 +234,22 @@ class ForkServers:
         """Take note of what a fork server says that is loading."""
         said = b""
         with contextlib.suppress(OSError):  # it has said nothing yet, or has ended, which `forget` is told
-            said = server.channel.recv(len(_LOADED))
+            said = server.channel.recv(_MOST_ANSWER_BYTES)
         load_s = self._clock() - server.started
         if said == _LOADED:
             server.is_loaded, server.load_s = True, load_s
-        elif said == _REFUSED:
-            self._refuse(pipeline_id, "")
+        elif said.startswith(_REFUSED):
+            self._refuse(pipeline_id, f"loading it {said.removeprefix(_REFUSED).decode(errors='replace')}")
         elif is_stopped(server.pid):
             self._refuse(pipeline_id, "its fork server is stopped")
         elif load_s > server.limit_s:
             self._refuse(pipeline_id, f"its fork server has not loaded it in {server.limit_s:g} s")
 
     def _refuse(self, pipeline_id: str, reason: str) -> None:
-        if reason:  # else the fork server has said it
-            _log.warning("pipeline=%s is loaded in each process: %s", pipeline_id[:8], reason)
-        self._refused[pipeline_id] = None
+        """Have each process load a pipeline. Of a program with one for each epoch a reason is a warning once."""
+        level = logging.INFO if reason in self._refused.values() else logging.WARNING
+        _log.log(level, "pipeline=%s is loaded in each process, and in each pass: %s", pipeline_id[:8], reason)
+        self._refused[pipeline_id] = reason
         if len(self._refused) > _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
         if pipeline_id in self._servers:
@@ -266,11 +268,11 @@ class ForkServers:
         use_one_thread()
         loaded, reason = self._load(pipeline_id)
         if reason:
-            _log.info("pipeline=%s is loaded in each process: loading it %s", pipeline_id[:8], reason)
+            channel.send(_REFUSED + reason.encode()[: _MOST_ANSWER_BYTES - 1])
         else:
+            channel.send(_LOADED)
             of = pipeline_id[:8], os.getpid(), loaded.kept_bytes
             _log.info("pipeline=%s loaded once for this host, in process %d: %d bytes", *of)
-        channel.send(_REFUSED if reason else _LOADED)
         os.kill(supervisor, signal.SIGCHLD)  # look here now
         if reason:
             return 0

@@ -119,7 +119,7 @@ def test_who_is_killed_is_forked_again_and_without_a_fork_server_loads_for_itsel
         assert dataset.loaders() == [server]
         os.kill(first.pop(), signal.SIGKILL)
         wait_until(lambda: epoch_of(loader) and len(dataset.loaders()) == 2, 60, "the load by a fresh process")
-    assert "is loaded in each process: its fork server" in service.log("worker")
+    assert "is loaded in each process, and in each pass: its fork server" in service.log("worker")
     assert len(children_of(supervisor.pid)) == 3
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_forked_is_loaded_in_each_process(three: Any, tmp_path: P
     options = {"sample_timeout_s": 2} if kind is datasets.HangsItsProcess else {}
     with loader_of(three, dataset, job_name=kind.__name__, **options) as loader:
         samples = epoch_of(loader, indices)
-    assert re.search(f"is loaded in each process: {REASONS[kind]}\n", three.log("worker"))
+    assert re.search(f"is loaded in each process, and in each pass: {REASONS[kind]}\n", three.log("worker"))
     assert all(is_own for _, _, is_own in samples)
     _, *others = dataset.loaders()
     assert makers(samples) <= set(others), "none was forked from the first one that has loaded it"

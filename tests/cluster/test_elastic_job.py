@@ -41,6 +41,7 @@ def end(job: ElasticJob, wait_until: WaitUntil) -> None:
     wait_until(job.has_ended, timeout_s=120, what="the end of the job")
 
 
+@pytest.mark.slow
 def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil
 ) -> None:

@@ -19,6 +19,7 @@ from hetstream.hetjob.processes import start_child
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_job_moves_to_another_node_without_a_step_lost(devcluster: Any) -> None:
     directory: Path = devcluster.out_dir / "migrated"

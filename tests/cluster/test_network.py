@@ -237,6 +237,7 @@ def submit(cluster: Cluster, request: pytest.FixtureRequest, wait_until: WaitUnt
         subprocess.run(["scancel", "--quiet", job.job_id, *job.companion_ids], env=cluster.env, check=False)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_good_costs_a_data_worker_and_nothing_else(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
 ) -> None:

@@ -76,7 +76,8 @@ def steps_at(job: CheckpointJob) -> list[float]:
     return [float(line.split()[1]) for line in lines if line[0].isdigit() and len(line.split()) == 2]
 
 
-@pytest.mark.parametrize("cpus", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("cpus", [1, 3])
 def test_a_planned_start_starves_no_opportunistic_job_and_is_not_delayed_by_one(
     site: Site, job: CheckpointJob, cpus: int
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
 @pytest.mark.parametrize(
     ("num_workers", "begins"),
     [
-        pytest.param(1, 0, id="one worker"),
+        pytest.param(1, 0, id="one worker", marks=pytest.mark.slow),
         pytest.param(3, 0, id="three workers"),
         pytest.param(2, 1, id="from the second pass on"),
     ],

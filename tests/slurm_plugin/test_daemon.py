@@ -174,6 +174,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_flood_of_one_user_leaves_the_others_their_answers(local: RunningDaemon, wait_until: WaitUntil) -> None:
     with tempfile.TemporaryDirectory(prefix="hetstream-flood-") as place:

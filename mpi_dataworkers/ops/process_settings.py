@@ -55,6 +55,19 @@ def _set_mkldnn(is_enabled: bool) -> None:
     torch._C._set_mkldnn_enabled(is_enabled)
 
 
+def _autocast() -> tuple[Any, ...]:
+    """Of the kinds of devices on which data workers compute."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(values: tuple[Any, ...]) -> None:
+    is_enabled, dtype, keeps_casts = values
+    torch.set_autocast_enabled("cpu", is_enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(keeps_casts)
+    torch.clear_autocast_cache()
+
+
 def _garbage() -> tuple[Any, ...]:
     return gc.isenabled(), gc.get_threshold()
 
@@ -73,6 +86,8 @@ _IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "gradients": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "autocast": (_autocast, _set_autocast),
     "denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
     "mkldnn": (torch._C._get_mkldnn_enabled, _set_mkldnn),
     "decimal context": (_decimal_context, _set_decimal_context),

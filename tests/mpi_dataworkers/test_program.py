@@ -91,6 +91,17 @@ CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
         torch.is_deterministic_algorithms_warn_only_enabled,
     ),
+    (
+        "gradients",
+        lambda: torch._C._set_grad_enabled(False),
+        lambda: torch.ones(1, requires_grad=True).mul(2).requires_grad,
+    ),
+    ("autocast", lambda: torch.set_autocast_enabled("cpu", True), lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype),
+    (
+        "dtype of autocast",
+        lambda: (torch.set_autocast_enabled("cpu", True), torch.set_autocast_dtype("cpu", torch.float16)),
+        lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+    ),
     ("denormals", lambda: torch.set_flush_denormal(True), lambda: (torch.tensor([1e-40]) / 2).tolist()),
     ("mkldnn", lambda: setattr(torch.backends.mkldnn, "enabled", False), lambda: torch.backends.mkldnn.enabled),
     ("decimals", lambda: setattr(decimal.getcontext(), "prec", 50), lambda: str(decimal.Decimal(1) / 3)),

@@ -120,6 +120,8 @@ def test_instances_of_mig_are_parts_of_gpus_though_no_type_is_accounted_for(site
         assert gpu_hours == pytest.approx(cpu_hours, rel=0.01)
     finally:
         site.run("scontrol", "update", "NodeName=gpu3", "State=RESUME")
+        # Until slurmctld has heard of it again it is IDLE+NOT_RESPONDING, and of no use.
+        wait_until(lambda: "NOT_RESPONDING" not in site.run("scontrol", "show", "node", "gpu3"), 60, "its answer")
 
 
 def test_gpus_that_slurm_works_out_itself_are_counted(site: Any) -> None:

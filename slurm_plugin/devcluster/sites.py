@@ -236,6 +236,8 @@ def resume_program(spec: ClusterSpec, path: str, slurmd: Sequence[str]) -> str:
         'for node in $(scontrol show hostnames "$1"); do\n'
         # slurmctld starts this without a place for errors.
         f'  setsid {" ".join(slurmd)} -D -b -N "$node" </dev/null >>"{spec.log_dir}/slurmd-$node.out" 2>&1 &\n'
+        # When the script ends, slurmctld ends what is left of its session.
+        '  until [ "$(cut -d " " -f 6 "/proc/$!/stat")" = "$!" ]; do kill -0 "$!" || break; done\n'
         "done\n"
     )
 

@@ -21,7 +21,7 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Node, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.shapes import Shape, gres_words
-from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, partition_words, percent, signed
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
 EPILOG = f"""\
@@ -157,6 +157,13 @@ def _notes(found: Fragmentation, nodes: Sequence[Node]) -> list[str]:
         notes.append(
             f"{gpus:,} free GPUs and {cpus:,} free CPUs of {where} are for jobs of one user or MCS label alone"
         )
+    completing = [node for node in nodes if node.name in names and "COMPLETING" in node.states]
+    if any(node.cpus_free or node.gpus_free() for node in completing):
+        cpus, gpus = sum(node.cpus_free for node in completing), sum(node.gpus_free() for node in completing)
+        where = compress(node.name for node in completing)
+        notes.append(
+            f"{gpus:,} free GPUs and {cpus:,} free CPUs of {where} can be had when jobs that have ended are gone there"
+        )
     if not found.assumed or not any(node.gpus_free for node in found.nodes):
         return notes
     return [
@@ -192,7 +199,7 @@ def _stranded(row: Row) -> str:
 
 _NODE_COLUMNS = (
     Column("node", "NODES", left=True),
-    Column("partitions", "PARTITIONS", ",".join, left=True),
+    Column("partitions", "PARTITIONS", partition_words, left=True),
     Column("cpus_free", "FREE CPUS"),
     Column("cpus", "OF"),
     Column("gpus_free", "FREE GPUS"),
@@ -212,7 +219,7 @@ _SHAPE_COLUMNS = (
     Column("gres", "GRES", lambda gres: ",".join(gres) or "-", left=True),
     Column("cpus", "CPUS"),
     Column("memory_mb", "GIB", gib),
-    Column("partitions", "PARTITIONS", ",".join, left=True),
+    Column("partitions", "PARTITIONS", partition_words, left=True),
 )
 _TYPE_COLUMNS = (
     Column("type", "TYPE", left=True),

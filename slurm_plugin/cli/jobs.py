@@ -19,7 +19,7 @@ from hetstream.slurm_plugin.client.model import PENDING_STATES, REVOKED, Gres, J
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import names_of, uid_of
 from hetstream.slurm_plugin.insight.why import Explainer
-from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib, partition_words
 
 EPILOG = f"""\
 CPUS, GPUS and GIB are totals over all nodes of a job: what Slurm allocated to a running job, and what a pending one
@@ -125,7 +125,8 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     cpus = sum(row["cpus"] for row in rows if row["state"] not in PENDING_STATES)
     in_use = whole_if_near(sum(part.cpus for part in held)) if knows_held_cpus(snapshot) else None
     summary = {
-        "num_running": len(held),
+        "num_running": sum(job.is_at_work for job in jobs),
+        "num_suspended": sum(job.state == "SUSPENDED" for job in jobs),
         "num_completing": sum(job.is_running and not job.holds_resources for job in jobs),
         "num_pending": sum(job.num_records for job in jobs if job.is_pending),
         "num_revoked": sum(job.state == REVOKED for job in jobs),
@@ -135,10 +136,11 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
     }
     used = f" ({in_use:,} in use on their nodes)" if in_use not in (None, cpus) else ""
     completing = f"{summary['num_completing']:,} completing, " if summary["num_completing"] else ""
+    suspended = f"{summary['num_suspended']:,} suspended, " if summary["num_suspended"] else ""
     revoked = f", {summary['num_revoked']:,} in other clusters of the federation" if summary["num_revoked"] else ""
     line = (
         f"{summary['num_running']:,} running with {cpus:,} CPUs{used} and {summary['gpus_held']:,} GPUs, "
-        f"{completing}{summary['num_pending']:,} pending{revoked}"
+        f"{suspended}{completing}{summary['num_pending']:,} pending{revoked}"
     )
     companions = any(row["companion_of"] for row in rows)
     classes = any(row["job_class"] for row in rows)
@@ -222,7 +224,7 @@ _COLUMNS = (
     Column("job", "JOB", left=True),
     Column("name", "NAME", lambda name: name if len(name) <= 24 else f"{name[:23]}…", left=True),
     Column("user", "USER", left=True),
-    Column("partitions", "PARTITION", ",".join, left=True),
+    Column("partitions", "PARTITION", partition_words, left=True),
     Column("state", "STATE", left=True),
     Column("job_class", "CLASS", lambda name: name or "-", left=True),
     Column("num_nodes", "NODES"),

@@ -22,12 +22,13 @@ from hetstream.slurm_plugin.client.model import REVOKED, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import explain_together
-from hetstream.slurm_plugin.insight.lacking import Blocker
+from hetstream.slurm_plugin.insight.job_names import find_jobs
+from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
-from hetstream.slurm_plugin.insight.why import NOT_LOOKED_AT, Explainer, Explanation, Verdict, find_jobs
-from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
+from hetstream.slurm_plugin.insight.why import Explainer, Explanation, Verdict
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, partition_words
 
 EPILOG = f"""\
 The explanation is worked out from what is free now. It does not look at licenses, topology and constraints that
@@ -192,7 +193,7 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     number = f"about {shape.num_nodes}" if shape.is_guess else f"{shape.num_nodes}"
     others = "".join(f", {gres_words(gres)}" for gres in shape.gres)
     asks = f"{number} node(s), each with {shape.gpus} GPU(s){others}, {shape.cpus} CPU(s)"
-    head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
+    head = f"job {job.label} ({job.name}) of {job.user} in {partition_words(job.partitions)}: {job.state}"
     if not job.is_pending:
         since = f" for {duration(now_s - job.start_s)}" if job.start_s and job.is_running else ""
         how = "it does not wait"
@@ -245,7 +246,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
         step = f"; next: {blocker.next_step}" if blocker.next_step else ""
         lines.append(f"waits for {blocker.kind} (job {label}): {blocker.text}{step}")
     lines += [
-        f"job {part.job.label} in {','.join(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
+        f"job {part.job.label} in {partition_words(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
         f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {part.shape.memory_mb:,} MB; room now "
         f"{_room_now(part)}"
         for part in parts

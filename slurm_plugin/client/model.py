@@ -128,7 +128,7 @@ class Job:
         min_cpus_per_node: on each node at least, such as `--mincpus`.
         layout: sockets of a node, cores of a socket and threads of a core that it asks for, each 0 if any will do. One
             thread of a core (`--hint=nomultithread`) is also the most that it uses.
-        tasks_per_core: `--ntasks-per-core`; 0 if it says nothing.
+        tasks_per_core, tasks_per_socket: `--ntasks-per-core` and `--ntasks-per-socket`; 0 if it says nothing.
         memory_mb: on all nodes together, as many as it has or asks for at least.
         tmp_disk_mb: `--tmp`, that each of its nodes has at all (TmpDisk), in use or not.
         memory_per_gpu_mb: `--mem-per-gpu`; 0 if it asks for memory in another way.
@@ -156,6 +156,8 @@ class Job:
         licenses: `--licenses`. short_licenses: the names of those of which too few are left; see `licenses.py`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
         mcs_label: its label of the MCS plugin; empty where there is none.
+        barred: the rules that keep a pending one from each of its partitions, of which Slurm's reason says nothing.
+        begins_s: when it may begin, where that is to come and Slurm's reason says nothing of it.
         last_sched_eval_s: when a scheduler of Slurm's last looked at it; None where nothing says so.
         num_restarts: how often it was requeued.
         exclusive: what it shares its nodes with nobody for: `NODE` (`--exclusive`, or a partition of whole nodes),
@@ -226,6 +228,9 @@ class Job:
     mcs_label: str = ""
     closed_partitions: tuple[str, ...] = ()
     reason_is_of_closed: bool = False
+    tasks_per_socket: int = 0
+    barred: str = ""
+    begins_s: float | None = None
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -266,6 +271,11 @@ class Job:
         return self.state in ("RUNNING", "CONFIGURING", "STOPPED", "SUSPENDED", "RESIZING", "SIGNALING")
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether it holds what it was given and is not suspended: such a job runs, in all counts of jobs."""
+        return self.holds_resources and self.state != "SUSPENDED"
+
+    @property
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
         return self.is_pending and self.is_admitted and not self.short_licenses
@@ -273,6 +283,8 @@ class Job:
     @property
     def is_admitted(self) -> bool:
         """Whether Slurm's reason is about resources or turns, or about partitions alone that are not all of its own."""
+        if self.barred or self.begins_s is not None:
+            return False
         return is_resource_reason(self.reason) or self.reason_is_of_closed
 
     @property
@@ -313,7 +325,12 @@ class Job:
         return max(total(self.amounts(name), name), int(name == "gpu" and self.gpus_in_doubt))
 
     def cpus_on_nodes(self) -> Iterator[tuple[str, float]]:
-        """Each of its nodes with the CPUs that it holds there; on each as many where nothing says how many."""
+        """Each of its nodes with the CPUs that it holds there; on each as many where nothing says how many.
+
+        None while it is suspended; see `counted.held_by`.
+        """
+        if self.state == "SUSPENDED":
+            return ((name, 0.0) for name in self.nodes)
         known: Mapping[str, float] = {
             share.node: share.cpus if share.cpus_held is None else share.cpus_held for share in self.shares
         }
@@ -572,6 +589,7 @@ class Partition:
         all_share: they need not ask for it (FORCE).
         max_cpus_per_socket: that one of its jobs may have; None if there is no limit (23.02 on).
         allow_accounts, deny_accounts, allow_qos, deny_qos: of the jobs that may use it, or may not; empty for no rule.
+        allow_groups: whose members alone may use it; empty for no rule. members: of these those with pending jobs.
     """
 
     name: str
@@ -590,6 +608,8 @@ class Partition:
     deny_accounts: tuple[str, ...] = ()
     allow_qos: tuple[str, ...] = ()
     deny_qos: tuple[str, ...] = ()
+    allow_groups: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

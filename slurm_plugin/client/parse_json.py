@@ -105,6 +105,7 @@ class _Job(msgspec.Struct):
     cores_per_socket: _Num = None
     threads_per_core: _Num = None
     tasks_per_core: _Num = None
+    tasks_per_socket: _Num = None
     tasks: _Num = None
     cpus_per_task: _Num = None
     memory_per_cpu: _Num = None
@@ -250,6 +251,7 @@ def _job(row: _Job) -> Job:
         tmp_disk_mb=_whole(row.minimum_tmp_disk_per_node),
         layout=(_whole(row.sockets_per_node), _whole(row.cores_per_socket), _whole(row.threads_per_core)),
         tasks_per_core=_whole(row.tasks_per_core),
+        tasks_per_socket=_whole(row.tasks_per_socket),
         num_tasks=_whole(row.tasks, 1),
         cpus_per_task=_whole(row.cpus_per_task, 1),
         memory_mb=read(megabytes, asked.get("mem", ""), 0),

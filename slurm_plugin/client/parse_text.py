@@ -29,8 +29,8 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
     "Partition", "State", "Reason", "NumNodes", "MaxNodes", "NumCPUs", "MinCPUs", "MinTmpDisk", "SCT", "NTPerCore",
-    "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task", "tres-per-job",
-    "tres-per-socket", "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
+    "NTPerSocket", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node", "tres-per-task",
+    "tres-per-job", "tres-per-socket", "cpus-per-tres", "mem-per-tres", "NodeList", "SubmitTime",
     "EligibleTime", "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes",
     "ExcNodes", "Contiguous", "ReqSwitch", "Feature", "Reservation", "RestartCnt", "OverSubscribe", "Licenses",
     "LastSchedEval", "MCSLabel", "Name", "WorkDir", "Comment",
@@ -147,6 +147,7 @@ def _job(row: Mapping[str, str]) -> Job:
         tmp_disk_mb=read(megabytes, row.get("MinTmpDisk", ""), 0),
         layout=read(_layout, row.get("SCT", ""), (0, 0, 0)),
         tasks_per_core=number("NTPerCore"),
+        tasks_per_socket=number("NTPerSocket"),
         num_tasks=number("NumTasks", 1),
         cpus_per_task=number("cpus-per-task", 1),
         memory_mb=read(megabytes, asked.get("mem", ""), 0),
@@ -394,6 +395,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
         deny_accounts=_names(row.get("DenyAccounts", "")),
         allow_qos=_names(row.get("AllowQos", "")),
         deny_qos=_names(row.get("DenyQos", "")),
+        allow_groups=_names(row.get("AllowGroups", "")),
     )
 
 

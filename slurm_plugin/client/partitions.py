@@ -24,6 +24,8 @@ _NOT_ADMITTED = re.compile(r"permitted[ _]to[ _]use[ _]this[ _]partition[ _]\((\
 
 # Reasons that name no partition, and are of one alone; 24.11 and 26.05 tell no more of accounts.
 _OF_ONE = frozenset({"PartitionDown", "PartitionInactive", "PartitionTimeLimit"})
+# Of a job that slurmctld has not looked at, or not since a rule was changed.
+_NOT_LOOKED = frozenset({"", "None", "Priority", "SchedDefer"})
 _OF_ACCOUNT = frozenset({"AccountNotAllowed", "InvalidAccount"})
 
 
@@ -32,10 +34,11 @@ def with_open_partitions(jobs: Iterable[Job], partitions: Iterable[Partition]) -
 
     slurmctld looks at a job once for each partition, and shows the reason of the last (seen on 22.05, 24.11 and 26.05).
     Accounts count with those above them, of which nothing is known here: a rule of accounts is looked at where Slurm's
-    reason says that one keeps the job away.
+    reason says that one keeps the job away. Behind others slurmctld says Priority without a look at any rule; where all
+    partitions have one that is against such a job, they are noted in `barred`.
     """
     known = {partition.name: partition for partition in partitions}
-    return tuple(_in_open_partitions(job, known) if len(job.partitions) > 1 and job.is_pending else job for job in jobs)
+    return tuple(_in_open_partitions(job, known) if job.is_pending else job for job in jobs)
 
 
 def _in_open_partitions(job: Job, known: Mapping[str, Partition]) -> Job:
@@ -46,10 +49,43 @@ def _in_open_partitions(job: Job, known: Mapping[str, Partition]) -> Job:
         name for name in job.partitions if name == named or name in by_account or _is_closed(known.get(name), job)
     )
     left = tuple(name for name in job.partitions if name not in closed)
+    against = [_rule_against(known.get(name), job) for name in job.partitions] if job.reason in _NOT_LOOKED else []
+    if against and all(against):
+        return replace(job, barred="; ".join(against))
     if not closed or not left:
         return job
     is_of_closed = named in closed or bool(by_account) or job.reason in _OF_ONE
     return replace(job, partitions=left, closed_partitions=closed, reason_is_of_closed=is_of_closed)
+
+
+def _rule_against(partition: Partition | None, job: Job) -> str:
+    """The rule of a partition that keeps a job away, in words; empty if there is none."""
+    if partition is None:
+        return ""
+    name = partition.name
+    if not partition.is_up:
+        return f"{name} is not up"
+    if _is_against(job.qos, partition.allow_qos, partition.deny_qos):
+        return f"{name} {_words('QOS', partition.allow_qos, partition.deny_qos)}, and its QOS is {job.qos}"
+    if _keeps_account(partition, job):
+        rule = _words("accounts", partition.allow_accounts, partition.deny_accounts)
+        return f"{name} {rule}, and its account is {job.account}, unless one above that counts"
+    if partition.allow_groups and job.uid != 0 and job.user not in (*partition.members, "root"):
+        groups = ",".join(partition.allow_groups)
+        return f"{name} allows groups {groups}, and {job.user} is in none of these, as far as this host knows"
+    return ""
+
+
+def _words(what: str, allowed: Collection[str], denied: Collection[str]) -> str:
+    return f"allows {what} {','.join(allowed)}" if allowed else f"denies {what} {','.join(denied)}"
+
+
+def why_closed(partition: Partition, job: Job) -> str:
+    """What keeps a job, or one that comes with it, from a partition, by all rules known here; empty if none."""
+    longest_s = partition.max_time_s
+    if longest_s is not None and job.time_limit_s is not None and job.time_limit_s > longest_s:
+        return f"{partition.name} has a shorter MaxTime"
+    return _rule_against(partition, job)
 
 
 def _is_closed(partition: Partition | None, job: Job) -> bool:

@@ -119,6 +119,7 @@ def job_of(row: Row, reason: str) -> Job:
         tmp_disk_mb=row.get("min_tmp_disk_node") or row.get("pn_min_tmp_disk") or 0,
         layout=(_few(row, "sockets_per_node"), _few(row, "cores_per_socket"), _few(row, "threads_per_core")),
         tasks_per_core=_few(row, "ntasks_per_core"),
+        tasks_per_socket=_few(row, "ntasks_per_socket"),
         memory_per_gpu_mb=total(read.gres(row.get("mem_per_tres") or ""), "gpu"),
         all_memory=not per_cpu_mb and row.get("min_memory_node") == 0,
         memory_per_cpu_mb=per_cpu_mb if per_cpu_mb and num_cpus > num_nodes else None,

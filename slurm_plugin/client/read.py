@@ -14,7 +14,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from hetstream.base.errors import HetstreamError
@@ -43,7 +43,7 @@ from hetstream.slurm_plugin.client.partitions import with_open_partitions
 from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
 from hetstream.slurm_plugin.client.retry import is_denied
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.client.users import with_members
+from hetstream.slurm_plugin.client.users import with_allowed_members, with_members
 from hetstream.slurm_plugin.client.values import NONE_WORDS, moment, whole
 from hetstream.slurm_plugin.errors import NodesHidden, UnsupportedSlurm
 
@@ -95,8 +95,8 @@ class CommandReader:
         else:
             source, nodes = "commands", () if without_nodes else self._nodes(release)
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
-        partitions = self._partitions()
-        jobs = with_open_partitions(jobs, partitions)
+        partitions = with_allowed_members(self._partitions(), jobs)
+        jobs = with_times_to_come(with_open_partitions(jobs, partitions), time.time())
         hidden = hidden_by(config) if without_nodes else hidden_from_me(config, self._environ)
         jobs = self._with_licenses(jobs)
         seen = Snapshot(time.time(), version, source, jobs, nodes, (), config, (), hidden, without_nodes)
@@ -267,6 +267,19 @@ class CommandReader:
         named = [f"{name}={value}" for name in ("SLURM_CONF", "SLURM_CLUSTERS") if (value := self._environ.get(name))]
         hint = ", and ".join(["Check: scontrol ping", *named])
         return run_slurm(argv, env=self._environ, hint=hint).stdout
+
+
+def with_times_to_come(jobs: Iterable[Job], now_s: float) -> tuple[Job, ...]:
+    """The jobs, with when pending ones may begin for which Slurm still names resources or turns.
+
+    A time that is set later (`scontrol update StartTime`) becomes a reason when slurmctld next builds its queue.
+    """
+    return tuple(
+        replace(job, begins_s=job.eligible_s)
+        if job.is_pending and job.is_admitted and job.eligible_s is not None and job.eligible_s > now_s
+        else job
+        for job in jobs
+    )
 
 
 def with_labels(jobs: tuple[Job, ...], config: Mapping[str, str]) -> tuple[Job, ...]:

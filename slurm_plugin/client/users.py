@@ -9,7 +9,7 @@ import pwd
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hetstream.slurm_plugin.client.model import Job, Reservation
+from hetstream.slurm_plugin.client.model import Job, Partition, Reservation
 
 
 def names_of(uid: int) -> set[str]:
@@ -54,6 +54,25 @@ def with_members(reservations: Iterable[Reservation], jobs: Iterable[Job]) -> tu
         if reservation.groups
         else reservation
         for reservation in found
+    )
+
+
+def with_allowed_members(partitions: Iterable[Partition], jobs: Iterable[Job]) -> tuple[Partition, ...]:
+    """The partitions; of those that are for groups, with the users of pending jobs who are members on this host."""
+    found = tuple(partitions)
+    if not any(partition.allow_groups for partition in found):
+        return found
+    groups_of = {user: _groups(user) for user in {job.user for job in jobs if job.is_pending}}
+    return tuple(
+        replace(
+            partition,
+            members=tuple(
+                user for user, names in sorted(groups_of.items()) if not names.isdisjoint(partition.allow_groups)
+            ),
+        )
+        if partition.allow_groups
+        else partition
+        for partition in found
     )
 
 

@@ -150,7 +150,7 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
     holders = [
         (job, shape, shape.cpus - kept, [stranded[name] for name in job.nodes if name in stranded])
         for job in snapshot.jobs
-        if job.holds_resources and not job.het and job.label not in waits
+        if job.is_at_work and not job.het and job.label not in waits
         and (str(job.job_id), job.uid, job.user) not in served
         and 0 < (kept := DEFAULT_TRAINER_CPUS_PER_GPU * (shape := shape_of(job)).gpus) < shape.cpus
     ]  # fmt: skip
@@ -159,7 +159,8 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
         for _, _, freed, beside in holders
         for node, _ in beside
     ]
-    measured = iter(measure_table(NodeTable(lighter, snapshot.partitions, snapshot.jobs), shapes)[0])
+    table = NodeTable(lighter, snapshot.partitions, snapshot.jobs, others_are_hidden=snapshot.hides_jobs)
+    measured = iter(measure_table(table, shapes)[0])
     for job, shape, freed, beside in holders:
         unlocked = sum(
             before - stranding.stranded_gpus

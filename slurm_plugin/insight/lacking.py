@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import Job, Node
+from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, Job, Node
 from hetstream.slurm_plugin.insight.node_table import Mask
-from hetstream.slurm_plugin.insight.room import OTHER_USERS, Free, Room
+from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS, Free, Room
 from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape, gres_words
+from hetstream.slurm_plugin.render.report import duration
+
+# Slurm finds no room, and nothing that is looked at here is lacking.
+NOT_LOOKED_AT = "not looked at"
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,9 @@ def lack_several(room: Room, at_once: str) -> Blocker:
 
 
 def _kept(room: Room) -> str:
-    """Of the nodes that could run a job those that others have; empty if none."""
-    return f", and others have {room.num_kept} for themselves" if room.num_kept else ""
+    """Of the nodes that could run a job those that others have, or where jobs complete; empty if none."""
+    others = f", and others have {room.num_kept} for themselves" if room.num_kept else ""
+    return others + (f", and on {room.num_completing} ended jobs still complete" if room.num_completing else "")
 
 
 def _free_words(free: Free) -> str:
@@ -131,6 +136,13 @@ def kept_for_others(job: Job, nodes: Sequence[Node]) -> Blocker:
     return Blocker(OTHER_USERS, text, "squeue -w " + names)
 
 
+def still_completing(nodes: Sequence[Node]) -> Blocker:
+    """Nodes with room on which jobs that have ended are not gone."""
+    names = compress(node.name for node in nodes)
+    text = f"{names} has room, and Slurm starts nothing there before jobs that have ended are gone (processes, Epilog)"
+    return Blocker(COMPLETING, text, f"squeue --states=COMPLETING -w {names}")
+
+
 def at_once(job: Job, shape: Shape) -> str:
     """On how many nodes it needs what each of them must have; empty of one."""
     if shape.num_nodes < 2:
@@ -155,9 +167,32 @@ def lack(resource: str, room: Room, at_once: str) -> Blocker:
     where = f"{num_others} node(s) with enough {' and '.join(beside)}"
     whole = f" ({shape.cpus:,} and what is beside them)" if needed > shape.cpus and resource == "CPUs" else ""
     text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} the most free is {most:,} ({name})"
+    if most >= needed:  # on too few nodes
+        have = count(room.enough_but(resource) & room.enough[resource])
+        text = f"it needs {needed:,}{unit}{whole} on a node{at_once}; of {where} {have} have so much free"
     return Blocker(resource, text)
 
 
 def count(mask: Mask) -> int:
     """How many nodes."""
     return int(np.count_nonzero(mask))
+
+
+def found_none(job: Job, now_s: float) -> Blocker:
+    """Slurm finds no room, and nothing that is looked at here is lacking."""
+    who, when, unless = "Slurm", "", ""
+    if job.het is not None:
+        who, unless = "Slurm's backfill scheduler", ", unless it was freed since backfill last looked"
+    elif job.last_sched_eval_s is not None:
+        when = f" when it last looked, {duration(max(0.0, now_s - job.last_sched_eval_s))} ago"
+        unless = ", unless it was freed since"
+    said = f" (Slurm says: {job.reason})" if job.reason not in RESOURCE_REASONS else ""
+    planned = ""
+    if job.start_s is not None and job.start_s > now_s:
+        planned = f", and plans its start in {duration(job.start_s - now_s)}"
+    return Blocker(
+        NOT_LOOKED_AT,
+        f"no job is ahead, and all that is looked at here has room, but {who} found none{when}{planned}: for something "
+        f"that is not looked at here{said}{unless}",
+        f"scontrol show job {job.job_id}; scontrol show node",
+    )

@@ -24,7 +24,8 @@ _MAX_BYTES = 64 << 20
 # The settings that commands look at in a reading which they need not make themselves.
 _SETTINGS = (
     "AccountingStorageEnforce", "AccountingStorageType", "ClusterName", "MCSPlugin", "MinJobAge", "PreemptParameters",
-    "PreemptType", "PrivateData", "SelectType", "SelectTypeParameters", "SlurmUser", "TopologyPlugin",
+    "PreemptType", "PrivateData", "SchedulerParameters", "SchedulerType", "SelectType", "SelectTypeParameters",
+    "SlurmUser", "TopologyPlugin",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,12 +95,20 @@ class NodeTable:
         for place, node in enumerate(self.nodes):
             for name in node.partitions:
                 members.setdefault(name, []).append(place)
-        self._members = {name: self._at(places) for name, places in members.items()}
+        self._members = {name: self.at(places) for name, places in members.items()}
         self._eligible: dict[tuple[frozenset[str], str], Mask] = {}
         self._cpus: dict[frozenset[str], tuple[Counts, Counts]] = {}
         self._devices: dict[str, tuple[Counts, Counts]] = {}
         self._features: dict[str, list[Mask]] = {}
         self._gres: dict[tuple[str, str], tuple[Counts, Counts]] = {}
+
+    @cached_property
+    def completing(self) -> Mask:
+        """Where jobs that have ended still are: Slurm starts nothing there, although what they held is free.
+
+        Source: cg_node_bitmap in node_scheduler.c and backfill.c.
+        """
+        return self._mask("COMPLETING" in node.states for node in self.nodes)
 
     @property
     def is_kept_by_some(self) -> bool:
@@ -124,7 +133,7 @@ class NodeTable:
 
     def named(self, names: Iterable[str]) -> Mask:
         """The nodes with these names."""
-        return self._at([self._places[name] for name in names if name in self._places])
+        return self.at([self._places[name] for name in names if name in self._places])
 
     def amounts(self, of_nodes: Iterable[tuple[str, int]]) -> Counts:
         """The sums of what is said of nodes by their names."""
@@ -153,10 +162,15 @@ class NodeTable:
         found = {features: meets(expression, features) for features in {node.features for node in self.nodes}}
         return self._mask(found[node.features] for node in self.nodes)
 
-    def are_side_by_side(self, mask: Mask, wanted: int) -> bool:
-        """Whether so many of these nodes follow each other in the order of the cluster's."""
-        places = self._order[mask]
-        return any(last - first == wanted - 1 for first, last in zip(places, places[wanted - 1 :], strict=False))
+    def side_by_side(self, mask: Mask, wanted: int) -> NDArray[np.int64]:
+        """So many of these nodes that follow each other in the order of the cluster's; none if none do."""
+        places = np.flatnonzero(mask)
+        places = places[np.argsort(self._order[places], kind="stable")]
+        order = self._order[places]
+        for start in range(len(places) - wanted + 1):
+            if order[start + wanted - 1] - order[start] == wanted - 1:
+                return places[start : start + wanted]
+        return places[:0]
 
     def cpus_for(self, partitions: Collection[str], whole_nodes: bool = False) -> tuple[Counts, Counts]:
         """CPUs of each node that a job in one of these partitions could have at all, and now.
@@ -318,6 +332,12 @@ class NodeTable:
                 mask = mask & ((had >= wanted) | (had == 0))
         return mask
 
+    def tasks_on_sockets(self, cpus_per_task: int, most: int) -> Counts:
+        """How many tasks each node has room for, were it empty, with so many of one socket (`--ntasks-per-socket`)."""
+        sockets, cores, _ = self._layout
+        of_socket = np.clip(cores * self.cpus_per_core // max(1, cpus_per_task), 1, most)
+        return np.where(sockets > 0, sockets * of_socket, self.cpus)
+
     def chosen(self, mask: Mask) -> list[Node]:
         """The nodes of a mask."""
         return [self.nodes[place] for place in np.flatnonzero(mask).tolist()]
@@ -362,7 +382,8 @@ class NodeTable:
                 mask |= self._members[name]
         return mask
 
-    def _at(self, places: list[int]) -> Mask:
+    def at(self, places: list[int]) -> Mask:
+        """The nodes with these numbers."""
         mask = np.zeros(len(self.nodes), dtype=np.bool_)
         mask[places] = True
         return mask

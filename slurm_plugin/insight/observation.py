@@ -68,7 +68,7 @@ class Sample:
         cpu_load: threads that want a CPU, which may be more than there are; None where no node tells.
         indicator: the mean of GoldMiner's indicator without its sign; None without GPUs.
         classes: how many nodes with GPUs are in each class of the indicator; see `class_of`.
-        num_running: jobs that hold something; one that completes does not.
+        num_running: jobs at work: neither one that completes nor one that is suspended is.
         gpus_measured: GPUs of the jobs whose trainers tell how long they wait; an instance of MIG as its share.
         gpus_starved: of those, as many as their wait shares make up.
         waiting: cause -> the jobs that wait for it.
@@ -185,7 +185,7 @@ def _sample(
         stranded_gpus=total("stranded_gpus"),
         indicator=found.mean_abs_indicator,
         classes=tuple(classes),
-        num_running=len(running),
+        num_running=sum(job.is_at_work for job in running),
         gpus_measured=whole_if_near(sum(measured.values())),
         gpus_starved=sum(gpus * wait_shares[label] for label, gpus in measured.items()),
         waiting=waiting,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,12 +25,21 @@ _USER, _ACCOUNT, _QOS, _ASSOC = r"QOSMax\w*PerUser", r"Max\w*PerAccount", "QOS",
 _OR_ALONE, _ENDS = ", or it asks for more than the limit by itself", "it starts when they end: "
 _ALONE = "no job runs that counts with it ({reason}): it asks for more than the limit by itself"
 _PATTERNS = (
-    (r"JobHeldUser|job_requeued_in_(held|special_exit)_state", "held", "its owner holds it", "scontrol release {id}"),
+    # An operator holds it so with `scontrol uhold`, and slurmctld itself where it cannot launch it.
+    (r"JobHeldUser", "held", "it is held, by its owner or so that its owner can release it", "scontrol release {id}"),
+    (r"job_requeued_in_held_state", "held",
+     "it was requeued to be held (scontrol requeuehold, or RequeueExitHold of its exit code)",
+     "look at its output, then: scontrol release {id}"),
+    (r"job_requeued_in_special_exit_state", "held",
+     "it was requeued to be held in SPECIAL_EXIT (scontrol requeuehold State=SpecialExit, or RequeueExitHold)",
+     "look at its output, then: scontrol release {id}"),
     # slurmctld itself gives this reason too, such as to a job with which its scheduler makes no progress.
     (r"JobHeldAdmin", "held", "an operator holds it, or slurmctld itself, whose log then says so",
      "ask an operator for: scontrol release {id}"),
-    (r"JobHoldMaxRequeue|launch_failure_limit_exceeded", "held", "it was requeued too often",
-     "look at its output, then: scontrol release {id}"),
+    # Its owner cannot release it: update_job in job_mgr.c.
+    (r"JobHoldMaxRequeue|launch_failure_limit_exceeded", "held",
+     "slurmctld holds it: its launch failed, and it was requeued, as often as Slurm allows (max_batch_requeue)",
+     "look at its output and slurmd's log, then ask an operator for: scontrol release {id}"),
     (r"(launch|user_env_retrieval)_failed_requeued_held|JobLaunchFailure", "held", "its launch failed",
      "look at slurmd's log, then: scontrol release {id}"),
     (r"DependencyNeverSatisfied", "dependency", "it waits for {dependency}, which cannot come true", "scancel {id}"),
@@ -154,6 +164,14 @@ def told_by_slurm(job: Job, running: Running | None = None) -> Told | None:
             text = f"its licenses are taken: {', '.join(job.short_licenses)}"
             return Told("licenses", text, "scontrol show license")
         return None
+    quoted_partition = shlex.quote(job.partitions[0])
+    if job.barred:
+        text = f"none of its partitions admits it, and Slurm has not looked so far: {job.barred}"
+        return Told("not allowed", text, f"scontrol show partition {quoted_partition}")
+    if job.begins_s is not None:
+        begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(job.begins_s))
+        step = f"scontrol update JobId={job.job_id} StartTime=now"
+        return Told("time", f"it may not begin before {begin}", step)
     sentences = {
         "id": job.job_id, "array": job.array_job_id or job.job_id, "dependency": job.dependency or "another job",
         "reason": job.reason, "user": job.user, "account": job.account, "qos": job.qos,

@@ -16,8 +16,10 @@ from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape, gres_
 
 # Nodes that others have for themselves, or that it wants without others: `--exclusive=user`, ExclusiveUser=YES, labels.
 OTHER_USERS = "other users"
+# Nodes on which jobs that have ended still complete.
+COMPLETING = "completing"
 # GRES that are no GPUs, and types of GPUs where a job wants several, are told as they are.
-_ALL = (*RESOURCES, "GRES", OTHER_USERS)
+_ALL = (*RESOURCES, "GRES", OTHER_USERS, COMPLETING)
 
 
 class Kept(NamedTuple):
@@ -90,6 +92,10 @@ class Room:
         needed, needed_mb = table.needed(shape)
         could = (cpus >= needed) & (table.memory_mb >= needed_mb) & table.laid_out(shape)
         self._needed = {"CPUs": needed, "memory": needed_mb, "GPUs": np.full_like(needed, shape.gpus)}
+        self._tasks: Counts | None = None  # that a node has room for on its sockets
+        if job.tasks_per_socket:
+            self._tasks = table.tasks_on_sockets(job.cpus_per_task, job.tasks_per_socket)
+            could = could & (self._tasks >= shape.cpus // max(1, job.cpus_per_task))
         self.enough: dict[str, Mask] = {}
         if shape.gpus:
             devices, self.free["GPUs"] = table.devices(shape.gpu_type)
@@ -104,6 +110,8 @@ class Room:
             self.enough[resource] = self.enough.get(resource, np.ones_like(could)) & (free >= count)
         if (others := table.kept_from(job)).any():
             self.enough[OTHER_USERS] = ~others
+        if table.completing.any():
+            self.enough[COMPLETING] = ~table.completing
         self.possible: Mask = self.eligible & could
         self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")
@@ -121,9 +129,23 @@ class Room:
         return self._has_named and any(
             np.count_nonzero(alike) >= self._wanted
             and not (self._named & ~alike).any()
-            and (not self._is_contiguous or self._table.are_side_by_side(alike, self._wanted))
+            and (not self._is_contiguous or len(self._table.side_by_side(alike, self._wanted)))
             for alike in self._in_one_way(mask)
         )
+
+    def chosen(self) -> Mask:
+        """As many nodes with room as the job wants, with all that it names, alike or side by side; none if too few."""
+        for alike in self._in_one_way(self.fits):
+            places = np.flatnonzero(alike)
+            if len(places) < self._wanted or (self._named & ~alike).any():
+                continue
+            if self._is_contiguous:
+                places = self._table.side_by_side(alike, self._wanted)
+            else:
+                places = places[np.argsort(~self._named[places], kind="stable")]
+            if len(places):
+                return self._table.at(places[: self._wanted].tolist())
+        return np.zeros_like(self.fits)
 
     def _in_one_way(self, mask: Mask) -> list[Mask]:
         """Of these nodes those that a job may have at once: of one partition, and with the same features."""
@@ -145,8 +167,12 @@ class Room:
 
     @property
     def scarcest(self) -> str:
-        """Of the resources of which some node has too little the one that the fewest nodes have enough of."""
-        return min(self.short(), key=lambda name: np.count_nonzero(self.possible & self.enough[name]), default="CPUs")
+        """Of the resources of which some node has too little the one that the fewest nodes have enough of.
+
+        Nodes on which jobs complete alone end that by themselves.
+        """
+        short = [name for name in self.short() if name != COMPLETING]
+        return min(short, key=lambda name: np.count_nonzero(self.possible & self.enough[name]), default="CPUs")
 
     @property
     def is_enough_apart(self) -> bool:
@@ -154,13 +180,24 @@ class Room:
         return all(self.is_enough(self.possible & enough) for enough in self.enough.values())
 
     @property
+    def is_idle(self) -> Mask:
+        """Which nodes nobody has CPUs of."""
+        return self._table.cpus_free >= self._table.cpus
+
+    @property
     def num_kept(self) -> int:
         """How many nodes that could run it others have for themselves; see `OTHER_USERS`."""
         return int(np.count_nonzero(self.possible & ~self.enough.get(OTHER_USERS, self.possible)))
 
+    @property
+    def num_completing(self) -> int:
+        """Of the others on how many jobs that have ended still complete."""
+        others = self.possible & self.enough.get(OTHER_USERS, self.possible)
+        return int(np.count_nonzero(others & ~self.enough.get(COMPLETING, self.possible)))
+
     def free_in_all(self) -> list[Free]:
-        """What is free of each resource that it asks for, on nodes that nobody has for himself."""
-        mine = self.possible & self.enough.get(OTHER_USERS, self.possible)
+        """What is free of each resource that it asks for, on nodes where Slurm would start it."""
+        mine = self.possible & self.enough.get(OTHER_USERS, self.possible) & self.enough.get(COMPLETING, self.possible)
         kind = f"{self.shape.gpu_type} GPUs" if self.shape.gpu_type else "GPUs"
         wanted = [
             (kind if name == "GPUs" else name, self.free[name], self.free[name] >= self._needed[name])
@@ -212,6 +249,8 @@ class Room:
         tasks = cpus // max(1, shape.cpus)
         if least.task_memory_mb:
             tasks = np.minimum(tasks, memory_mb // least.task_memory_mb)
+        if self._tasks is not None:
+            tasks = np.minimum(tasks, self._tasks)
         if now and least.tasks_per_core:
             tasks = np.minimum(tasks, cpus // table.cpus_per_core * least.tasks_per_core)
         wanted = [("CPUs", least.cpus, cpus), ("CPUs", least.tasks, tasks), ("memory", least.memory_mb, memory_mb)]

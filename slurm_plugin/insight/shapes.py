@@ -194,9 +194,10 @@ def request_of(job: Job) -> Hashable:
         job.partitions, job.num_nodes, job.num_cpus, job.memory_mb, job.num_tasks, job.cpus_per_gpu,
         id(job.gres_per_node), id(job.gres_per_task), id(job.gres_per_job), id(job.gres_per_socket),
         job.gpus_requested, job.required_nodes, job.features, job.excluded_nodes, job.is_contiguous, job.num_switches,
-        job.short_licenses, job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
+        job.short_licenses, job.barred, job.begins_s is None,
+        job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
         job.likely_nodes, job.max_nodes, job.cpus_per_task, job.memory_per_cpu_mb, job.min_cpus_per_node,
-        job.layout, job.tasks_per_core, job.memory_per_gpu_mb, job.all_memory, job.tmp_disk_mb,
+        job.layout, job.tasks_per_core, job.tasks_per_socket, job.memory_per_gpu_mb, job.all_memory, job.tmp_disk_mb,
     )  # fmt: skip
 
 

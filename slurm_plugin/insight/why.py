@@ -7,33 +7,35 @@ beyond that (priorities in the making, licenses, topology, limits of accounts) i
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
-from hetstream.slurm_plugin.client.array_tasks import CUT, has_task
 from hetstream.slurm_plugin.client.hostlist import compress
-from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.client.partitions import why_closed
 from hetstream.slurm_plugin.client.reservations import own_reservations, seen_from
 from hetstream.slurm_plugin.insight.lacking import (
+    NOT_LOOKED_AT,
     Blocker,
     at_once,
     count,
+    found_none,
     kept_for_others,
     lack,
     lack_several,
     lack_together,
     out_of_use,
+    still_completing,
     together,
     too_large,
 )
 from hetstream.slurm_plugin.insight.node_table import NodeTable
 from hetstream.slurm_plugin.insight.reasons import running_in, told_by_slurm
-from hetstream.slurm_plugin.insight.room import OTHER_USERS, Kept, Room
+from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS, Kept, Room
 from hetstream.slurm_plugin.insight.shapes import (
     RESOURCES,
     Hardware,
@@ -45,13 +47,13 @@ from hetstream.slurm_plugin.insight.shapes import (
     request_of,
     shape_of,
 )
+from hetstream.slurm_plugin.insight.turns import Plan, Turns
 from hetstream.slurm_plugin.render.report import duration
 
-NOT_LOOKED_AT = "not looked at"
 # There is room, as far as this user may see, and Slurm may hide what else it waits for.
 HIDDEN = "hidden"
-# Who goes first in one partition, the smallest: see `_turn_of`.
-_Place = tuple[int, int, int]
+# There is room by CPUs, and only Slurm knows which sockets have them.
+SOCKETS = "sockets"
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class Explainer:
         self._running = running_in(snapshot)
         self._table = self._table_of(snapshot.nodes)
         self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
-        self._best_tiers: dict[tuple[str, ...], int] = {}
-        self._beside_all: dict[tuple[str, ...], frozenset[str]] = {}
-        self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
+        self._turns = Turns(snapshot, self._alike)
+        self._longest_s = {partition.name: partition.max_time_s for partition in snapshot.partitions}
+        self._beside_plans: dict[Hashable, bool] = {}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
         self._has_switches = snapshot.config.get("TopologyPlugin", "").endswith(("/tree", "/block"))
@@ -115,19 +117,8 @@ class Explainer:
         self._not_shown = {partition.name for partition in snapshot.partitions if not shown.issuperset(partition.nodes)}
         # In the order of their beginning: the jobs of others must have ended by then.
         self._upcoming = [reservation for reservation in snapshot.reservations if not reservation.is_active]
-        self._beside = _sharing_nodes(snapshot.nodes)
-        # Of each partition the place of whoever is first in line, and of the first whose start is planned.
-        self._first: dict[str, _Place] = {}
-        self._first_planned: dict[str, _Place] = {}
-        for group in self._alike:
-            if group[0].waits_for_resources:
-                _note_first(self._first, group[0].partitions, self._place(min(group, key=_turn_of)))
-                planned = [job for job in group if job.start_s and job.start_s > snapshot.taken_s]
-                if planned:
-                    _note_first(self._first_planned, group[0].partitions, self._place(min(planned, key=_turn_of)))
         self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
-        self._queue: list[Job] | None = None
         self._components: dict[int, list[Job]] | None = None
         # By how many reservations begin before a job's end, and its own.
         self._kept_nodes: dict[tuple[int, str], Kept] = {}
@@ -176,7 +167,9 @@ class Explainer:
         blockers: list[Blocker] = []
         said = self._said_by_slurm(job)
         if said is None:
-            blockers += lacking or [self._held_up_by_component(job) or self._in_line(job)]
+            blockers += self._with_shorter_limit(job, lacking) or [
+                self._held_up_by_component(job) or self._in_line(job)
+            ]
         elif too_large := self._too_large_for_partition(job):
             blockers += [too_large, said]
         else:
@@ -231,7 +224,7 @@ class Explainer:
             for part in self._snapshot.jobs:
                 if part.het is not None and part.is_pending:
                     self._components.setdefault(part.het.het_job_id, []).append(part)
-        return (other for other in self._components.get(job.het.het_job_id, ()) if other is not job)
+        return (other for other in self._components.get(job.het.het_job_id, ()) if other.job_id != job.job_id)
 
     def conversion(self, job: Job) -> Verdict:
         """Whether data workers would let a pending job start now."""
@@ -353,14 +346,103 @@ class Explainer:
 
     def _num_before_end(self, job: Job) -> int:
         """How many reservations begin before that; with its own reservation they say which are in its way."""
-        end_s = math.inf if job.time_limit_s is None else self._snapshot.taken_s + job.time_limit_s
+        limit_s = self._limit_s(job)
+        end_s = math.inf if limit_s is None else self._snapshot.taken_s + limit_s
         return bisect_left(self._upcoming, end_s, key=_start) if self._upcoming else 0
 
-    def _room_of(self, shape: Shape, job: Job, now: bool = False) -> Room:
-        """Where there is room for it; `now` looks at no reservation to come."""
+    def _limit_s(self, job: Job) -> float | None:
+        """A job's time limit; of one without any the longest of its partitions, None where one of these has none."""
+        if job.time_limit_s is not None:
+            return job.time_limit_s
+        longest = [self._longest_s.get(name) for name in job.partitions]
+        known = [limit_s for limit_s in longest if limit_s is not None]
+        return max(known) if known and len(known) == len(longest) else None
+
+    def _room_of(self, shape: Shape, job: Job, *, now: bool = False, without: Collection[str] = ()) -> Room:
+        """Where there is room for it.
+
+        Args:
+            shape: what each node must give.
+            job: who asks.
+            now: look at no reservation to come.
+            without: nodes that are kept from it.
+        """
         member = self._in_reservations(job)
+        table = self._table_for(member.reservation)
         kept = self._kept(job) if self._upcoming and not now else None
-        return Room(self._table_for(member.reservation), shape, member, self._up, kept)
+        if without:
+            nodes = table.named(without)
+            kept = Kept(nodes, np.zeros_like(table.cpus)) if kept is None else Kept(nodes | kept.nodes, kept.cpus)
+        return Room(table, shape, member, self._up, kept)
+
+    def _has_room(self, shape: Shape, job: Job, without: frozenset[str]) -> bool:
+        """Whether there is room for a job, evenly divided or in another way, beside nodes that are kept from it."""
+        key = self._key(shape, job), without
+        if key not in self._beside_plans:
+            room = self._room_of(shape, job, without=without)
+            if room.is_enough(room.possible):
+                found = room.is_enough(room.fits)
+            else:
+                least = least_of(job, self._hardware)
+                floor = self._room_of(least.of_node, job, without=without)
+                is_possible = floor.is_enough(floor.possible) and not floor.lacks_together(least)
+                found = is_possible and not floor.lacks_together_now(least, shape.num_nodes)
+            self._beside_plans[key] = found
+        return self._beside_plans[key]
+
+    def _plans_in_way(self, shape: Shape, job: Job, *, wait_s: float = 0.0) -> tuple[Plan, ...]:
+        """The plans for jobs ahead that together leave too little of the room for a job, the earliest first.
+
+        With a time limit by which it has ended then, those that begin later are not in its way.
+        """
+        limited = replace(job, time_limit_s=self._limit_s(job))
+        plans = self._turns.plans_in_way(limited, wait_s=wait_s)
+        kept = _nodes_of(plans)
+        return plans if kept and not self._has_room(shape, limited, kept) else ()
+
+    def _first_in_way(self, shape: Shape, job: Job, plans: Iterable[Plan]) -> Plan:
+        """Of such plans the first with which there is too little."""
+        kept = frozenset[str]()
+        for plan in plans:
+            kept |= plan.nodes
+            if not self._has_room(shape, job, kept):
+                break
+        return plan
+
+    def _would_start(self, job: Job) -> bool:
+        """Whether Slurm would start it at its next looks, by all that is known: what advice must come to."""
+        wait_s = self._turns.backfill.interval_s
+        return all(
+            part.waits_for_resources
+            and not self._lacking(part)
+            and not self._turns.is_behind_unplanned(part)
+            and not self._plans_in_way(self._shape(part), part, wait_s=wait_s)
+            for part in (job, *self._other_components(job))
+        ) and not (
+            self._snapshot.hidden
+            or self._kind_not_looked_at(job)
+            or self._weighs_sockets(job)
+            or gres_in_doubt(self._shape(job))
+        )
+
+    def _shorter(self, job: Job) -> str:
+        """The command that gives a job the longest time limit with which it would start; empty if none would do.
+
+        It must have ended before some plan or reservation that is in its way now; the shorter, the less is in its way.
+        """
+        limited, now_s = replace(job, time_limit_s=self._limit_s(job)), self._limit_s(job)
+        plans = self._turns.plans_in_way(limited, wait_s=self._turns.backfill.interval_s)
+        starts = {plan.start_s for plan in plans} | {each.start_s for each in self._in_the_way(job)}
+        limits = sorted({self._turns.longest_limit_s(start_s) for start_s in starts})
+        limits = [limit_s for limit_s in limits if 0 < limit_s < (math.inf if now_s is None else now_s)]
+        enough = bisect_left(
+            limits, True, key=lambda limit_s: not self._would_start(replace(job, time_limit_s=limit_s))
+        )
+        if not enough:
+            return ""
+        limit_s = limits[enough - 1]
+        command = f"scontrol update JobId={job.job_id} TimeLimit={round(limit_s / 60)}"
+        return f"with a limit of {duration(limit_s)} it could go first: {command}"
 
     def _kept(self, job: Job) -> Kept:
         """What the reservations in its way keep."""
@@ -403,6 +485,8 @@ class Explainer:
                 blockers.append(Blocker(kind, text))
             elif kind == OTHER_USERS:
                 blockers.append(kept_for_others(job, self._table.chosen(room.possible & ~room.enough[kind])))
+            elif kind == COMPLETING:
+                blockers.append(still_completing(self._table.chosen(room.enough_but(kind) & ~room.enough[kind])))
             elif not is_even:
                 blockers.append(lack_together(kind, shape, *self._least(job)))
             elif room.short_alone():
@@ -432,28 +516,31 @@ class Explainer:
         return Blocker(
             "reservation",
             f"{kept} has room, but is reserved in {left} ({names}), before its time limit would end it",
-            f"with a limit below {left} it could start there; scontrol show reservation {in_the_way[0].name}",
+            f"scontrol show reservation {in_the_way[0].name}",
         )
+
+    def _with_shorter_limit(self, job: Job, blockers: list[Blocker]) -> list[Blocker]:
+        """What it waits for; where nodes with room are reserved before it would have ended, with the limit that helps.
+
+        That depends on whose turn it is, and the nodes do not.
+        """
+        if not blockers or blockers[0].kind != "reservation":
+            return blockers
+        if not (step := self._shorter(job)):
+            return blockers
+        return [replace(blockers[0], next_step=f"{step}; {blockers[0].next_step}"), *blockers[1:]]
 
     def _in_line(self, job: Job) -> Blocker:
         """There is room: who goes first?"""
         now_s, room = self._snapshot.taken_s, "there is room now"
         if in_doubt := gres_in_doubt(self._shape(job)):
             room = f"there is room now, but for its {in_doubt}, which is not counted GPU by GPU"
-        ahead = self._ahead(job)
-        planned = [other for other in ahead if other.start_s and other.start_s > now_s]
-        if planned:
-            first = min(planned, key=lambda other: other.start_s or 0.0)
-            left = duration((first.start_s or now_s) - now_s)
-            kept = f"{compress(first.planned_nodes) or 'it'} is kept"
-            limit = "no time limit" if job.time_limit_s is None else f"a limit of {duration(job.time_limit_s)}"
-            return Blocker(
-                "backfill",
-                f"{room}, but {kept} for job {first.label}, planned in {left}, and this job has {limit}",
-                f"with a limit below {left} it could go first: scontrol update JobId={job.job_id} TimeLimit=T",
-            )
-        if ahead:
+        if plans := self._plans_in_way(self._shape(job), job):
+            return self._kept_for_plans(job, plans, room)
+        if ahead := self._turns.ahead(job):
             text = f"{room}; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
+            if self._would_start(job):
+                text += ", and what Slurm plans for them leaves it room: backfill may start it when it looks next"
             return Blocker("priority", text, "squeue --start")
         if kind := self._kind_not_looked_at(job):
             what = f"--constraint={job.features}" if kind == "constraints" else f"--switches={job.num_switches}"
@@ -462,7 +549,10 @@ class Explainer:
         if in_doubt:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
-            return _not_looked_at(job, now_s)
+            return found_none(job, now_s)
+        if self._weighs_sockets(job):
+            text = "by its CPUs; which sockets have them, as --ntasks-per-socket asks, only Slurm weighs"
+            return Blocker(SOCKETS, f"{room} {text}; no job is ahead", f"scontrol show job {job.job_id}")
         if hidden := self._snapshot.hidden:
             what = "jobs ahead of it" if self._snapshot.hides_jobs else "reservations in its way"
             text = f"{room}, as far as you may see: whether there are {what} cannot be known ({hidden})"
@@ -473,6 +563,20 @@ class Explainer:
         if job.found_no_room and (looked_s := job.last_sched_eval_s) is not None:
             room += f", which was freed since Slurm last looked for it, {duration(now_s - looked_s)} ago"
         return Blocker("scheduler", f"{room}, and no job is ahead: the next scheduling cycle starts it")
+
+    def _kept_for_plans(self, job: Job, plans: Sequence[Plan], room: str) -> Blocker:
+        """There is room, and backfill keeps it for jobs ahead."""
+        plan = self._first_in_way(self._shape(job), job, plans)
+        limit_s = self._limit_s(job)
+        limit = "no time limit" if limit_s is None else f"a limit of {duration(limit_s)}"
+        left = duration(plan.start_s - self._snapshot.taken_s)
+        wanted = self._table.chosen(self._room_of(self._shape(job), job).fits)
+        kept = compress(node.name for node in wanted if node.name in plan.nodes)
+        where = f"{kept} is kept for job {plan.job.label}, planned in {left}"
+        if not plan.is_told:
+            where = f"job {plan.job.label} is planned in {left}, on nodes that Slurm does not tell"
+        step = self._shorter(job)
+        return Blocker("backfill", f"{room}, but {where}, and this job has {limit}", step or "squeue --start")
 
     def _finds_none(self, job: Job) -> bool:
         """Whether Slurm finds no room for the first job in line, where there is some by all that is looked at here.
@@ -499,6 +603,13 @@ class Explainer:
         # A job that spreads unevenly may have lacked whatever was freed.
         return not freed.any() if not room.is_enough(room.fits) else room.is_enough(room.fits & ~freed)
 
+    def _weighs_sockets(self, job: Job) -> bool:
+        """Whether it has room only beside others, whose sockets are not known, and says how many tasks one may have."""
+        if not job.tasks_per_socket:
+            return False
+        room = self._room_of(self._shape(job), job)
+        return not room.is_enough(room.fits & room.is_idle)
+
     def _kind_not_looked_at(self, job: Job) -> str:
         """The kind of what a job asks of its nodes together and only Slurm weighs; empty if there is nothing."""
         if job.num_nodes < 2:
@@ -511,46 +622,19 @@ class Explainer:
         """The kind of what a job with room waits for, found without looking at all the jobs ahead."""
         if job.het is not None and self._is_held_up(job):
             return "component"
-        place, turn = self._place(job), "GRES" if gres_in_doubt(self._shape(job)) else "scheduler"
-        for name in self._rivals(job):
-            if self._first_planned.get(name, place) < place:
-                return "backfill"
-            if self._first.get(name, place) < place:
-                turn = "priority"
-        if turn != "scheduler":
-            return turn
-        turn = HIDDEN if self._snapshot.hidden else turn
-        return self._kind_not_looked_at(job) or (NOT_LOOKED_AT if self._finds_none(job) else turn)
-
-    def _ahead(self, job: Job) -> list[Job]:
-        """The jobs that wait for resources, on nodes of the same partitions, and go first; the very first in front."""
-        if self._queue is None:
-            waiting = (job for group in self._alike if group[0].waits_for_resources for job in group)
-            self._queue = sorted(waiting, key=self._place)
-        places = bisect_left(self._queue, self._place(job), key=self._place)
-        return [other for other in self._queue[:places] if not self._rivals(job).isdisjoint(other.partitions)]
-
-    def _rivals(self, job: Job) -> frozenset[str]:
-        """The partitions whose jobs may be ahead of it: its own, and those that share nodes with them.
-
-        Where the first job of a partition finds no room, the main scheduler starts nothing behind it on any node of
-        that partition (schedule in job_scheduler.c), and backfill plans nodes, whatever partition asks for them.
-        """
-        found = self._beside_all.get(job.partitions)
-        if found is None:
-            found = frozenset(job.partitions).union(*(self._beside.get(name, ()) for name in job.partitions))
-            self._beside_all[job.partitions] = found
-        return found
-
-    def _place(self, job: Job) -> _Place:
-        return (-self._tier(job), *_turn_of(job))
-
-    def _tier(self, job: Job) -> int:
-        found = self._best_tiers.get(job.partitions)
-        if found is None:
-            found = max((self._tiers.get(name, 1) for name in job.partitions), default=1)
-            self._best_tiers[job.partitions] = found
-        return found
+        if self._plans_in_way(self._shape(job), job):
+            return "backfill"
+        if self._turns.is_behind(job):
+            return "priority"
+        if kind := self._kind_not_looked_at(job):
+            return kind
+        if gres_in_doubt(self._shape(job)):
+            return "GRES"
+        if self._finds_none(job):
+            return NOT_LOOKED_AT
+        if self._weighs_sockets(job):
+            return SOCKETS
+        return HIDDEN if self._snapshot.hidden else "scheduler"
 
     def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Verdict:
         if not shape.gpus:
@@ -571,10 +655,25 @@ class Explainer:
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
             return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
+        limited = replace(job, time_limit_s=self._limit_s(job))
+        if self._turns.is_behind_unplanned(job):
+            first, where = self._turns.first_unplanned(job), compress(node.name for node in fits)
+            text = f"with {kept} CPUs a node it would have room on {where}, behind job {first}"
+            return Verdict(False, f"{text}, whose start is not planned")
+        plans = self._turns.plans_in_way(limited)
+        away = _nodes_of(plans)
+        trainers = self._room_of(trainer, limited, without=away)
+        if not trainers.is_enough(trainers.fits) and not plans:
+            return Verdict(False, f"with {kept} CPUs a node it would have room in uneven parts alone")
+        if not trainers.is_enough(trainers.fits):
+            plan, where = self._first_in_way(trainer, limited, plans), compress(node.name for node in fits)
+            left = duration(plan.start_s - self._snapshot.taken_s)
+            text = f"with {kept} CPUs a node it would have room on {where}, and wait for job {plan.job.label}"
+            return Verdict(False, f"{text}, which is planned there in {left}, before it would have ended")
+        chosen = self._table_for(self._in_reservations(job).reservation).chosen(trainers.chosen())
         moved = (shape.cpus - kept) * shape.num_nodes
         wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
-        chosen = fits[: shape.num_nodes]
-        place, room = self._data_workers(job, chosen, kept)
+        place, room = self._data_workers(limited, chosen, kept, away)
         # Components share a reservation, unless they are told not to.
         outside = f" --data-worker-reservation={NO_RESERVATION}" if job.reservation else ""
         where = compress(node.name for node in chosen)
@@ -595,12 +694,20 @@ class Explainer:
             f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",
         )
 
-    def _worker_room(self, job: Job) -> dict[str, int]:
-        """How many data workers of a job have room in each partition, outside of reservations."""
-        number = self._num_before_end(job), *self._who(job)
+    def _worker_room(self, job: Job, away: frozenset[str]) -> dict[str, int]:
+        """How many data workers of a job have room in each partition that admits it, outside of reservations.
+
+        Args:
+            job: whose they are: they have its time limit, account and QOS.
+            away: nodes that are kept for others.
+        """
+        number = self._num_before_end(job), *self._who(job), away
         if number not in self._workers:
             kept = self._kept(replace(job, reservation=""))
-            others = kept.nodes | self._table.kept_from(replace(job, exclusive=""))
+            others = kept.nodes | self._table.kept_from(replace(job, exclusive="")) | self._table.named(away)
+            others = others | self._table.completing
+            if self._hardware.counts_memory:
+                others = others | (self._table.memory_free_mb <= 0)
             found = self._workers[number] = {}
             for name in sorted(self._up):
                 _, free = self._table.cpus_for([name])
@@ -609,15 +716,16 @@ class Explainer:
                     found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
                 else:
                     found[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
-        return self._workers[number]
+        known = {partition.name: partition for partition in self._snapshot.partitions}
+        return {name: room for name, room in self._workers[number].items() if not why_closed(known[name], job)}
 
-    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
+    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int, away: frozenset[str]) -> tuple[str, int]:
         """The partition with most room for a job's data workers beside its trainers, and for how many."""
-        room = dict(self._worker_room(job))
+        room = self._worker_room(job, away)
         for node in trainers:
             lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
-            for name in self._up.intersection(() if node.is_reserved else node.partitions):
-                room[name] -= lost
+            for name in room.keys() & (() if node.is_reserved else node.partitions):
+                room[name] = max(0, room[name] - lost)
         # CPUs beside GPUs are for other trainers, as long as there are CPUs elsewhere.
         place = max(
             sorted(room), key=lambda name: (room[name] > 0, name not in self._with_gpus, room[name]), default=""
@@ -625,71 +733,9 @@ class Explainer:
         return place, room.get(place, 0)
 
 
-def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
-    """The records that a job id names: `29`, `31` with all components, `31+1`, `33` with all tasks, `33_4`.
-
-    Raises:
-        ValueError: it has another form.
-    """
-    match = re.fullmatch(r"(\d+)(?:\+(\d+)|_(\d+))?", name)
-    if not match:
-        raise ValueError(f"job id {name!r}: must be N, N+COMPONENT or N_TASK")
-    number, offset, task = int(match[1]), match[2], match[3]
-    if offset is not None:
-        return [job for job in jobs if job.het and (job.het.het_job_id, job.het.offset) == (number, int(offset))]
-    if task is not None:
-        of_array = [job for job in jobs if job.array_job_id == number]
-        found = [job for job in of_array if has_task(job.array_tasks, int(task))]
-        # Where indices are cut, it may be one of those that are not shown.
-        return found or [job for job in of_array if CUT in job.array_tasks]
-    return [
-        job
-        for job in jobs
-        if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
-    ]
+def _nodes_of(plans: Iterable[Plan]) -> frozenset[str]:
+    return frozenset(name for plan in plans for name in plan.nodes)
 
 
 def _start(reservation: Reservation) -> float:
     return reservation.start_s
-
-
-def _turn_of(job: Job) -> tuple[int, int]:
-    """Of jobs of one tier who goes first, the smallest: of equal priorities the one with the smaller number.
-
-    So does slurmctld (sort_job_queue2 in job_scheduler.c). The components of a heterogeneous job have one place.
-    """
-    return -job.priority, job.job_id if job.het is None else job.het.het_job_id
-
-
-def _sharing_nodes(nodes: Iterable[Node]) -> dict[str, set[str]]:
-    """Of each partition those that have some of its nodes."""
-    found: dict[str, set[str]] = {}
-    for names in {node.partitions for node in nodes}:
-        for name in names:
-            found.setdefault(name, set()).update(names)
-    return found
-
-
-def _not_looked_at(job: Job, now_s: float) -> Blocker:
-    """Slurm finds no room, and nothing that is looked at here is lacking."""
-    who, when, unless = "Slurm", "", ""
-    if job.het is not None:
-        who, unless = "Slurm's backfill scheduler", ", unless it was freed since backfill last looked"
-    elif job.last_sched_eval_s is not None:
-        when = f" when it last looked, {duration(max(0.0, now_s - job.last_sched_eval_s))} ago"
-        unless = ", unless it was freed since"
-    said = f" (Slurm says: {job.reason})" if job.reason not in RESOURCE_REASONS else ""
-    planned = ""
-    if job.start_s is not None and job.start_s > now_s:
-        planned = f", and plans its start in {duration(job.start_s - now_s)}"
-    return Blocker(
-        NOT_LOOKED_AT,
-        f"no job is ahead, and all that is looked at here has room, but {who} found none{when}{planned}: for something "
-        f"that is not looked at here{said}{unless}",
-        f"scontrol show job {job.job_id}; scontrol show node",
-    )
-
-
-def _note_first(first: dict[str, _Place], partitions: Iterable[str], place: _Place) -> None:
-    for name in partitions:
-        first[name] = min(first.get(name, place), place)

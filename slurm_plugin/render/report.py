@@ -166,6 +166,15 @@ def signed(value: float) -> str:
     return f"{value:+.2f}" if abs(value) >= 0.005 else "0.00"
 
 
+def partition_words(names: Sequence[str], most: int = 24) -> str:
+    """Names of partitions with commas; of many as many as take about so much room, and how many others there are."""
+    shown = ",".join(names)
+    if len(shown) <= most or len(names) == 1:
+        return shown
+    num = next(num for num in range(len(names), 0, -1) if num == 1 or len(",".join(names[:num])) <= most)
+    return f"{','.join(names[:num])}{f',+{len(names) - num}' if num < len(names) else ''}"
+
+
 def duration(seconds: float) -> str:
     """`2-03:04:05` as Slurm writes it."""
     days, left = divmod(int(seconds), 86400)

@@ -252,6 +252,7 @@ def test_fields_of_squeue() -> None:
     row = {
         "JobID": "5", "UserName": "a", "Partition": "ht", "State": "PENDING", "Reason": "Resources", "NumNodes": "2",
         "MaxNodes": "4", "NumCPUs": "18", "MinCPUs": "6", "SCT": "2:4:1", "NTPerCore": "1", "NumTasks": "3",
+        "NTPerSocket": "2",
         "cpus-per-task": "6", "MinTmpDisk": "4G", "MinMemory": "3000M", "tres-alloc": "cpu=18,mem=6000M,node=1",
         "tres-per-job": "gres/gpu:2", "mem-per-tres": "gres/gpu:3000", "TimeLimit": "1:00", "PriorityLong": "9",
     }  # fmt: skip
@@ -260,7 +261,8 @@ def test_fields_of_squeue() -> None:
     text = "".join("\x1f".join(each.get(name, "N/A") for name in JOB_FIELDS) + "\x1e\n" for each in (row, plain))
     job, other = parse_jobs(text)
     assert (job.num_nodes, job.likely_nodes, job.max_nodes, job.min_cpus_per_node) == (1, 2, 4, 6)
-    assert (job.layout, job.tasks_per_core, job.memory_per_gpu_mb, job.all_memory) == ((2, 4, 1), 1, 3000, False)
+    assert (job.layout, job.tasks_per_core, job.tasks_per_socket, job.all_memory) == ((2, 4, 1), 1, 2, False)
+    assert job.memory_per_gpu_mb == 3000
     assert (job.tmp_disk_mb, other.tmp_disk_mb) == (4096, 0)
     # As many again as are likely: it may have set no limit.
     assert (other.max_nodes, other.layout, other.tasks_per_core, other.all_memory) == (None, (0, 0, 0), 0, True)

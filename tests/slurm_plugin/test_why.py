@@ -17,9 +17,13 @@ import pytest
 from hetstream.slurm_plugin.cli import jobs
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.partitions import with_open_partitions
+from hetstream.slurm_plugin.client.read import with_times_to_come
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.insight.job_names import find_jobs
+from hetstream.slurm_plugin.insight.why import Explainer, Explanation
+from hetstream.slurm_plugin.render.report import as_table
 
 NOW_S = 1_000_000.0
 
@@ -220,7 +224,132 @@ def test_there_is_room_but_others_go_first() -> None:
     assert found.blockers[0].text == (
         "there is room now, but g0 is kept for job 5, planned in 00:10:00, and this job has a limit of 01:00:00"
     )
-    assert "TimeLimit=T" in found.blockers[0].next_step
+    assert found.blockers[0].next_step == (
+        "with a limit of 00:07:00 it could go first: scontrol update JobId=7 TimeLimit=7"
+    )
+
+
+def test_a_limit_is_proposed_only_where_it_would_let_the_job_start() -> None:
+    """By the same figures: rounded as backfill rounds, set before it next looks, and nobody else ahead."""
+    nodes = node("g0", 16, 4), node("g1", 16, 4)
+    plan = pending(4, job_id=5, priority=200, start_s=NOW_S + 600, planned_nodes=("g0", "g1"))
+
+    def step(job: Job, *others: Job, **config: str) -> tuple[str, str]:
+        names = {"SchedulerType": "sched/backfill", **config}
+        seen = Snapshot(NOW_S, "24.11", "t", (job, *others), nodes, (Partition("gpu", ()),), names)
+        (found,) = Explainer(seen).explain(job).blockers
+        assert Explainer(seen).waits_for(job) == found.kind
+        return found.kind, found.next_step.rpartition(" ")[2]
+
+    hour = pending(time_limit_s=3600.0)
+    assert step(hour, plan) == ("backfill", "TimeLimit=7")
+    assert step(hour, plan, SchedulerParameters="defer,bf_interval=120,bf_resolution=60") == ("backfill", "TimeLimit=6")
+    assert step(hour, replace(plan, start_s=NOW_S + 100)) == ("backfill", "--start"), "no minute is left"
+    assert step(hour, plan, pending(job_id=4, priority=300)) == ("backfill", "--start"), "who is ahead has no plan"
+    assert step(pending(time_limit_s=300.0), plan) == ("priority", "--start"), "it has ended by then"
+    assert step(hour, replace(plan, planned_nodes=("g0",))) == ("priority", "--start"), "g1 is kept for nobody"
+    assert step(hour, replace(plan, planned_nodes=("c9",))) == ("priority", "--start")
+    assert step(replace(hour, excluded_nodes=("g1",)), replace(plan, planned_nodes=("g1",)))[0] == "priority"
+    far = replace(plan, start_s=NOW_S + 90_000)
+    assert step(pending(), far) == ("priority", "--start"), "so far ahead nothing is kept"
+    assert step(pending(), far, SchedulerParameters="bf_window=2000") == ("backfill", "TimeLimit=1497")
+    assert step(hour, plan, SchedulerType="sched/builtin") == ("priority", "--start")
+    short = Snapshot(NOW_S, "24.11", "t", (pending(), plan), nodes, (Partition("gpu", (), max_time_s=300.0),))
+    assert kinds(Explainer(short).explain(pending())) == ["priority"], "without a limit it has its partition's"
+
+
+def test_who_no_partition_admits_is_told_the_rule_and_no_turn() -> None:
+    """Behind others slurmctld says Priority without a look at the rules."""
+    plan = pending(4, job_id=5, priority=200, start_s=NOW_S + 600, planned_nodes=("g0",))
+    mine = pending(time_limit_s=3600.0, account="free", qos="normal", uid=1001)
+
+    def told(**rules: Any) -> list[tuple[str, str]]:
+        partition = Partition("gpu", (), **rules)
+        jobs_seen = with_open_partitions((mine, plan), (partition,))
+        seen = Snapshot(NOW_S, "24.11", "t", jobs_seen, (node("g0", 16, 4),), (partition,))
+        found = Explainer(seen).explain(seen.jobs[0])
+        assert not found.conversion.helps
+        assert Explainer(seen).waits_for(seen.jobs[0]) == found.blockers[0].kind
+        return [(one.kind, one.text) for one in found.blockers]
+
+    assert [kind for kind, _ in told()] == ["backfill"]
+    begin = "none of its partitions admits it, and Slurm has not looked so far: gpu"
+    assert told(allow_accounts=("lab",)) == [
+        ("not allowed", f"{begin} allows accounts lab, and its account is free, unless one above that counts")
+    ]
+    assert told(deny_qos=("normal",)) == [("not allowed", f"{begin} denies QOS normal, and its QOS is normal")]
+    assert told(allow_groups=("staff",))[0][1].startswith(f"{begin} allows groups staff, and alice is in none of these")
+    assert told(allow_groups=("staff",), members=("alice",))[0][0] == "backfill"
+    assert told(is_up=False) == [("not allowed", f"{begin} is not up")]
+    looked = replace(mine, reason="Resources")
+    assert with_open_partitions((looked,), (Partition("gpu", (), allow_accounts=("lab",)),)) == (looked,), "Slurm did"
+
+
+def test_who_may_not_begin_yet_waits_for_no_turn() -> None:
+    job = pending(time_limit_s=3600.0, eligible_s=NOW_S + 7200)
+    (found,) = with_times_to_come((job,), NOW_S)
+    assert kinds(explain(found, node("g0", 16, 4))) == ["time"]
+    assert not found.waits_for_resources
+    assert with_times_to_come((job,), NOW_S + 7201) == (job,)
+
+
+def test_nodes_on_which_jobs_complete_are_no_room() -> None:
+    ending = replace(node("g0", 16, 4), states=frozenset({"IDLE", "COMPLETING"}))
+    found = explain(pending(), ending)
+    assert (kinds(found), found.fits_on) == (["completing"], ())
+    assert found.blockers[0].next_step == "squeue --states=COMPLETING -w g0"
+    assert explain(pending(), ending, node("g1", 16, 4)).fits_on == ("g1",)
+    assert kinds(explain(pending(), ending, node("g1", 16, 0))) == ["completing", "GPUs"]
+    assert kinds(explain(pending(16), replace(ending, cpus_allocated=8))) == ["CPUs"]
+    assert not explain(pending(14), replace(node("g1", 4, 2), states=ending.states)).conversion.helps
+
+
+def test_data_workers_are_not_promised_room_that_is_kept_or_closed() -> None:
+    cpus = node("c0", 11, of=(16, 0))
+    plan = pending(4, 0, job_id=5, priority=200, start_s=NOW_S + 600, planned_nodes=("c0",), partitions=("gpu", "cpu"))
+    mine = pending(14, time_limit_s=3600.0)
+    assert explain(mine, node("g0", 4, 2), cpus, others=(plan,)).conversion.directive == "#HETSTREAM --data-workers=0-3"
+    ahead = replace(plan, planned_nodes=("g0",))
+    text = explain(mine, node("g0", 4, 2), cpus, others=(ahead,)).conversion.text
+    assert text == (
+        "with 2 CPUs a node it would have room on g0, and wait for job 5, which is planned there in 00:10:00, before "
+        "it would have ended"
+    )
+    unplanned = replace(plan, start_s=None, planned_nodes=())
+    assert explain(mine, node("g0", 4, 2), cpus, others=(unplanned,)).conversion.text == (
+        "with 2 CPUs a node it would have room on g0, behind job 5, whose start is not planned"
+    )
+    closed = (Partition("gpu", ()), Partition("cpu", (), max_time_s=60.0))
+    seen = Snapshot(NOW_S, "24.11", "t", (mine,), (node("g0", 4, 2), cpus), closed)
+    assert Explainer(seen).explain(mine).conversion.directive == "#HETSTREAM --data-workers=0-3"
+
+
+def test_tasks_of_sockets_have_room_on_so_many_and_beside_others_only_slurm_knows() -> None:
+    def two_sockets(cpus: int) -> Node:
+        return replace(node("g0", cpus, 4), layout=(2, 8, 1))
+
+    spread = pending(4, 0, num_cpus=8, num_tasks=2, cpus_per_task=4, tasks_per_socket=1)
+    assert kinds(explain(spread, two_sockets(16))) == ["scheduler"]
+    found = explain(spread, two_sockets(8))
+    assert kinds(found) == ["sockets"]
+    assert found.blockers[0].text == (
+        "there is room now by its CPUs; which sockets have them, as --ntasks-per-socket asks, only Slurm weighs; no "
+        "job is ahead"
+    )
+    assert kinds(explain(replace(spread, num_cpus=12, num_tasks=3, max_nodes=1), two_sockets(16))) == ["size"]
+    assert kinds(explain(replace(spread, reason="Resources"), two_sockets(8))) == ["not looked at"], "Slurm did"
+
+
+def test_many_partitions_of_a_job_take_the_room_of_a_few() -> None:
+    names = tuple(f"partition{number}" for number in range(255))
+    mine = pending(partitions=names)
+    seen = Snapshot(NOW_S, "24.11", "t", (mine,), (), tuple(Partition(name, ()) for name in names))
+    report = jobs.report_of([mine], seen, details=False)
+    assert report.sections[0].rows[0]["partitions"] == list(names), "JSON has all"
+    shown = as_table(report, color=False)
+    assert max(len(line) for line in shown) < 200
+    assert any(" partition0,partition1,+253 " in line for line in shown)
+    assert "in partition0,partition1,+253: PENDING" in report_of("7", [mine], seen).lines[0]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,16 @@ def test_who_is_ahead_and_what_to_do_are_in_the_line_of_the_reason() -> None:
     lines, found = told(parts, *ROOMY, others=(ahead,))
     assert found == [("70+0", "backfill")]
     assert lines[0].endswith("PENDING (Priority, Resources), for 00:01:00, planned by Slurm to start in 00:20:00")
-    assert "; next: with a limit below 00:10:00 it could go first: scontrol update JobId=70 TimeLimit=T" in lines[1]
+    assert (
+        "on nodes that Slurm does not tell, and this job has no time limit; next: with a limit of 00:07:00 it"
+        in lines[1]
+    )
+    assert lines[1].endswith("it could go first: scontrol update JobId=70 TimeLimit=7")
+    # All start together: where another component is in the way of a plan, a shorter limit of one helps nobody.
+    other = Job(6, "j", "bob", ("cpu",), "PENDING", "Resources", 1, 16, 1, 16, 0, priority=9, start_s=NOW_S + 600)
+    lines, found = told(parts, *ROOMY, others=(ahead, other))
+    assert found == [("70+0", "backfill")]
+    assert lines[1].endswith("next: squeue --start")
 
 
 def test_jobs_and_histories_say_that_a_component_waits_for_another() -> None:

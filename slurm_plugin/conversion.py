@@ -13,8 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from hetstream.base.errors import UsageError
+from hetstream.base.files import read_regular
 from hetstream.hetjob.convert import MissingPartition, check_cluster, convert, script_options
 from hetstream.hetjob.convert_class import CLASS_VARIABLE, opportunistic_partitions
 from hetstream.hetjob.directives import (
@@ -50,6 +52,8 @@ from hetstream.slurm_plugin.render.report import duration
 
 # A longer file is no script that somebody wrote.
 _MOST_READ_BYTES = 1 << 20
+# Slurm takes 4 MB unless the site allows more (max_script_size in slurm.conf(5)).
+_MOST_SCRIPT_BYTES = 64 << 20
 # Of paths in a script and in what it runs: on a slow file system looking each up takes about a millisecond.
 _MOST_PATHS = 10_000
 # Of hetstream's commands with a command line of sbatch.
@@ -128,6 +132,19 @@ def convert_script(
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
 
+def read_script(file: BinaryIO, name: str) -> bytes:
+    """A whole script, from a file or a pipe.
+
+    Raises:
+        UsageError: it is too large, or has no end.
+        OSError: it cannot be read.
+    """
+    body = file.read(_MOST_SCRIPT_BYTES + 1)
+    if len(body) > _MOST_SCRIPT_BYTES:
+        raise UsageError(f"{name}: more than {_MOST_SCRIPT_BYTES:,} bytes are no batch script. Check its name")
+    return body
+
+
 def _jobs_dir(spec: JobSpec, environ: Mapping[str, str], is_elsewhere: bool) -> tuple[str | None, str]:
     """The place of the job's directory that the script names, if it has to, and one line for the user or none.
 
@@ -157,9 +174,8 @@ def _surroundings(job_environ: Mapping[str, str], options: SbatchOptions) -> Sur
             raise Unknown(f"it names more than {_MOST_PATHS:,} paths, too many to look at")
         place = directory / Path(path).expanduser()
         try:
-            if not place.is_file() or place.stat().st_size > _MOST_READ_BYTES:
-                return None
-            return place.read_text()
+            found = read_regular(place, _MOST_READ_BYTES)
+            return None if found is None else found.decode()
         except (OSError, ValueError, RuntimeError):
             return None
 

@@ -45,6 +45,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         "uninstall",
     ),
     "lock": ("lock",),
+    "regular": ("what a script reads",),
     "own directory": ("own directory",),
     "checkpoint": (
         "tests/checkpoint/test_untrusted.py",
@@ -156,7 +157,6 @@ ROWS: dict[str, dict[str, str]] = {
         "slurm_plugin/cli/sbatch.py": "_read_script",
         "slurm_plugin/cli/simulate.py": "_cluster _settings _traces",
         "slurm_plugin/client/fake.py": "FakeSlurm.submit",
-        "slurm_plugin/conversion.py": "_surroundings.read",
         "slurm_plugin/install/installation.py": "put_below",
         "slurm_plugin/packaging/recipes.py": "_fill*2 main*2",
         "slurm_plugin/packing/quota_file.py": "QuotaFile._read*2",
@@ -252,6 +252,9 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "lock": {
         "hetstream/base/own_lock.py": "_wait_for own_lock*3",
+    },
+    "regular": {
+        "hetstream/base/files.py": "read_regular*2",
     },
     "own directory": {
         "hetstream/base/private.py": "_own own_directory",

@@ -27,6 +27,7 @@ from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.hetjob.gpu.pages import VERSION
 from hetstream.hetjob.master.server import MasterConfig
+from hetstream.hetjob.sbatch_options import SbatchOptions
 from hetstream.hetjob.site.address import SiteSettings, UnixAddress
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import LENGTH, AskStatus, GrantLimit, decode_request, encode_answer
@@ -34,6 +35,7 @@ from hetstream.hetjob.temporary import temporary_place
 from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.packer import alone
 from hetstream.slurm_plugin.cli.report import write_whole
+from hetstream.slurm_plugin.conversion import _surroundings
 from hetstream.slurm_plugin.coordinator.admission import GrantedJobs, Peer
 from hetstream.slurm_plugin.daemon.store import Store
 from hetstream.slurm_plugin.devcluster import roots, site_setup
@@ -281,6 +283,17 @@ def linked_page(path: Path, place: Place) -> None:
     path.symlink_to(place.precious)
 
 
+def reads_for_conversion(path: Path) -> str:
+    """What a script that is converted reads: where a pipe has come in the place of a file, nobody would ever write."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("it waits for a pipe")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(2)
+    return str(_surroundings({}, SbatchOptions(())).read(str(path)))
+
+
 SCENARIOS = {
     "devcluster exec": Scenario(
         forged_cluster, lambda path: verb(f"devcluster exec --state-dir {path} -- true"), own_cluster, 0
@@ -312,6 +325,9 @@ SCENARIOS = {
     "job directory": Scenario(forged_spec, lambda path: MasterConfig.read(path / "spec.json"), own_spec),
     "history": Scenario(forged_history, shown_history),
     "temporary": Scenario(lambda path, _: made(path / "x").parent.chmod(0o777), uses_tmpdir, Path.mkdir, works=False),
+    "what a script reads": Scenario(
+        lambda path, _: os.mkfifo(path, 0o666), reads_for_conversion, lambda path: made(path, "srun -c 4 python")
+    ),
     "packer": Scenario(linked_files("lock"), packs, uid=0),
 }
 

@@ -359,6 +359,25 @@ class Directory:
         return status
 
 
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes | None:
+    """The content of a regular file that links may lead to; None for something else, or a larger one.
+
+    It is opened without being read first: a pipe would be waited for, and a device do what it does when it is opened.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(place).st_mode):
+            return None
+        with open(f"/proc/self/fd/{place}", "rb") as file:
+            data = file.read(most_bytes + 1)
+    finally:
+        os.close(place)
+    return data if len(data) <= most_bytes else None
+
+
 def temporary_name(name: str) -> str:
     """A name that no other process uses, and that no reader takes for `name`."""
     return f".{name}.{os.uname().nodename}-{os.getpid()}{_TEMPORARY}"

@@ -27,6 +27,7 @@ from hetstream.slurm_plugin.conversion import (
     convert_script,
     note_on_arguments,
     parse_command_line,
+    read_script,
 )
 from hetstream.slurm_plugin.insight.proposals import as_directives, for_script, remember
 from hetstream.slurm_plugin.model.alike import within_nodes
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     auto = "auto" in (option.name for option in options)
     options = [option for option in options if option.name not in ("json", "auto")]
     try:
-        body = script.read_bytes()
+        with script.open("rb") as file:
+            body = read_script(file, str(script))
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror}") from error
     client = CommandSlurm()

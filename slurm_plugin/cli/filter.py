@@ -24,7 +24,7 @@ from hetstream.hetjob.sbatch_environment import taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.conversion import convert_script, parse_command_line
+from hetstream.slurm_plugin.conversion import convert_script, parse_command_line, read_script
 from hetstream.slurm_plugin.program import own_program
 
 # A word of the plugin's, in the two lines between which it looks for the plan.
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     options, unread = parse_command_line(arguments, os.environ, ())
     if not unread or unread[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
         return EXIT_NOTHING_TO_CONVERT
-    body, name = Path(script).read_bytes(), Path(script).name
+    name = Path(script).name
+    with open(script, "rb") as file:
+        body = read_script(file, name)
     is_asked_for = bool(read_directives(body.decode(errors="surrogateescape"), name))
     if not is_asked_for:
         default, more = parse_words(_split(directives), "site policy", extra=OPTIONS)

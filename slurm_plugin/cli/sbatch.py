@@ -29,6 +29,7 @@ from hetstream.slurm_plugin.conversion import (
     note_on_arguments,
     options_behind,
     parse_command_line,
+    read_script,
 )
 from hetstream.slurm_plugin.program import own_program
 
@@ -91,12 +92,15 @@ def _read_script(unread: Sequence[str], given: SbatchOptions) -> tuple[bytes | N
         # Converted, it would only be refused: the bytes do not matter.
         return (b"#!/bin/sh\n", "--wrap") if any(is_own(option.name) for option in given.items) else (None, "--wrap")
     if not unread:
-        return sys.stdin.buffer.read(), "sbatch"  # the name that sbatch gives to a script from its standard input
+        return read_script(sys.stdin.buffer, "the script"), "sbatch"  # the name that sbatch gives to a script from its standard input
     path: str | None = unread[0]
     if not Path(unread[0]).is_file() and "/" not in unread[0]:
         path = shutil.which(unread[0], mode=os.R_OK)
     try:
-        return (Path(path).read_bytes() if path else None), Path(unread[0]).name
+        if path is None:
+            return None, Path(unread[0]).name
+        with open(path, "rb") as file:
+            return read_script(file, path), Path(unread[0]).name
     except OSError:
         return None, unread[0]
 

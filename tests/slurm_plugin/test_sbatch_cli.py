@@ -237,6 +237,17 @@ def test_a_script_of_any_size_is_converted_in_time(shell: Shell) -> None:
     assert "because it names more than 10,000 paths, too many to look at" in done.stderr
 
 
+@pytest.mark.parametrize("verb", ["convert", "sbatch"])
+def test_a_script_may_be_a_pipe_or_a_link_but_has_an_end(shell: Shell, verb: str) -> None:
+    (shell.directory / "link").symlink_to("train.sbatch")
+    assert "--data-workers" in shell.run(verb, "--dry-run" if verb == "sbatch" else "--json", "link").stdout
+    given = shell.run(verb, "--dry-run" if verb == "sbatch" else "--json", "/dev/stdin", stdin=SCRIPT)
+    assert "--data-workers" in given.stdout
+    endless = shell.run(verb, "/dev/zero")
+    assert endless.returncode == 2
+    assert "/dev/zero: more than 67,108,864 bytes are no batch script" in endless.stderr
+
+
 def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
     done = shell.run("sbatch", "late.sbatch")

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from hetstream.base.access import owner_of, strange_here
+from hetstream.base.access import owners_of, strange_here
 from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.config import (
@@ -77,7 +77,7 @@ class PythonEnvironment:
     container: str
     variables: Mapping[str, str]
     host: str = field(default="", compare=False)
-    owners: Mapping[str, int] = field(default_factory=dict, compare=False)
+    owners: Mapping[str, list[int]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def here(cls) -> PythonEnvironment:
@@ -85,7 +85,7 @@ class PythonEnvironment:
         found = cls(sys.executable, sys.prefix, container_from_environment(), python_environment(), platform.node())
         listed = (entry for name in PATH_LISTS for entry in found.variables.get(name, "").split(os.pathsep))
         places = (*found._of_program(), *listed, *(found.variables.get(name, "") for name in PATHS))
-        return replace(found, owners={place: owner_of(place) for place in places if place})
+        return replace(found, owners={place: owners_of(place) for place in places if place})
 
     def _of_program(self) -> Iterator[str]:
         yield from (self.executable, os.path.dirname(self.executable), self.prefix)
@@ -93,14 +93,14 @@ class PythonEnvironment:
     def why_strange(self) -> str:
         """Why its Python may be a stranger's on this host; "" if it is not."""
         there = [place for place in self._of_program() if os.path.exists(place)]
-        return next(filter(None, (strange_here(place, self.owners.get(place, -1)) for place in there)), "")
+        return next(filter(None, (strange_here(place, self.owners.get(place, ())) for place in there)), "")
 
     def without_strangers(self) -> PythonEnvironment:
         """The same without what may be a stranger's on this host."""
         variables = dict(self.variables)
         for name in (*PATH_LISTS, *PATHS):
             entries = [entry for entry in variables.pop(name, "").split(os.pathsep) if entry]
-            if kept := [entry for entry in entries if not strange_here(entry, self.owners.get(entry, -1))]:
+            if kept := [entry for entry in entries if not strange_here(entry, self.owners.get(entry, ()))]:
                 variables[name] = os.pathsep.join(kept)
         return replace(self, variables=variables)
 

@@ -14,6 +14,7 @@ import os
 import pwd
 import stat
 import struct
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hetstream.base.users import group_name, user_name
@@ -24,6 +25,10 @@ _MOST_LINKS = 40  # as the kernel follows: https://man7.org/linux/man-pages/man7
 # Entries of an ACL: https://github.com/torvalds/linux/blob/v6.1/include/uapi/linux/posix_acl_xattr.h
 _ACL, _ACL_HEADER_BYTES, _ACL_ENTRY = "system.posix_acl_access", 4, struct.Struct("<HHI")
 _ACL_USER, _ACL_GROUP_OBJ, _ACL_GROUP, _ACL_WRITE = 0x02, 0x04, 0x08, 0x02
+
+# Among owners of a place: all can write there. No user has this number (uid_t -1).
+EVERYBODY = -1
+_Step = tuple[Path, os.stat_result]
 
 
 class UntrustedFile(PermissionError):
@@ -111,34 +116,96 @@ def unsafe_below(place: Path) -> str:
         return f"{error.filename or place}: {error.strerror or error}"
 
 
-def owner_of(path: str) -> int:
-    """The user id that a file or directory belongs to; -1 if it is not there."""
+def owners_of(path: str) -> list[int]:
+    """Whose a file or directory is, and each directory and link on the way to it: user ids, ascending.
+
+    Where all can write to a directory on the way without the sticky bit, or to it itself, it is `EVERYBODY`'s, too.
+    Empty if it is not there.
+    """
     try:
-        return os.stat(path).st_uid
+        trail = _trail(path)
     except OSError:
-        return -1
+        return []
+    is_public = any(_is_open(status) for _, status in trail[:-1]) or bool(_in_common(trail[-1][1]))
+    return sorted({status.st_uid for _, status in trail} | ({EVERYBODY} if is_public else set()))
 
 
-def strange_here(path: str, owner_there: int) -> str:
-    """Why what another host has under a path may be a stranger's on this one; "" if it is the same user's.
+def strange_here(path: str, owners_there: Collection[int]) -> str:
+    """Why what another host has under a path may be a stranger's on this one; "" if it is the same users'.
 
-    A place on a node's own disk or memory that is this user's on one node may be anybody's on the next.
+    A place on a node's own disk or memory that is this user's on one node may be anybody's on the next. What is looked
+    up on the way is looked at, too: whoever owns a directory or a link there puts what he likes at its end.
 
     Args:
         path: of a program, or of a directory that programs are found in.
-        owner_there: as `owner_of` says on the other host.
+        owners_there: as `owners_of` says on the other host.
     """
     try:
-        status = os.stat(path)
+        trail = _trail(path)
     except OSError as error:
         return f"{path} is not on this host: {error.strerror or error}"
-    if status.st_uid not in (0, os.geteuid(), owner_there):
-        there = "nobody" if owner_there < 0 else user_name(owner_there)
-        return f"{path} belongs to {user_name(status.st_uid)} on this host, and to {there} on the program's"
-    is_public = status.st_mode & stat.S_ISVTX or status.st_uid != os.geteuid()  # not an own one that is open to all
-    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH and is_public:
-        return f"anybody can write to {path} on this host"
+    if why := _why_strange(path, trail, owners_there):
+        return why
+    status = trail[-1][1]
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX  # open to all: so it is there
+    return f"anybody can write to {path} on this host" if _in_common(status) and not is_own else ""
+
+
+def strange_value(path: str, owners_there: Collection[int]) -> str:
+    """The same of a path that a program is told of, and may make, read or keep things in, such as a cache.
+
+    A place in which all make names, such as /tmp, may be that on both hosts. One that is on neither may be made.
+    """
+    try:
+        trail = _trail(path)
+    except FileNotFoundError:
+        return _why_makeable(path) if owners_there else ""
+    except OSError:
+        return ""  # nor can the program reach it
+    if why := _why_strange(path, trail, owners_there):
+        return why
+    is_public = _in_common(trail[-1][1]) and EVERYBODY not in owners_there
+    return f"anybody can write to {path} on this host" if is_public else ""
+
+
+def _why_strange(path: str, trail: Sequence[_Step], owners_there: Collection[int]) -> str:
+    known = {0, os.geteuid(), *owners_there}
+    for place, status in trail:
+        # Who has no number here is root, or anybody: of the thing itself that is not enough.
+        is_unknown = status.st_uid == _uid_without_number() and place != trail[-1][0]
+        if status.st_uid not in known and not is_unknown:
+            there = ", ".join(user_name(uid) for uid in owners_there if uid != EVERYBODY) or "nobody"
+            way = "" if place == trail[-1][0] else f", on the way to {path},"
+            return f"{place}{way} belongs to {user_name(status.st_uid)} on this host, and to {there} on the program's"
+    open_to_all = [place for place, status in trail[:-1] if _is_open(status)]
+    if open_to_all and EVERYBODY not in owners_there:
+        return f"anybody could put something in the place of {path}: all can write to {open_to_all[0]} on this host"
     return ""
+
+
+def _why_makeable(path: str) -> str:
+    """Why somebody else could make what is missing here; "" if nobody but root and this user can."""
+    way = _Trail()
+    try:
+        way.go(path)
+        status = os.fstat(way.descriptor)
+    except OSError:
+        return ""
+    finally:
+        os.close(way.descriptor)
+    if status.st_uid in (0, os.geteuid(), _uid_without_number()) and not status.st_mode & stat.S_IWOTH:
+        return ""
+    return f"{path} is not on this host, and others could make it in {way.path}"
+
+
+def _is_open(status: os.stat_result) -> bool:
+    """Whether all can put other things in the place of those in a directory."""
+    return bool(status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX) and stat.S_ISDIR(status.st_mode)
+
+
+def _in_common(status: os.stat_result) -> bool:
+    """Whether all can make things in a directory, or write to a file."""
+    return bool(status.st_mode & stat.S_IWOTH) and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
 
 
 class Way:
@@ -207,14 +274,17 @@ class Way:
             status = os.fstat(descriptor)
             if not stat.S_ISLNK(status.st_mode):
                 return None
-            if status.st_uid not in (0, os.geteuid()) and self._own_links:
-                raise UntrustedFile(
-                    f"{self.path / name} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on "
-                    f"the way is {_of_whom()}. Use another place"
-                )
+            self._check_link(self.path / name, status)
             return os.readlink("", dir_fd=descriptor)
         finally:
             os.close(descriptor)
+
+    def _check_link(self, path: Path, status: os.stat_result) -> None:
+        if status.st_uid not in (0, os.geteuid()) and self._own_links:
+            raise UntrustedFile(
+                f"{path} is a link of user {status.st_uid}, who can let it lead elsewhere: a link on the way is "
+                f"{_of_whom()}. Use another place"
+            )
 
     def _is_of_system(self, uid: int) -> bool:
         """Whether it is `/` or one of its directories, in a container in which root has no number.
@@ -253,6 +323,41 @@ class Way:
                 f"{who} could put another directory in the place of {whole}: {whom} can write to {facts}, which has no "
                 f"sticky bit. Use another place, or: chmod {'+t' if writes else 'g-w'} {self.path}"
             )
+
+
+class _Trail(Way):
+    """A walk that only notes what it comes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Step] = []
+
+    def check(self, _: Path) -> None:
+        self.seen.append((self.path, os.fstat(self.descriptor)))
+
+    def _check_link(self, path: Path, status: os.stat_result) -> None:
+        self.seen.append((path, status))
+
+
+def _trail(path: str) -> list[_Step]:
+    """Each directory and link on the way to a file or directory, and that itself at last.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: it cannot be reached.
+    """
+    way = _Trail()
+    try:
+        way.go(path)
+        if way.missing is None:
+            way.check(way.path)
+        else:
+            status = os.stat(way.missing.name, dir_fd=way.descriptor, follow_symlinks=False)
+            os.stat(path)  # it may be a file where a directory is asked for
+            way.seen.append((way.missing, status))
+        return way.seen
+    finally:
+        os.close(way.descriptor)
 
 
 @functools.lru_cache(maxsize=1)

@@ -371,7 +371,8 @@ def digest_of(blob: Buffer, buffers: Sequence[Buffer], program: Program, setting
     for index, (_, class_id) in enumerate(mentioned):
         blob = blob.replace(class_id, b"%032x" % index)
     digest = xxhash.xxh3_128()
-    parts: list[Buffer] = [msgspec.msgpack.encode(program), blob, *buffers]
+    alike = msgspec.structs.replace(program, owners={})  # the same user's, on each host
+    parts: list[Buffer] = [msgspec.msgpack.encode(alike), blob, *buffers]
     for part in parts:
         digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
         digest.update(part)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -24,8 +25,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import hetstream
-from hetstream.base.access import owner_of, strange_here
+from hetstream.base.access import owners_of, strange_here
 from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.ops.named_places import places_in, strange_variables
 from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
 from hetstream.mpi_dataworkers.wire.messages import Program
@@ -62,9 +64,14 @@ def program_of(reached: Reached, knows_hetstream: bool = True) -> Program:
         knows_hetstream: the pipeline's loader is hetstream's own.
     """
     working_dir, sys_path = _working_dir(), _sys_path()
-    owners = [owner_of(place) if place else -1 for place in (working_dir, *sys_path)]
+    named = (path for value in os.environ.values() for path in places_in(value))
+    owners = {_as_text(place): _owners_of(place) for place in (working_dir, *sys_path, *named) if place}
     texts = list(map(_as_text, sys_path))
     return Program(_as_text(working_dir), texts, _digests(reached.modules), knows_hetstream, owners)
+
+
+# Looked at once: pipelines are defined again and again.
+_owners_of = functools.lru_cache(maxsize=4096)(owners_of)
 
 
 def _as_text(path: str) -> str:
@@ -249,8 +256,10 @@ def enter_program(program: Program) -> None:
     Not in a directory that is a stranger's on this host, or not there, where a stranger could make it later.
     """
     places = [_as_path(text) for text in (program.working_dir, *program.sys_path)]
-    owners = dict(zip(places, program.owners, strict=False))
-    strange = {place: strange_here(place, owners.get(place, -1)) for place in places if place}
+    compiled = sys.pycache_prefix or ""  # code that Python has compiled is run from there
+    strange = {place: strange_here(place, _owners_in(program, place)) for place in (*places, compiled) if place}
+    if compiled and strange[compiled]:
+        sys.pycache_prefix = None
     for place, why in strange.items():
         if why and os.path.exists(place):
             _log.warning("hetstream: not used for the program of pipelines: %s", why)
@@ -264,6 +273,10 @@ def enter_program(program: Program) -> None:
         entries += own if entry == INSTALLATION else [entry] if not strange[entry] else []
     sys.path[:] = dict.fromkeys([*entries, *own])
     importlib.invalidate_caches()  # of what the program has written a moment ago
+
+
+def _owners_in(program: Program, path: str) -> list[int]:
+    return program.owners.get(_as_text(path), [])
 
 
 def changed_since(program: Program) -> list[str]:
@@ -282,9 +295,11 @@ class SettingsInForce:
 
     Attributes:
         blob: what was applied last.
+        program: whose settings they are; None if nobody knows.
     """
 
     blob: bytes = b""
+    program: Program | None = None
     _in_force: dict[str, Any] = field(default_factory=dict)  # of what was applied last
     _pipeline_id: str = ""  # that is entered
     # What user code of a pipeline had changed when another was entered. Pipelines of one program share a process, and
@@ -348,7 +363,22 @@ class SettingsInForce:
                 os.environ.pop(name, None)
             elif os.environ.get(name) != value:
                 os.environ[name] = value
-        self._names = names
+        self._names = names | self._leave_out_strangers()
+
+    def _leave_out_strangers(self) -> set[str]:
+        """Take out of the environment what leads into what may be a stranger's on this host; its names."""
+        program = self.program
+        if program is None:
+            return set()
+        owners = {_as_path(text): tuple(found) for text, found in program.owners.items()}
+        left_out = strange_variables(os.environ, owners.get)
+        for name, kept, why in left_out:
+            if kept is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = kept
+            _say_left_out(name, why)
+        return {name for name, _, _ in left_out}
 
     def _set_values(self, settings: _Settings) -> None:
         for place in self._replaced.keys() - settings.digests.keys():
@@ -369,6 +399,11 @@ class SettingsInForce:
                 self._replaced[place] = _standing_at(place)
         _overwrite({place: values[place] for place in sorted(new)}, settings.digests)
         self._digests |= settings.digests
+
+
+@functools.cache
+def _say_left_out(name: str, why: str) -> None:
+    _log.warning("hetstream: left out of %s in the environment of pipelines: %s", name, why)
 
 
 def _holder_of(place: Place) -> tuple[Any, str]:

@@ -155,7 +155,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         working_dir: where relative paths start.
         sys_path: where it imports from, in its order; "" stands for the directories of the Python installation.
         modules: digest of the source of each module of its own that the pipeline needs, by name.
-        owners: user ids of `working_dir` and of each of `sys_path` on the program's host, see `access.strange_here`.
+        owners: `access.owners_of` on the program's host, by path: of these places, and of those that its environment
+            names. Ranks of one program may differ in it.
         knows_hetstream: the pipeline's loader is hetstream's own. Else its modules are as those of torch's worker
             processes, which import nothing again.
     """
@@ -164,7 +165,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sys_path: list[str]
     modules: dict[str, str] = {}
     knows_hetstream: bool = True
-    owners: list[int] = []
+    owners: dict[str, list[int]] = {}
 
 
 class WorkerSeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

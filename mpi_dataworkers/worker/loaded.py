@@ -60,6 +60,7 @@ class LoadedProgram:
         if self._in_force.is_entered(pickled.pipeline_id, pickled.settings):
             return
         try:
+            self._in_force.program = pickled.program
             with _imports_of(pickled.program), imported_again():
                 self._in_force.enter(pickled.pipeline_id, pickled.settings)
         except PipelineError:

@@ -92,7 +92,9 @@ def _read_script(unread: Sequence[str], given: SbatchOptions) -> tuple[bytes | N
         # Converted, it would only be refused: the bytes do not matter.
         return (b"#!/bin/sh\n", "--wrap") if any(is_own(option.name) for option in given.items) else (None, "--wrap")
     if not unread:
-        return read_script(sys.stdin.buffer, "the script"), "sbatch"  # the name that sbatch gives to a script from its standard input
+        return read_script(
+            sys.stdin.buffer, "the script"
+        ), "sbatch"  # the name that sbatch gives to a script from its standard input
     path: str | None = unread[0]
     if not Path(unread[0]).is_file() and "/" not in unread[0]:
         path = shutil.which(unread[0], mode=os.R_OK)

@@ -119,8 +119,6 @@ def launches_of(script: str, read: Callable[[str], str | None]) -> ScriptText:
                 elif is_needed or re.match(r"#!.*sh\b", called) or re.search(r"\.(sh|bash|ksh|zsh)$", path):
                     pending.append((called, f"{path} ", depth + 1))
                     seen.add(path)
-        if len(found.launches) > _MOST_STEPS:
-            raise Unknown(f"the script starts more than {_MOST_STEPS} steps")
     found.is_complete = all(read(path) is not None for command in found.commands for path in _sourced(command))
     for path, text in reachable(tuple(found.commands), Values(found.commands, {}), read, _NO_CALLS):
         if path.endswith(".py"):
@@ -164,6 +162,8 @@ def _look_at(command: Command, values: Values, found: ScriptText, place: str, de
         name = plain.rpartition("/")[2]
         if name in LAUNCHERS and re.fullmatch(r"[\w./-]+", plain):
             found.launches.append(Launch(name, tuple(arguments[index + 1 :]), _at(place, word)))
+            if len(found.launches) > _MOST_STEPS:
+                raise Unknown(f"the script starts more than {_MOST_STEPS} steps")
         else:
             _look_inside(word, values, found, place, depth)
 

@@ -183,6 +183,7 @@ class _Reader:
         self._commands: list[Command] = []
         self._documents: list[tuple[str, bool]] = []  # the word that ends it as written, and whether lines are indented
         self._has_document = False
+        self._marks: dict[str, int] = {}
         self._awaits_pattern = False  # of `case`: up to the next `)`
 
     def read(self) -> list[Command]:
@@ -289,14 +290,22 @@ class _Reader:
             self._at = function.end()
             self._end_command()
             return True
-        end = self._text.find("))", self._at) if self._text.startswith("((", self._at) and not self._word else -1
-        if end < 0 or "\n" in self._text[self._at : end]:
+        is_double = self._text.startswith("((", self._at) and not self._word
+        end = self._next("))") if is_double else len(self._text)
+        if end == len(self._text) or self._next("\n") < end:
             return False
         self._words.append(Word("((", self._line))
         for part in re.split(r"[;,]", self._text[self._at + 2 : end]):
             self._words.append(Word("".join(part.split()) or "0", self._line))
         self._at = end + 2
         return True
+
+    def _next(self, mark: str) -> int:
+        """Where a mark stands next; the end of the text if it stands nowhere. Looked for once up to there."""
+        if self._marks.get(mark, -1) < self._at:
+            found = self._text.find(mark, self._at)
+            self._marks[mark] = found if found >= 0 else len(self._text)
+        return self._marks[mark]
 
     def _redirect(self) -> None:
         if self._word.isdigit() or re.fullmatch(r"\{\w+\}", self._word):  # the descriptor, by number or in a variable

@@ -50,6 +50,7 @@ class Values:
         self._found: dict[str, dict[str, None]] = {}  # of each variable what it may be assigned, in order
         for command in found:
             self._note(command)
+        self._launching: dict[str, Collection[str]] | None = None
 
     def _note(self, command: Command) -> None:
         first = command.words[0].text
@@ -83,19 +84,35 @@ class Values:
         return name in self._given or name in self._assigned
 
     def with_launchers(self, pieces: Sequence[Word], mention: re.Pattern[str]) -> Iterator[Word]:
-        """A command's words; where one is a variable with a launcher in its value, the words of that value."""
+        """A command's words; where one is a variable with a launcher in its value, the words of that value.
+
+        Raises:
+            Unknown: it has too many values.
+        """
         for word in pieces:
             name = re.fullmatch(r'"?\$\{?(\w+)(?:\[[@*]\])?\}?"?', word.text)
-            values = self._assigned.get(name[1], []) if name else []
-            if not any(mention.search(value) for value in values):
+            values = self._with_launcher(mention).get(name[1]) if name else None
+            if values is None:
                 yield word
                 continue
+            if len(values) > _MOST_VALUES:
+                raise Unknown(f"{word.text[:40]!r} has too many values")
             for value in values:
                 if value.lstrip('"').startswith(("$(", "`")):
                     yield Word(value, word.line)
                     continue
                 text = unquoted(value[1:-1] if value.startswith("(") else value)
                 yield from (Word(piece, word.line) for piece in text.split())
+
+    def _with_launcher(self, mention: re.Pattern[str]) -> Mapping[str, Collection[str]]:
+        """The values of each variable that has a launcher in one of them; looked for once, for each word may be one."""
+        if self._launching is None:
+            self._launching = {
+                name: dict.fromkeys(values)
+                for name, values in self._assigned.items()
+                if any(mention.search(value) for value in values)
+            }
+        return self._launching
 
     def of(self, raw: str) -> list[str]:
         """All texts that a word may come to.
@@ -138,6 +155,8 @@ class Values:
             raws = dict.fromkeys(filter(None, (self._default_of(name, raw) for raw in self._assigned.get(name, ()))))
             self._found[name] = {text: None for raw in raws for text in self._texts(raw, depth + 1)}
         values = self._found[name]
+        if len(values) > _MOST_VALUES:
+            raise Unknown(f"${name} has too many values")
         if name in self._given:
             values = values | {self._given[name]: None}
             is_set = name not in self._may_lack

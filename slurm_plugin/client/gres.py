@@ -32,7 +32,7 @@ _ITEM = re.compile(
 )
 # `cpu=4`, `mem=50M`, `license/fluent:2`, `cpu:8` of --tres-per-task: what Slurm counts and is no GRES (tres_types_t).
 _OTHER_TRES = re.compile(
-    r"(?!gres[:/]|gpu=)(?:[\w.-]+/.*|[^(]*=.*|(?:cpu|mem|node|billing|energy|pages|vmem)(?::\w+)?)"
+    r"(?!gres[:/]|gpu=)(?:[\w.-]+/.*|[^(=]*=.*|(?:cpu|mem|node|billing|energy|pages|vmem)(?::\w+)?)"
 )
 _NAME = re.compile(r"(?:gres[:/])?([\w.-]+)\s*[:=]")
 # More digits are no count, and more than a float can hold.

@@ -9,7 +9,9 @@ from itertools import islice, product
 
 # A range in a hostlist that would name more hosts than any cluster has is damage, not a cluster.
 MAX_HOSTS = 1_000_000
-_NUMBER = re.compile(r"^(.*?)(\d+)(\D*)$")
+# Of a number in a name. More is damage, and a million such names would fill the memory.
+_MOST_DIGITS = 64
+_LAST_NUMBER = re.compile(r"(\D*)(\d+)")  # of a name backwards
 
 
 @lru_cache(maxsize=4096)
@@ -33,16 +35,17 @@ def compress(hosts: Iterable[str]) -> str:
     plain: set[str] = set()
     numbered: dict[tuple[str, str], set[str]] = {}
     for host in hosts:
-        match = _NUMBER.match(host)
+        match = _LAST_NUMBER.match(host[::-1])
         if match:
-            numbered.setdefault((match[1], match[3]), set()).add(match[2])
+            tail, digits = match[1][::-1], match[2][::-1]
+            numbered.setdefault((host[: len(host) - len(tail) - len(digits)], tail), set()).add(digits)
         else:
             plain.add(host)
     groups: dict[tuple[str, str, int], set[int]] = {}
-    for (head, tail), digits in numbered.items():
+    for (head, tail), texts in numbered.items():
         # A leading zero fixes the width for all numbers of that length; without one, g9 and g10 are one range.
-        padded = {len(text) for text in digits if text.startswith("0") and len(text) > 1}
-        for text in digits:
+        padded = {len(text) for text in texts if text.startswith("0") and len(text) > 1}
+        for text in texts:
             groups.setdefault((head, tail, len(text) if len(text) in padded else 0), set()).add(int(text))
     parts = [(name, name) for name in plain]
     for (head, tail, width), numbers in groups.items():
@@ -71,17 +74,17 @@ def _split(text: str) -> Iterator[str]:
     for place, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
-            raise ValueError(f"hostlist {text!r}: brackets do not match")
+            raise ValueError(f"hostlist {text[:100]!r}: brackets do not match")
         if char == "," and depth == 0:
             yield text[start:place]
             start = place + 1
     if depth:
-        raise ValueError(f"hostlist {text!r}: brackets do not match")
+        raise ValueError(f"hostlist {text[:100]!r}: brackets do not match")
     yield text[start:]
 
 
 def _expand_part(part: str) -> Iterator[str]:
-    pieces = re.split(r"\[([^\]]*)\]", part)
+    pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [
         [piece] if place % 2 == 0 else list(islice(_numbers(piece), MAX_HOSTS + 1))
         for place, piece in enumerate(pieces)
@@ -90,7 +93,7 @@ def _expand_part(part: str) -> Iterator[str]:
     for choice in choices:
         total *= len(choice)
     if total > MAX_HOSTS:
-        raise ValueError(f"hostlist {part!r}: more than {MAX_HOSTS} hosts")
+        raise ValueError(f"hostlist {part[:100]!r}: more than {MAX_HOSTS} hosts")
     for chosen in product(*choices):
         yield "".join(chosen)
 
@@ -98,8 +101,8 @@ def _expand_part(part: str) -> Iterator[str]:
 def _numbers(inside: str) -> Iterator[str]:
     for item in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if not match:
-            raise ValueError(f"hostlist range {item!r}: must be N or N-M")
+        if not match or len(item) > 2 * _MOST_DIGITS:
+            raise ValueError(f"hostlist range {item[:100]!r}: must be N or N-M")
         first, last = match[1], match[2] or match[1]
         if int(last) - int(first) >= MAX_HOSTS:
             raise ValueError(f"hostlist range {item!r}: more than {MAX_HOSTS} hosts")

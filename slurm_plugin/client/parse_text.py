@@ -43,9 +43,10 @@ _R = TypeVar("_R")
 _EXCLUSIVE = frozenset({"NODE", "USER", "MCS", "TOPO"})
 _JOB_ID = re.compile(r"JobId=(\d+) ")
 _OWNER = re.compile(r"\((\d+)\)$")
-_KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
+# A pattern begins where the blanks do, and not at each of them.
+_KEY = re.compile(r"(?:^|(?<!\s)\s+)([A-Za-z][A-Za-z:/_]*)=")
 # What people write stands at the end of a record, in this order (slurm_sprint_node_table in Slurm's source).
-_WRITTEN = re.compile(r"\s+(?=(?:Reason|Comment|Extra)=)")
+_WRITTEN = re.compile(r"(?<!\s)\s+(?=(?:Reason|Comment|Extra)=)")
 # Behind the first line of a reason stand who gave it and when, if that is known; before each further one ten blanks.
 _BEHIND = r"(?: (?:Comment|Extra)=.*)?"
 _REASON = re.compile(rf"Reason=(?:(.*?) \[[^\s@\[\]]+@[^\s\[\]]+\]( {{10}}.*?)?{_BEHIND}|(.*?){_BEHIND})")

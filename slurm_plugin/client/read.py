@@ -317,5 +317,5 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 def release_of(version: str) -> tuple[int, int]:
     """(22, 5) of `22.05.8` or `slurm-wlm 22.05.8`; (0, 0) if there is no version in it."""
-    match = re.search(r"(\d+)\.(\d+)", version)
+    match = re.search(r"(?<!\d)(\d{1,9})\.(\d{1,9})", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

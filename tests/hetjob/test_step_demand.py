@@ -555,6 +555,25 @@ def test_any_text_is_read_in_time_and_without_an_error() -> None:
         plan_of(ONE, many)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 300_000,
+        "((\n" * 100_000 + "))",
+        "mpirun -np 4 " * 40_000,
+        "A=srun;" + "$A x;" * 40_000,
+        "A=$A$A;\n" * 40_000 + "srun -c $A x",
+        "".join(f"A=srun{number};$A\n" for number in range(20_000)),
+    ],
+    ids=["parentheses", "arithmetic", "launchers", "uses of a variable", "assignments", "values"],
+)
+def test_a_text_of_twice_the_length_takes_twice_the_time(text: str) -> None:
+    """Each took a minute or more, or all memory, as long as each part was compared with all that follow."""
+    began_s = time.process_time()
+    plan_of(ONE, text)
+    assert time.process_time() - began_s < 20
+
+
 def test_commands_in_documents_within_documents_are_found_however_deep() -> None:
     for depth in (1, 5, 20, 2_000):
         script = "\n".join([*("bash <<E" for _ in range(depth)), "srun -c 5 python x.py", *("E" for _ in range(depth))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hetstream.slurm_plugin.client import parse_json, parse_text
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import compress, expand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, Snapshot, total
-from hetstream.slurm_plugin.client.read import CommandReader
+from hetstream.slurm_plugin.client.read import CommandReader, release_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, whole
 from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
@@ -437,3 +438,20 @@ def test_text_and_json_of_a_real_cluster_agree(devcluster: Any, wait_until: Call
 
 def _by_id(slurm: CommandSlurm, job_id: str) -> Job:
     return next(job for job in slurm.snapshot().jobs if job_id in (str(job.job_id), str(job.array_job_id)))
+
+
+def test_lines_of_any_length_are_read_in_time() -> None:
+    """Whoever may write a field of a record would hold up all that reads the cluster."""
+    began_s = time.process_time()
+    many = 100_000
+    assert parse_text.record(" " * many + "!") == {}
+    assert parse_text.record("NodeName=a" + "\t" * many + "Reason=b" + " " * many)["NodeName"] == "a"
+    with pytest.raises(ValueError, match="must be NAME"):
+        parse_gres("=" * many + "\n!")
+    assert compress(["1" * many + "a1", "a7", "a8", "a09"]) == f"{'1' * many}a1,a09,a[7-8]"
+    with pytest.raises(ValueError, match="hostlist"):
+        expand("[" * many)
+    with pytest.raises(ValueError, match="must be N or N-M"):
+        expand(f"n[{'0' * 4000}1-1000000]")
+    assert release_of("1" * many + " 22.05.8") == (22, 5)
+    assert time.process_time() - began_s < 20

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,9 @@ FRESH_PROCESS = 4
 def fork_child(run: Callable[[], int]) -> int:
     """Fork a process that ends with the code that `run` returns, and give its process id."""
     flush_output()  # what is in its buffers is written once
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks where threads are
+        pid = os.fork()
     if pid:
         return pid
     code = _NO_WORD

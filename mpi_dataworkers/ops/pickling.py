@@ -29,6 +29,7 @@ import torch
 import torch.multiprocessing.reductions
 import xxhash
 
+from hetstream.mpi_dataworkers.ops.holdings import importing
 from hetstream.mpi_dataworkers.ops.shared_memory import SharedMappings
 from hetstream.mpi_dataworkers.wire.codec import ALIGN_BYTES, Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
@@ -284,7 +285,8 @@ class _Unpickler(pickle.Unpickler):
         self._known: set[type] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        with contextlib.nullcontext() if module in sys.modules else importing():
+            found = super().find_class(module, name)
         if found is _cloud._make_skeleton_class or found is _cloud._make_skeleton_enum:
             return partial(self._find_or_make, found)
         return self._set_state if found is _cloud._class_setstate else found

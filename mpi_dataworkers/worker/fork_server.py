@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import time
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -304,7 +303,7 @@ class ForkServers:
         except Exception as error:  # noqa: BLE001, user code: each process will see for itself
             return loaded, f"failed: {error}"
         holdings = Holdings.now()
-        if holdings.num_threads > 1:
+        if holdings.threads - before.threads:
             _end_threads_that_forks_end()
             holdings = Holdings.now()
         reason = holdings.why_not_fork(before)
@@ -342,8 +341,6 @@ def _end_threads_that_forks_end() -> None:
 
     They begin them anew when they are next used. scipy has such a thread as soon as it is imported.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks where threads are
-        pid = fork_child(lambda: 0)
+    pid = fork_child(lambda: 0)
     with contextlib.suppress(ChildProcessError):  # loading has taken SIGCHLD: who ends is waited for there
         os.waitpid(pid, 0)

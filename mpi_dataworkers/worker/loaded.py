@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.attached_memory import leave_attachments_alone
+from hetstream.mpi_dataworkers.ops.holdings import importing
 from hetstream.mpi_dataworkers.ops.import_effects import without_effects
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
@@ -61,7 +62,7 @@ class LoadedProgram:
             return
         try:
             self._in_force.program = pickled.program
-            with _imports_of(pickled.program), imported_again():
+            with _imports_of(pickled.program), imported_again(), importing():
                 self._in_force.enter(pickled.pipeline_id, pickled.settings)
         except PipelineError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import re
@@ -221,20 +222,45 @@ def test_a_larger_dataset_is_loaded_once_too_and_the_fork_server_of_the_smaller_
         assert len(children_of(supervisor.pid)) == 3
 
 
+IMPORTED = """
+import os, threading
+from large_datasets import Words
+if os.getpid() != TRAINER:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+class Data(Words): pass
+"""
+
+
+def test_threads_that_imports_have_started_are_missing_as_in_torchs_workers(
+    three: Any, tmp_path: Path, epoch_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pyarrow starts one, which every program with Hugging Face's datasets imports."""
+    (tmp_path / "starts_a_thread_of_its_own.py").write_text(IMPORTED.replace("TRAINER", str(os.getpid())))
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("starts_a_thread_of_its_own").Data
+    dataset = kind(LENGTH, tmp_path / "note")
+    said = len(three.log("worker"))
+    with loader_of(three, dataset) as loader:
+        made_by = makers(epoch_of(loader))
+    assert "is loaded in each process" not in three.log("worker")[said:]
+    [server] = dataset.loaders()
+    assert server not in made_by, "all were forked from it"
+
+
 @pytest.mark.parametrize(
     ("later", "reason"),
     [
         ({}, ""),
         ({"descriptors": frozenset({(5, "/data/a.h5"), (3, "socket:[1]")})}, "opened /data/a.h5"),
         ({"descriptors": frozenset()}, ""),
-        ({"num_threads": 2}, "started a thread"),
+        ({"threads": frozenset({"1", "2"})}, "started a thread"),
         ({"has_children": True}, "started a process"),
         ({"shared": frozenset({"7f00-7f10 rw-s /dev/zero"})}, "mapped shared memory: 7f00-7f10 rw-s /dev/zero"),
         ({"uses_gpu": True}, "began to use CUDA"),
     ],
 )
 def test_what_keeps_a_process_from_being_forked(later: dict[str, Any], reason: str) -> None:
-    before = Holdings(frozenset({(3, "socket:[1]")}), 1, False, frozenset(), False)
+    before = Holdings(frozenset({(3, "socket:[1]")}), frozenset({"1"}), False, frozenset(), False)
     assert replace(before, **later).why_not_fork(before) == reason
 
 

@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/loader/steps_apart.py": "_left_bytes",
         "mpi_dataworkers/loader/witness.py": "_WitnessSteps.__getitem__",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",
-        "mpi_dataworkers/ops/holdings.py": "Holdings.now _descriptors",
+        "mpi_dataworkers/ops/holdings.py": "_descriptors _threads",
         "mpi_dataworkers/ops/private_memory.py": "- PrivateMemory.written _paths",
         "mpi_dataworkers/ops/process_settings.py": "_umask",
         "mpi_dataworkers/ops/shared_memory.py": "_shared_lines",

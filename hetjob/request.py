@@ -63,7 +63,7 @@ def count(text: str | None) -> int | None:
     """The number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
     if not text:
         return None
-    last = re.sub(r"\(.*\)$", "", text).split(":")[-1]
+    last = (text.partition("(")[0] if text.endswith(")") else text).split(":")[-1]
     return int(last) if last.isascii() and last.isdigit() else (1 if re.fullmatch(r"[A-Za-z][\w.-]*", last) else None)
 
 

@@ -82,7 +82,7 @@ def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, File
     found: list[tuple[StoreFiles, FileLock]] = []
     refused: list[ForeignOwner] = []
     try:
-        for files in (files for root in roots for files in list_stores(root, identity.prefix)):
+        for files in (files for root in roots for files in list_stores(root, identity.prefix, of_others=True)):
             if files.path.name.startswith("."):
                 continue  # it is being deleted
             try:

@@ -454,15 +454,27 @@ def stores_prefix() -> str:
     return f"hetstream-ckpt-{os.geteuid()}-"
 
 
-def list_stores(root: Path, prefix: str) -> list[StoreFiles]:
-    """The directories below `root` whose name begins so; with a dot in front while they are made or deleted."""
+def list_stores(root: Path, prefix: str, *, of_others: bool = False) -> list[StoreFiles]:
+    """The directories below `root` whose name begins so; with a dot in front while they are made or deleted.
+
+    Args:
+        root: where they are.
+        prefix: of their names.
+        of_others: also what other users have given such a name. Anybody can make 100,000 of them in shared memory, and
+            this is asked again and again.
+    """
+    found = []
     try:
-        names = sorted(os.listdir(root))
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if not entry.name.removeprefix(".").startswith(prefix) or not _NAME.fullmatch(entry.name):
+                    continue
+                with contextlib.suppress(OSError):  # it has just gone
+                    if of_others or entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found.append(entry.name)
     except OSError:
         return []
-    return [
-        StoreFiles(root / name) for name in names if name.removeprefix(".").startswith(prefix) and _NAME.fullmatch(name)
-    ]
+    return [StoreFiles(root / name) for name in sorted(found)]
 
 
 def _newest_first(paths: Iterable[Path]) -> list[SlotContent]:

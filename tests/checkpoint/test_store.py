@@ -23,7 +23,13 @@ from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, Foreign
 from hetstream.checkpoint.memory.mapped_slots import MappedSlots
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus, stores_prefix
+from hetstream.checkpoint.memory.store_files import (
+    StoreFiles,
+    StoreIdentity,
+    WriterStatus,
+    list_stores,
+    stores_prefix,
+)
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.mounted import mounted_memory
@@ -396,6 +402,18 @@ def test_other_jobs_ranks_components_and_directories_have_stores_of_their_own(
 def test_a_job_that_is_no_name_is_refused(job: str, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="job"):
         StoreIdentity(job, 0, 0, tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_a_stranger_calls_by_our_names_is_looked_at_once(tmp_path: Path) -> None:
+    """Anybody can make 100,000 such names in shared memory, and a checkpoint writer looks there again and again."""
+    names = [f"{stores_prefix()}7-0-{number}-00000000-00000000" for number in range(2)]
+    for name, owner in zip(names, (0, 54321), strict=True):
+        (tmp_path / name).mkdir()
+        os.chown(tmp_path / name, owner, owner)
+    assert [store.path.name for store in list_stores(tmp_path, stores_prefix())] == names[:1]
+    assert [store.path.name for store in list_stores(tmp_path, stores_prefix(), of_others=True)] == names
+    assert list_stores(tmp_path / "missing", stores_prefix()) == []
 
 
 @needs_root

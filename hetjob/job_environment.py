@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ _COMMANDS = str(Path(__file__).with_name("commands"))
 _OF_SRUN = re.compile(r"SLURM_(?!JOB_|TASKS_PER_NODE_)[A-Z0-9_]+_(?:HET|PACK)_GROUP_0", re.ASCII)
 _OF_NODES = r"(\d{1,9})(?:\(x(\d{1,9})\))?"  # tasks of a node, and how many such nodes
 CONTROLLER_STATE_FILE = "elastic.json"
+STEP_PYTHON = "HETSTREAM_STEP_PYTHON"  # read by commands/srun
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,13 @@ def script_lines(environ: Mapping[str, str]) -> str:
 def submitting(environ: Mapping[str, str]) -> dict[str, str]:
     """What a heterogeneous job's script needs so that the jobs that it submits itself are ordinary ones.
 
-    Its PATH begins with commands that take Slurm's variables of its components out of what they hand on.
+    Its PATH begins with commands that take Slurm's variables of its components out of what they hand on, and with an
+    `srun` whose tasks have what those of an ordinary job have; for that one there is the Python that runs this.
     """
     if "SLURM_HET_SIZE" not in of_own_job(environ):
         return {}
     kept = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry != _COMMANDS]
-    return {"PATH": os.pathsep.join([_COMMANDS, *kept])}
+    return {"PATH": os.pathsep.join([_COMMANDS, *kept]), STEP_PYTHON: sys.executable}
 
 
 def export_variables(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

@@ -75,6 +75,25 @@ _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 
 
 @dataclass(frozen=True)
+class OptionTable:
+    """The options of one of Slurm's commands.
+
+    Attributes:
+        takes_value: by long name, whether a value may stand in the next word.
+        letters: long name of each letter.
+        older: names that an older release has, too; an abbreviation stands for them first.
+    """
+
+    takes_value: Mapping[str, bool]
+    letters: Mapping[str, str]
+    older: Collection[str]
+
+
+SBATCH = OptionTable(TAKES_VALUE, LETTERS, _IN_22_05)
+_IN_ONE_WORD = ("no-kill", "immediate", "kill-on-bad-exit")  # letters whose optional value stands in the same word
+
+
+@dataclass(frozen=True)
 class SbatchOption:
     """One option as somebody wrote it.
 
@@ -122,6 +141,7 @@ def parse_words(
     origin: str | Sequence[str],
     extra: Collection[str] = (),
     is_value: Callable[[int], bool] | None = None,
+    table: OptionTable = SBATCH,
 ) -> tuple[list[SbatchOption], list[str]]:
     """Split words into options and what follows them, as sbatch's getopt does.
 
@@ -131,6 +151,7 @@ def parse_words(
         extra: long names, besides sbatch's, that take a value (hetstream's own).
         is_value: whether the word at an index is the value of the option before it, whose long name is in no table (a
             SPANK plugin's).
+        table: of the command that they are for.
 
     Returns:
         The options in order, and the words from the first one that is not an option (the script and its arguments).
@@ -148,39 +169,41 @@ def parse_words(
             break
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            name = _full_name(name, extra)
-            is_asked = name not in TAKES_VALUE and name not in extra and index < len(arguments)
+            name = _full_name(name, extra, table)
+            is_asked = name not in table.takes_value and name not in extra and index < len(arguments)
             if equals:
                 options.append(SbatchOption(name, value, origin, (word,)))
-            elif TAKES_VALUE.get(name, name in extra) or (is_asked and is_value is not None and is_value(index)):
+            elif table.takes_value.get(name, name in extra) or (is_asked and is_value is not None and is_value(index)):
                 following = _following(arguments, index, word, origin)
                 options.append(SbatchOption(name, following, origin, (word, following)))
                 index += 1
             else:
                 options.append(SbatchOption(name, None, origin, (word,)))
         elif word.startswith("-") and len(word) > 1:
-            index += _parse_letters(arguments, index, origin, options)
+            index += _parse_letters(arguments, index, origin, options, table)
         else:
             index -= 1
             break
     return options, list(arguments[index:])
 
 
-def _parse_letters(arguments: Sequence[str], index: int, origin: str, options: list[SbatchOption]) -> int:
+def _parse_letters(
+    arguments: Sequence[str], index: int, origin: str, options: list[SbatchOption], table: OptionTable
+) -> int:
     """Parse the word before `index` as `-c16`, `-c 16` or `-HW`; return how many following words it took."""
     word = arguments[index - 1]
     written: tuple[str, ...] = (word,)
     for place, letter in enumerate(word[1:], start=1):
-        name = LETTERS.get(letter, letter)
+        name = table.letters.get(letter, letter)
         tail = word[place + 1 :]
-        if TAKES_VALUE.get(name, False):
+        if table.takes_value.get(name, False):
             if tail:
                 options.append(SbatchOption(name, tail, origin, written))
                 return 0
             following = _following(arguments, index, word, origin)
             options.append(SbatchOption(name, following, origin, (*written, following) if written else (following,)))
             return 1
-        if name == "no-kill" and tail:  # the one letter whose value is optional, and stands in the same word
+        if name in _IN_ONE_WORD and tail:
             options.append(SbatchOption(name, tail, origin, written))
             return 0
         options.append(SbatchOption(name, None, origin, written))
@@ -188,11 +211,11 @@ def _parse_letters(arguments: Sequence[str], index: int, origin: str, options: l
     return 0
 
 
-def _full_name(name: str, extra: Collection[str]) -> str:
+def _full_name(name: str, extra: Collection[str], table: OptionTable) -> str:
     """Undo getopt's abbreviation: a unique beginning of a long name stands for it."""
-    if name not in TAKES_VALUE and name not in extra:
-        matches = [known for known in TAKES_VALUE if known.startswith(name)]
-        old = [known for known in matches if known in _IN_22_05]
+    if name not in table.takes_value and name not in extra:
+        matches = [known for known in table.takes_value if known.startswith(name)]
+        old = [known for known in matches if known in table.older]
         found = old or matches
         name = found[0] if len(found) == 1 else name
     return ALIASES.get(name, name)

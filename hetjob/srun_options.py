@@ -11,18 +11,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetstream.hetjob.sbatch_options import LETTERS, TAKES_VALUE
+from hetstream.hetjob.sbatch_options import LETTERS, SBATCH, TAKES_VALUE, OptionTable
 from hetstream.hetjob.shell_text import Word, unquoted
 from hetstream.hetjob.shell_values import Unknown, Values
 
 _WITH_VALUE = """
-    accel-bind bcast-exclude cpu-bind cpu_bind epilog het-group ignore-signals jobid mpi msg-timeout pack-group prolog
-    relative slurmd-debug task-epilog task-prolog threads treewidth wait
+    accel-bind autocomplete bcast-exclude cpu-bind cpu_bind epilog het-group ignore-signals jobid mpi msg-timeout
+    pack-group prolog relative slurmd-debug task-epilog task-prolog threads treewidth wait
 """
 _WITHOUT = """
     async bcast compress debugger-test disable-status exact immediate interactive kill-on-bad-exit label multi-prog
     no-allocate overlap preserve-env pty quit-on-interrupt send-libs unbuffered wait-for-children whole
-    external-launcher
+    external-launcher x11
 """
 _TAKES_VALUE: Mapping[str, bool] = {
     **TAKES_VALUE,
@@ -33,6 +33,10 @@ _LETTERS: Mapping[str, str] = {
     **LETTERS, "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
     "X": "disable-status", "Z": "no-allocate", "l": "label", "r": "relative", "u": "unbuffered",
 }  # fmt: skip
+# Without what came after 22.05.
+SRUN = OptionTable(
+    _TAKES_VALUE, _LETTERS, {*SBATCH.older, *_WITH_VALUE.split(), *_WITHOUT.split()} - {"external-launcher"}
+)
 _OPTIONAL = ("I", "K", "k")  # their value stands in the same word
 # Of these the number of CPUs depends on the node's hardware.
 _OF_HARDWARE = [

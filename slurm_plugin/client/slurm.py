@@ -18,6 +18,7 @@ from hetstream.base.own_job import of_own_job
 from hetstream.base.private import temporary_place
 from hetstream.base.signals import FATAL
 from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.job_environment import STEP_PYTHON
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.sbatch_options import refuse_other_words
@@ -391,4 +392,8 @@ def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what belongs to the surrounding batch script or step."""
     foreign = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
     own = of_own_job(environ)
-    return {name: value for name, value in own.items() if not name.startswith(foreign) or _KEEP.match(name)}
+    return {
+        name: value
+        for name, value in own.items()
+        if (not name.startswith(foreign) or _KEEP.match(name)) and name != STEP_PYTHON
+    }

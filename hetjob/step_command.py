@@ -175,8 +175,8 @@ class _Step:
     def _prolog(self, of_job: Mapping[str, str]) -> dict[str, str]:
         """What the prolog is told: the variables of the job, and which prolog the script has."""
         own = self.options.value("task-prolog") or self.environ.get("SLURM_TASK_PROLOG", "")
-        told = {_OF_JOB: " ".join(f"{name}={value}" for name, value in of_job.items())}
-        return told | ({_OWN_PROLOG: own} if own and own.lower() != "none" else {})
+        for_prolog = {_OF_JOB: " ".join(f"{name}={value}" for name, value in of_job.items())}
+        return for_prolog | ({_OWN_PROLOG: own} if own and own.lower() != "none" else {})
 
     def _file(self, kind: str) -> str:
         """The name of a file as it is in force; "" without one."""
@@ -196,19 +196,18 @@ class _Step:
         text = ""
         for kind, name in files.items():
             number, sign = _DESCRIPTORS[kind]
+            both = " 2>&1" if kind == "output" and not self._file("error") else ""
             if name.strip().isdecimal():
                 # A number that no task has is the name of a file.
-                file = shlex.quote(name)
-                text += f'if [ {int(name)} -ge "$SLURM_STEP_NUM_TASKS" ]; then exec {number}{sign}{file}\n'
-                text += f'elif [ {int(name)} -ne "$SLURM_PROCID" ]; then exec {number}{sign}/dev/null; fi\n'
-                text += "exec 2>&1\n" if kind == "output" and not self._file("error") else ""
+                file = f"{number}{sign}{shlex.quote(name)}{both}"
+                text += f'if [ {int(name)} -ge "$SLURM_STEP_NUM_TASKS" ]; then exec {file}\n'
+                text += f'elif [ {int(name)} -ne "$SLURM_PROCID" ]; then exec {number}{sign}/dev/null{both}; fi\n'
                 continue
             text += f"file={name_for_shell(name, self.environ)}\n"
             if kind != "input":
                 text += 'case $file in */*) mkdir -p -- "${file%/*}/" ;; esac\n'
                 text += "" if appends else ': >"$file"\n'
-            text += f'exec {number}{sign}"$file"\n'
-            text += "exec 2>&1\n" if kind == "output" and not self._file("error") else ""
+            text += f'exec {number}{sign}"$file"{both}\n'
         return text + ("unset file\n" if text else "")
 
 
@@ -233,7 +232,7 @@ def name_for_shell(name: str, environ: Mapping[str, str]) -> str:
         "A": environ.get("SLURM_ARRAY_JOB_ID") or '"$SLURM_JOB_ID"',
     }
     texts = {
-        **{"N": '"${node%%.*}"', "u": '"$SLURM_JOB_USER"', "x": shlex.quote(environ.get("SLURM_JOB_NAME", ""))},
+        **{"N": '"$SLURMD_NODENAME"', "u": '"$SLURM_JOB_USER"', "x": shlex.quote(environ.get("SLURM_JOB_NAME", ""))},
     }
     found = ""
     for piece in _PIECE.finditer(name):
@@ -245,7 +244,7 @@ def name_for_shell(name: str, environ: Mapping[str, str]) -> str:
             found += texts[piece[2]]
         else:
             found += shlex.quote("%" if piece[0] == "%%" else piece[0])
-    return f"$(node=$(uname -n); printf %s {found})" if "$node" in found or "${node" in found else found
+    return found
 
 
 def main() -> None:

@@ -201,7 +201,8 @@ class _Step:
                 # A number that no task has is the name of a file.
                 file = f"{number}{sign}{shlex.quote(name)}{both}"
                 text += f'if [ {int(name)} -ge "$SLURM_STEP_NUM_TASKS" ]; then exec {file}\n'
-                text += f'elif [ {int(name)} -ne "$SLURM_PROCID" ]; then exec {number}{sign}/dev/null{both}; fi\n'
+                text += f'elif [ {int(name)} -ne "$SLURM_PROCID" ]; then exec {number}{sign}/dev/null{both}\n'
+                text += f"else exec{both}; fi\n"
                 continue
             text += f"file={name_for_shell(name, self.environ)}\n"
             if kind != "input":

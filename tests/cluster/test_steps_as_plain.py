@@ -179,7 +179,7 @@ def compare_files(plain: Path, converted: Path) -> None:
         found = {}
         for path in directory.rglob("*"):
             name = str(path.relative_to(directory))
-            if path.is_file() and not name.startswith((".hetstream", "job.sbatch", "missing-")):
+            if path.is_file() and not name.startswith((".hetstream", "job.sbatch", "missing-", "show")):
                 # Jobs, steps and what a release calls the host; tasks write in any order.
                 name = re.sub(r"\d+-\d+\.\d+\.txt", "J.txt", re.sub(rf"{HOST}|gpu\d", "N", name))
                 found[name] = sorted(line for line in path.read_text().splitlines() if not line.startswith("srun: "))

@@ -79,7 +79,7 @@ PROGRAM = ("sh", "-c", "echo out; echo err >&2; cat; echo $SLURM_JOB_NAME", "-t"
         (["-o", "new/r-%t"], "", "", {"new/r-3": "out\nerr\ninmy job\n"}),
         (["--output=r-%t", "-ee-%t"], "", "", {"r-3": "out\ninmy job\n", "e-3": "err\n"}),
         (["-e", "e-%t"], "out\ninmy job\n", "", {"e-3": "err\n"}),
-        (["-o3"], "out\ninmy job\n", "err\n", {}),
+        (["-o3"], "out\nerr\ninmy job\n", "", {}),
         (["-o", "2"], "", "", {}),
         (["-i", "2"], "out\nmy job\n", "err\n", {}),
         (["--input=3"], "out\ninmy job\n", "err\n", {}),

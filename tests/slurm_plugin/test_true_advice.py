@@ -9,16 +9,17 @@ import math
 import random
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.client.hostlist import expand
-from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.lacking import Blocker
+from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation
 
 NOW_S = 1_000_000.0
@@ -26,6 +27,11 @@ HOUR_S = 3600.0
 INTERVAL_S, RESOLUTION_S = 30, 60
 TRAINER_CPUS, WORKER_CPUS = 2, 4
 NAMES = ("a", "b", "c")
+
+
+def place(job: Job) -> tuple[int, int]:
+    """The components of a heterogeneous job have one place."""
+    return -job.priority, job.het.het_job_id if job.het else job.job_id
 
 
 def seconds_of(text: str) -> float:
@@ -90,12 +96,18 @@ class Facts:
         for node in self.snapshot.nodes:
             if set(node.partitions) & set(self.job.partitions):
                 beside |= set(node.partitions)
-        mine = (-self.job.priority, self.job.job_id)
+        mine = place(self.job)
         waiting = [one for one in self.snapshot.jobs if one.state == "PENDING" and beside & set(one.partitions)]
         return sorted(
-            (one for one in waiting if (-one.priority, one.job_id) < mine),
-            key=lambda one: (-one.priority, one.job_id),
+            (one for one in waiting if place(one) < mine),
+            key=lambda one: (*place(one), one.job_id),
         )
+
+    def others(self) -> list[Facts]:
+        """The other components of its job."""
+        het = self.job.het
+        parts = [one for one in self.snapshot.jobs if het and one.het and one.het.het_job_id == het.het_job_id]
+        return [Facts(self.snapshot, one) for one in parts if one != self.job]
 
     def unplanned(self) -> list[Job]:
         return [one for one in self.rivals() if not (one.start_s and one.start_s > NOW_S)]
@@ -136,6 +148,9 @@ class Facts:
 
     def would_start(self, limit_s: float) -> bool:
         """Whether such a limit would let it start at backfill's next look."""
+        return self.has_turn(limit_s) and all(other.has_turn(other.limit_s) for other in self.others())
+
+    def has_turn(self, limit_s: float | None) -> bool:
         return self.are_enough(self.room(self.cpus, limit_s, INTERVAL_S)) and not self.unplanned()
 
 
@@ -184,7 +199,13 @@ def made_holder(draw: random.Random, number: int, node: Node) -> list[Job]:
 
 def made_cluster(draw: random.Random) -> Snapshot:
     nodes = tuple(made_node(draw, number) for number in range(draw.randint(2, 6)))
-    jobs = tuple(made_job(draw, number, nodes) for number in range(1, draw.randint(2, 7)))
+    jobs = [made_job(draw, number, nodes) for number in range(1, draw.randint(2, 7))]
+    if len(jobs) > 2 and draw.random() < 0.3:
+        first = draw.randrange(len(jobs) - 1)
+        for offset in (0, 1):
+            jobs[first + offset] = replace(
+                jobs[first + offset], het=HetComponent(first + 1, offset), priority=jobs[first].priority
+            )
     reservations = [
         Reservation(f"r{number}", some(draw, [node.name for node in nodes]), start_s, start_s + HOUR_S)
         for number, start_s in enumerate(sorted(NOW_S + draw.choice([30, 400, 7000]) for _ in range(2)))
@@ -200,7 +221,7 @@ def made_cluster(draw: random.Random) -> Snapshot:
         for name in NAMES
     )
     holders = tuple(job for number, node in enumerate(nodes, 100) for job in made_holder(draw, number, node))
-    return Snapshot(NOW_S, "24.11", "test", jobs + holders, nodes, partitions, {}, tuple(reservations))
+    return Snapshot(NOW_S, "24.11", "test", (*jobs, *holders), nodes, partitions, {}, tuple(reservations))
 
 
 def check_limit(facts: Facts, blocker: Blocker) -> None:
@@ -238,11 +259,12 @@ def check_turn(facts: Facts, blocker: Blocker) -> None:
             assert set(expand(told[1])) == room & set(plan.planned_nodes)
         check_limit(facts, blocker)
     elif blocker.kind == "priority":
-        counted = re.search(r"there is room now; (\d+) job\(s\) are ahead, first (\d+)", blocker.text)
+        counted = re.search(r"there is room now; (\d+) job\(s\) are ahead, first ([\d+]+)", blocker.text)
         assert counted is not None
-        assert (int(counted[1]), counted[2]) == (len(by_label), next(iter(by_label)))
+        assert int(counted[1]) == len(by_label)
+        assert place(by_label[counted[2]]) == place(facts.rivals()[0])
         assert ("leaves it room" in blocker.text) == (
-            not facts.unplanned() and facts.are_enough(facts.room(facts.cpus, facts.limit_s, INTERVAL_S))
+            facts.has_turn(facts.limit_s) and all(other.has_turn(other.limit_s) for other in facts.others())
         )
     else:
         assert not by_label
@@ -354,6 +376,7 @@ def check_holder(snapshot: Snapshot, line: Advice) -> None:
 
 def check(snapshot: Snapshot) -> None:
     explainer = Explainer(snapshot)
+    causes = {row.job.job_id: row.cause for row in observe(snapshot, {}).waiting}
     lines = advise(snapshot, {})
     helped = {line.job for line in lines if line.basis == "free now"}
     for line in lines:
@@ -365,7 +388,12 @@ def check(snapshot: Snapshot) -> None:
         facts, found = Facts(snapshot, job), explainer.explain(job)
         first = found.blockers[0]
         assert explainer.waits_for(job) == first.kind
-        if first.kind in ("backfill", "priority", "scheduler", "not looked at"):
+        assert first.kind in causes[job.job_id].split(" or ")
+        if first.kind == "component":
+            held_up = [other for other in facts.others() if other.job.label in first.text]
+            assert held_up
+            assert not held_up[0].are_enough(held_up[0].room(held_up[0].cpus, held_up[0].limit_s, plans=False))
+        elif first.kind in ("backfill", "priority", "scheduler", "not looked at"):
             assert len(found.blockers) == 1
             check_turn(facts, first)
         else:

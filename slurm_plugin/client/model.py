@@ -116,6 +116,7 @@ class Job:
         partitions: where it runs, or may.
         closed_partitions: of several that a pending one names those that do not admit it, and are none of `partitions`.
         reason_is_of_closed: Slurm's reason tells of one of these, and it starts in another as soon as it can.
+        reason_is_of_turn: Slurm's reason names nodes as not available on which jobs start: jobs ahead have them kept.
         state: in Slurm's spelling, such as `PENDING`.
         reason: why it is pending.
         num_nodes: nodes that it has, or the least that it asks for.
@@ -230,6 +231,7 @@ class Job:
     reason_is_of_closed: bool = False
     tasks_per_socket: int = 0
     barred: str = ""
+    reason_is_of_turn: bool = False
     begins_s: float | None = None
 
     @property
@@ -285,7 +287,7 @@ class Job:
         """Whether Slurm's reason is about resources or turns, or about partitions alone that are not all of its own."""
         if self.barred or self.begins_s is not None:
             return False
-        return is_resource_reason(self.reason) or self.reason_is_of_closed
+        return is_resource_reason(self.reason) or self.reason_is_of_closed or self.reason_is_of_turn
 
     @property
     def found_no_room(self) -> bool:

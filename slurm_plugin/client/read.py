@@ -36,6 +36,7 @@ from hetstream.slurm_plugin.client.held import (
     with_told_gpus,
 )
 from hetstream.slurm_plugin.client.hidden import hidden_by, hidden_from_me
+from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.licenses import parse_licenses, with_short_licenses
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS, exclusive_of, parse_exclusive
@@ -54,6 +55,8 @@ _JSON_IN_SCONTROL = (23, 2)
 _OWN_FIELD_FOR_EXCLUSIVE = (26, 5)
 # `squeue -O` knows no field for --exclude before, and `-o` does.
 _FIELD_FOR_EXCLUDED = (24, 5)
+# What slurmctld says of nodes that a job needs, here or in the place of blanks with underscores.
+_UNAVAILABLE = re.compile(r"ReqNodeNotAvail,[ _](?:UnavailableNodes:(\S+)$|May[ _]be[ _]reserved)")
 logger = logging.getLogger(__name__)
 
 
@@ -108,12 +111,14 @@ class CommandReader:
         jobs = self._with_shares(jobs, asked, parts_of_cores_in_question(jobs, nodes, config), records)
         jobs = with_labels(with_shared_cpus(jobs, nodes, partitions), config)
         nodes = with_closed_partitions(nodes, partitions)
+        jobs = with_gpu_shares(jobs, nodes)
+        nodes = with_reservations(nodes, reservations, jobs)
         return Snapshot(
             taken_s=time.time(),
             version=version,
             source=source,
-            jobs=with_gpu_shares(jobs, nodes),
-            nodes=with_reservations(nodes, reservations, jobs),
+            jobs=with_turns(jobs, nodes, reservations, hidden),
+            nodes=nodes,
             partitions=partitions,
             config=config,
             reservations=reservations,
@@ -267,6 +272,38 @@ class CommandReader:
         named = [f"{name}={value}" for name in ("SLURM_CONF", "SLURM_CLUSTERS") if (value := self._environ.get(name))]
         hint = ", and ".join(["Check: scontrol ping", *named])
         return run_slurm(argv, env=self._environ, hint=hint).stdout
+
+
+def with_turns(
+    jobs: Iterable[Job], nodes: Iterable[Node], reservations: Iterable[Reservation] = (), hidden: str = ""
+) -> tuple[Job, ...]:
+    """The jobs, with which of them Slurm says that nodes are not available which it keeps for jobs ahead.
+
+    Behind a job that finds no room slurmctld takes all nodes of its partition for unavailable, and says of those that a
+    job asks for by name that they are, or that they may be reserved for another job (schedule in job_scheduler.c,
+    select_nodes in node_scheduler.c; seen on 22.05, 24.11 and 26.05).
+
+    Args:
+        jobs: any.
+        nodes: all that are shown, as jobs without a reservation see them.
+        reservations: all that are shown.
+        hidden: a setting by which there may be others.
+    """
+    start_jobs = {node.name for node in nodes if node.starts_jobs}
+    of_nobody = start_jobs.difference(*(reservation.all_nodes for reservation in reservations))
+
+    def is_of_turn(job: Job) -> bool:
+        found = _UNAVAILABLE.match(job.reason) if job.is_pending else None
+        if found is None:
+            return False
+        if found[1] is None:
+            return not hidden and bool(job.required_nodes) and of_nobody.issuperset(job.required_nodes)
+        try:
+            return start_jobs.issuperset(expand(found[1]))
+        except ValueError:
+            return False
+
+    return tuple(replace(job, reason_is_of_turn=True) if is_of_turn(job) else job for job in jobs)
 
 
 def with_times_to_come(jobs: Iterable[Job], now_s: float) -> tuple[Job, ...]:

@@ -16,9 +16,9 @@ import pytest
 
 from hetstream.slurm_plugin.cli import jobs
 from hetstream.slurm_plugin.cli.why import report_of
-from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Reservation, Snapshot
 from hetstream.slurm_plugin.client.partitions import with_open_partitions
-from hetstream.slurm_plugin.client.read import with_times_to_come
+from hetstream.slurm_plugin.client.read import with_times_to_come, with_turns
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.job_names import find_jobs
@@ -283,6 +283,27 @@ def test_who_no_partition_admits_is_told_the_rule_and_no_turn() -> None:
     assert told(is_up=False) == [("not allowed", f"{begin} is not up")]
     looked = replace(mine, reason="Resources")
     assert with_open_partitions((looked,), (Partition("gpu", (), allow_accounts=("lab",)),)) == (looked,), "Slurm did"
+
+
+def test_nodes_that_slurm_keeps_for_jobs_ahead_are_not_said_to_be_out_of_use() -> None:
+    """Behind a blocked job it says so of each node that a job names."""
+    plan = pending(4, job_id=5, priority=200, start_s=NOW_S + 600, planned_nodes=("g0",))
+    mine = pending(time_limit_s=3600.0, required_nodes=("g0",), reason="ReqNodeNotAvail, UnavailableNodes:g0")
+    here, drained = node("g0", 16, 4), replace(node("g0", 16, 4), states=frozenset({"IDLE", "DRAIN"}))
+    for reason in (mine.reason, mine.reason.replace(" ", "_")):
+        (found,) = with_turns((replace(mine, reason=reason),), (here,))
+        assert kinds(explain(found, here, others=(plan,))) == ["backfill"]
+        assert found.waits_for_resources
+    for nodes in ((drained,), (replace(here, states=frozenset({"IDLE", "RESERVED"})),), ()):
+        assert with_turns((mine,), nodes) == (mine,)
+    assert kinds(explain(mine, drained, others=(plan,)))[0] == "nodes"
+    broken = replace(mine, reason="ReqNodeNotAvail, UnavailableNodes:g[")
+    assert with_turns((broken,), (here,)) == (broken,)
+    may_be = replace(mine, reason="ReqNodeNotAvail, May be reserved for other job")
+    kept = Reservation("r", ("g0",), NOW_S + 60, NOW_S + 120)
+    assert kinds(explain(with_turns((may_be,), (here,))[0], here, others=(plan,))) == ["backfill"]
+    for seen in (((here,), (kept,)), ((drained,), ()), ((here,), (), "PrivateData=reservations")):
+        assert with_turns((may_be,), *seen) == (may_be,)
 
 
 def test_who_may_not_begin_yet_waits_for_no_turn() -> None:

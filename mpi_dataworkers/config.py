@@ -216,6 +216,25 @@ def environment_with_hash_seed(environ: Mapping[str, str] = os.environ) -> dict[
     return None if environ.get(_HASH_SEED) == hash_seed(environ) else {**environ, _HASH_SEED: hash_seed(environ)}
 
 
+def with_whole_paths(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with search paths that begin at the root, for a process that works somewhere else.
+
+    An entry may begin where this process works, and an empty one is that. A step works in /tmp on a node that lacks
+    the job's directory ("going to /tmp instead", src/slurmd/slurmstepd/mgr.c), and anybody can put modules there.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = ""  # it has been removed: nothing is there
+    whole = dict(environ)
+    for name in PATH_LISTS:
+        entries = [os.path.join(here, entry) for entry in environ.get(name, "").split(os.pathsep)]
+        kept = [os.path.normpath(entry) if entry.endswith(("/", "/.")) else entry for entry in entries]
+        if environ.get(name):
+            whole[name] = os.pathsep.join(entry for entry in kept if os.path.isabs(entry))
+    return whole
+
+
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that make the Python environment of this process, without what hetstream adds."""
     found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}

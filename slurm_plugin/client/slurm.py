@@ -22,6 +22,7 @@ from hetstream.hetjob.job_environment import STEP_PYTHON
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.sbatch_options import refuse_other_words
+from hetstream.mpi_dataworkers.config import with_whole_paths
 from hetstream.slurm_plugin.client.accounting import (
     Usage,
     from_queue,
@@ -389,11 +390,12 @@ def run_sbatch(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what belongs to the surrounding batch script or step."""
+    """The environment without what belongs to the surrounding batch script or step, for a process on any node."""
     foreign = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
     own = of_own_job(environ)
-    return {
+    kept = {
         name: value
         for name, value in own.items()
         if (not name.startswith(foreign) or _KEEP.match(name)) and name != STEP_PYTHON
     }
+    return with_whole_paths(kept)

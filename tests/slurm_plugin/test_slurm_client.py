@@ -51,6 +51,30 @@ def test_the_environment_of_a_step_does_not_inherit_the_batch_scripts_options(
     }
 
 
+def test_search_paths_of_a_step_begin_at_the_root(
+    tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the job's directory is missing on a node the step works in /tmp, and anybody's modules are there."""
+    tool(tmp_path, "srun", "env")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    slurm = client(tmp_path, PYTHONPATH=".:/mine:src:", LD_LIBRARY_PATH=":/opt/x")
+
+    def paths_of(log: Path) -> dict[str, str]:
+        step = slurm.start_step(["-n1"], ["x"], log)
+        wait_until(lambda: step.poll() is not None)
+        found = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
+        return {name: found.get(name, "") for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
+
+    here = tmp_path / "gone"
+    assert paths_of(tmp_path / "log") == {
+        "PYTHONPATH": f"{here}:/mine:{here}/src:{here}", "LD_LIBRARY_PATH": f"{here}:/opt/x",
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+    }  # fmt: skip
+    here.rmdir()
+    assert paths_of(tmp_path / "other")["PYTHONPATH"] == "/mine"
+
+
 @pytest.mark.parametrize(
     ("version", "option"),
     [("slurm-wlm 22.05.8", "--overlap"), ("slurm 23.02.1", "--overlap"), ("slurm 24.11.5", "--external-launcher")],

@@ -332,12 +332,6 @@ class NodeTable:
                 mask = mask & ((had >= wanted) | (had == 0))
         return mask
 
-    def tasks_on_sockets(self, cpus_per_task: int, most: int) -> Counts:
-        """How many tasks each node has room for, were it empty, with so many of one socket (`--ntasks-per-socket`)."""
-        sockets, cores, _ = self._layout
-        of_socket = np.clip(cores * self.cpus_per_core // max(1, cpus_per_task), 1, most)
-        return np.where(sockets > 0, sockets * of_socket, self.cpus)
-
     def chosen(self, mask: Mask) -> list[Node]:
         """The nodes of a mask."""
         return [self.nodes[place] for place in np.flatnonzero(mask).tolist()]

@@ -92,10 +92,6 @@ class Room:
         needed, needed_mb = table.needed(shape)
         could = (cpus >= needed) & (table.memory_mb >= needed_mb) & table.laid_out(shape)
         self._needed = {"CPUs": needed, "memory": needed_mb, "GPUs": np.full_like(needed, shape.gpus)}
-        self._tasks: Counts | None = None  # that a node has room for on its sockets
-        if job.tasks_per_socket:
-            self._tasks = table.tasks_on_sockets(job.cpus_per_task, job.tasks_per_socket)
-            could = could & (self._tasks >= shape.cpus // max(1, job.cpus_per_task))
         self.enough: dict[str, Mask] = {}
         if shape.gpus:
             devices, self.free["GPUs"] = table.devices(shape.gpu_type)
@@ -180,11 +176,6 @@ class Room:
         return all(self.is_enough(self.possible & enough) for enough in self.enough.values())
 
     @property
-    def is_idle(self) -> Mask:
-        """Which nodes nobody has CPUs of."""
-        return self._table.cpus_free >= self._table.cpus
-
-    @property
     def num_kept(self) -> int:
         """How many nodes that could run it others have for themselves; see `OTHER_USERS`."""
         return int(np.count_nonzero(self.possible & ~self.enough.get(OTHER_USERS, self.possible)))
@@ -249,8 +240,6 @@ class Room:
         tasks = cpus // max(1, shape.cpus)
         if least.task_memory_mb:
             tasks = np.minimum(tasks, memory_mb // least.task_memory_mb)
-        if self._tasks is not None:
-            tasks = np.minimum(tasks, self._tasks)
         if now and least.tasks_per_core:
             tasks = np.minimum(tasks, cpus // table.cpus_per_core * least.tasks_per_core)
         wanted = [("CPUs", least.cpus, cpus), ("CPUs", least.tasks, tasks), ("memory", least.memory_mb, memory_mb)]

@@ -421,7 +421,7 @@ class Explainer:
         ) and not (
             self._snapshot.hidden
             or self._kind_not_looked_at(job)
-            or self._weighs_sockets(job)
+            or job.tasks_per_socket
             or gres_in_doubt(self._shape(job))
         )
 
@@ -550,7 +550,7 @@ class Explainer:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
             return found_none(job, now_s)
-        if self._weighs_sockets(job):
+        if job.tasks_per_socket:
             text = "by its CPUs; which sockets have them, as --ntasks-per-socket asks, only Slurm weighs"
             return Blocker(SOCKETS, f"{room} {text}; no job is ahead", f"scontrol show job {job.job_id}")
         if hidden := self._snapshot.hidden:
@@ -603,13 +603,6 @@ class Explainer:
         # A job that spreads unevenly may have lacked whatever was freed.
         return not freed.any() if not room.is_enough(room.fits) else room.is_enough(room.fits & ~freed)
 
-    def _weighs_sockets(self, job: Job) -> bool:
-        """Whether it has room only beside others, whose sockets are not known, and says how many tasks one may have."""
-        if not job.tasks_per_socket:
-            return False
-        room = self._room_of(self._shape(job), job)
-        return not room.is_enough(room.fits & room.is_idle)
-
     def _kind_not_looked_at(self, job: Job) -> str:
         """The kind of what a job asks of its nodes together and only Slurm weighs; empty if there is nothing."""
         if job.num_nodes < 2:
@@ -632,7 +625,7 @@ class Explainer:
             return "GRES"
         if self._finds_none(job):
             return NOT_LOOKED_AT
-        if self._weighs_sockets(job):
+        if job.tasks_per_socket:
             return SOCKETS
         return HIDDEN if self._snapshot.hidden else "scheduler"
 

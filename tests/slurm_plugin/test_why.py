@@ -345,19 +345,21 @@ def test_data_workers_are_not_promised_room_that_is_kept_or_closed() -> None:
     assert Explainer(seen).explain(mine).conversion.directive == "#HETSTREAM --data-workers=0-3"
 
 
-def test_tasks_of_sockets_have_room_on_so_many_and_beside_others_only_slurm_knows() -> None:
+def test_which_sockets_have_room_for_tasks_only_slurm_knows() -> None:
+    """It divides them by rules of its own: two tasks of one socket each have started on a node with one socket."""
+
     def two_sockets(cpus: int) -> Node:
         return replace(node("g0", cpus, 4), layout=(2, 8, 1))
 
     spread = pending(4, 0, num_cpus=8, num_tasks=2, cpus_per_task=4, tasks_per_socket=1)
-    assert kinds(explain(spread, two_sockets(16))) == ["scheduler"]
     found = explain(spread, two_sockets(8))
     assert kinds(found) == ["sockets"]
     assert found.blockers[0].text == (
         "there is room now by its CPUs; which sockets have them, as --ntasks-per-socket asks, only Slurm weighs; no "
         "job is ahead"
     )
-    assert kinds(explain(replace(spread, num_cpus=12, num_tasks=3, max_nodes=1), two_sockets(16))) == ["size"]
+    assert kinds(explain(replace(spread, num_cpus=12, num_tasks=3, max_nodes=1), two_sockets(16))) == ["sockets"]
+    assert kinds(explain(spread, two_sockets(4))) == ["CPUs"]
     assert kinds(explain(replace(spread, reason="Resources"), two_sockets(8))) == ["not looked at"], "Slurm did"
 
 

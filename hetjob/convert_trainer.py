@@ -20,6 +20,10 @@ _DIVIDED = (
     "the script does not say how many nodes there are: with fewer CPUs more tasks and GPUs might go to a node, and "
     "share what it has. --nodes=N lets the trainer have fewer"
 )
+_SPREAD = (
+    "the script does not say how many tasks each node has, and with fewer CPUs Slurm might divide them in another "
+    "way. --ntasks-per-node=N lets the trainer have fewer"
+)
 _BY_WHOLE_CORES = (
     "the script's memory goes by its CPUs, and with fewer of them it would be another one. --mem=SIZE lets the trainer "
     "have fewer"
@@ -112,6 +116,7 @@ def trainer_overrides(
         )
     if kept < asked.cpus and not spec.trainer_cpus:
         kept, why = (kept, why) if _says_how_many_nodes(options) else (asked.cpus, _DIVIDED)
+        kept, why = (kept, why) if kept == asked.cpus or _says_division(options) else (asked.cpus, _SPREAD)
     if per_cpu and kept < asked.cpus and not spec.trainer_cpus:
         kept = _kept_for_memory(asked.cpus, kept, per_cpu, partition.threads_per_core)
         why = why if kept < asked.cpus else _BY_WHOLE_CORES
@@ -223,17 +228,24 @@ def _allocation(options: SbatchOptions, unit: str) -> Allocation:
 
 
 def _says_tasks_of_nodes(options: SbatchOptions, unit: str) -> bool:
-    """Whether each node has as many tasks with fewer CPUs.
+    """Whether each node has as many tasks with fewer CPUs, also in what Slurm tells the script.
 
-    Without a number of tasks and of CPUs for each, Slurm makes as many as a node has CPUs for the job. And tasks that
-    it distributes itself go where CPUs are: `-N2 -n4 -c2` comes to 3 and 1 on nodes of 16 CPUs, `-c8` to 2 and 2 (seen
-    on 24.11).
+    Without a number of tasks and of CPUs for each, Slurm makes as many as a node has CPUs for the job.
+    """
+    is_counted = unit != "cpus-per-gpu" or options.has("ntasks", "ntasks-per-node", "ntasks-per-gpu")
+    return is_counted and _says_division(options)
+
+
+def _says_division(options: SbatchOptions) -> bool:
+    """Whether the tasks are divided over nodes as they are with fewer CPUs.
+
+    Those that Slurm divides itself go where CPUs are: `-N2 -n4 -c2` comes to 3 and 1 on nodes of 16 CPUs, and `-c8` to
+    2 and 2 (seen on 22.05 to 26.05).
     """
     tasks, nodes = tasks_and_nodes(options)
-    if unit == "cpus-per-gpu" and not options.has("ntasks", "ntasks-per-node", "ntasks-per-gpu"):
-        return False
     per_node = 1 if tasks == nodes else options.number("ntasks-per-node") or 0
-    return nodes == 1 or (nodes is not None and tasks == nodes * per_node)
+    is_one_node = nodes is None and options.has("ntasks-per-node") and not options.has("ntasks", "nodes")
+    return is_one_node or nodes == 1 or (nodes is not None and tasks == nodes * per_node)
 
 
 def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[list[SbatchOption], list[Change]]:

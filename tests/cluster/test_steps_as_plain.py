@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,12 @@ true
 """
 
 
-def in_both(devcluster: Any, directory: Path, options: str, steps: str) -> tuple[Path, Path]:
+def in_both(
+    devcluster: Any, directory: Path, options: str, steps: str, own: Sequence[str] = OWN
+) -> tuple[Path, Path]:  # fmt: skip
     """The directories in which the script has run as a plain job and with data workers."""
     script = f"#!/bin/bash\n#SBATCH {options} --time=15 -J name -o {directory}/%j.job\n"
-    kinds = {"plain": ["sbatch"], "converted": [str(HETSTREAM), "sbatch", *OWN]}
+    kinds = {"plain": ["sbatch"], "converted": [str(HETSTREAM), "sbatch", *own]}
     for kind, command in kinds.items():
         place = directory / kind
         place.mkdir(parents=True)
@@ -188,3 +190,11 @@ def compare_files(plain: Path, converted: Path) -> None:
     expected, other = files(plain), files(converted)
     assert sorted(other) == sorted(expected)
     assert {name: lines for name, lines in other.items() if lines != expected[name]} == {}, expected
+
+
+@pytest.mark.parametrize("options", ["-N2 -n4 -c8 --gpus-per-node=2 --mem=1G", "-N2 -n3 -c6 --gres=gpu:1 --mem=1G"])
+def test_tasks_are_divided_over_nodes_as_in_a_plain_job(devcluster: Any, options: str) -> None:
+    steps = "srun printenv SLURMD_NODENAME | sort > tasks\n"
+    directory = devcluster.out_dir / f"divided{abs(hash(options))}"
+    plain, converted = in_both(devcluster, directory, options, steps, OWN[:-1])
+    assert (converted / "tasks").read_text() == (plain / "tasks").read_text()

@@ -88,7 +88,11 @@ def test_cpus_of_the_trainer(sbatch: str, kept: tuple[str, ...]) -> None:
         ("--gres=gpu:2 -c8", ("--cpus-per-task=4",)),
         ("--gpus=4 --ntasks-per-gpu=1 --cpus-per-gpu=8 --mem=10G", ()),
         ("-n4 -c8 --gpus=4 --mem-per-gpu=10G", ()),
-        ("-n4 -c8 -N2 --gpus-per-node=2", ("--cpus-per-task=2",)),
+        ("-n4 -c8 -N2 --gpus-per-node=2", ()),
+        ("-n4 -c8 -N2 --ntasks-per-node=2 --gpus-per-node=2", ("--cpus-per-task=2",)),
+        ("-n2 -c8 -N2 --gpus-per-node=2", ("--cpus-per-task=4",)),
+        ("-n3 -c8 -N2 --ntasks-per-node=2 --gpus-per-node=2", ()),
+        ("-N2 --gpus-per-node=2 --cpus-per-gpu=8", ("--cpus-per-gpu=2",)),
         ("-n2 -c8 --gpus-per-node=2", ()),
         ("--ntasks-per-node=2 -c8 --gpus-per-node=2", ("--cpus-per-task=2",)),
         ("-n4 -c8 --gpus-per-node=2 --hint=nomultithread", ()),
@@ -102,6 +106,13 @@ def test_a_script_that_names_no_number_of_nodes_gets_as_many(sbatch: str, kept: 
     cluster = Cluster(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": nodes})
     text = f"#!/bin/bash\n#SBATCH {sbatch}\nsrun python train.py\n"
     assert convert(SPEC, text, "train.sbatch", cluster=cluster).components[0].options == kept
+
+
+def test_tasks_that_slurm_divides_itself_keep_their_cpus() -> None:
+    """Of 16 CPUs a node takes 2 tasks of 8 CPUs, and 3 of 4 tasks of 2 CPUs."""
+    plan = plan_of("-N2 -n4 -c8 --gpus-per-node=2")
+    assert plan.components[0].options == ()
+    assert "--ntasks-per-node=N" in str(plan.changes)
 
 
 def test_trainer_cpus_can_be_asked_for() -> None:
@@ -132,7 +143,7 @@ def test_a_script_without_gpus_gives_cpus_away_only_when_told() -> None:
         ("--gres=gpu:1 -c16 --mem=64G", 4096, ()),
         ("--gres=gpu:1 -c16 --mem=96G", 4096, ()),
         ("--gres=gpu:1 -c16 --mem=20G", 4096, ("--cpus-per-task=5",)),
-        ("-N2 -n4 --gres=gpu:2 -c16 --mem=40G", 4096, ("--cpus-per-task=5",)),
+        ("-N2 --ntasks-per-node=2 --gres=gpu:2 -c16 --mem=40G", 4096, ("--cpus-per-task=5",)),
         ("-N1 -n1 --gres=gpu:4 --cpus-per-gpu=16 --mem=64G", 4096, ("--cpus-per-gpu=4",)),
         ("--gres=gpu:1 -c16 --mem=8G", 4096, ("--cpus-per-task=2",)),
         ("--gres=gpu:1 -c16 --mem=0", 4096, ("--cpus-per-task=2",)),

@@ -294,8 +294,6 @@ LOOP = "for i in $(seq ${TASKS%%(*}); do python x.py; done"
         (RANKS, 2),
         (f"{RANKS} -n4", 2),
         ("-N2 -n2 -c8 --gpus-per-node=1", 2),
-        # Nodes of 16 CPUs have 2 tasks each, or 3 and 1 where a task has 2 CPUs.
-        ("-N2 -n4 -c8 --gpus-per-node=2", None),
     ],
 )
 def test_tasks_of_a_node_go_by_cpus_where_nothing_else_says_them(options: str, cpus: int | None, name: str) -> None:

@@ -226,7 +226,9 @@ def _room_now(explanation: Explanation) -> str:
     nodes = compress(explanation.fits_on)
     if not nodes:
         return "on no node"
-    if any(blocker.kind == NOT_LOOKED_AT for blocker in explanation.blockers):
+    # With BadConstraints it says that no node can meet what a job asks for, of which here not all is looked at.
+    says_none = "Constraints" in explanation.job.reason
+    if says_none or any(blocker.kind == NOT_LOOKED_AT for blocker in explanation.blockers):
         return f"{nodes} (Slurm finds none)"
     in_doubt = gres_in_doubt(explanation.shape)
     return f"{nodes} (its {in_doubt} is not counted GPU by GPU)" if in_doubt else nodes

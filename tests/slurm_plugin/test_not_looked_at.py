@@ -58,6 +58,8 @@ def test_who_slurm_has_looked_at_waits_for_what_is_not_looked_at(reason: str) ->
     )
     lines = report_of("7", [job], snapshot(job)).lines
     assert "room now  a,b (Slurm finds none)" in lines
+    bad = pending("BadConstraints")
+    assert "room now  a,b (Slurm finds none)" in report_of("7", [bad], snapshot(bad)).lines
     unknown = replace(job, last_sched_eval_s=None, gres_per_node=())
     assert "found none: for something that is not looked at here" in blocker(unknown).text
     assert Explainer(snapshot(job)).conversion(job).text == "it asks for no GPU"

@@ -57,7 +57,7 @@ def backfill_of(kind: str, parameters: str) -> Backfill:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Nodes that are kept for a job from a planned start on.
 

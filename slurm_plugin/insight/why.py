@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,7 +33,7 @@ from hetstream.slurm_plugin.insight.lacking import (
     together,
     too_large,
 )
-from hetstream.slurm_plugin.insight.node_table import NodeTable
+from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
 from hetstream.slurm_plugin.insight.reasons import running_in, told_by_slurm
 from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS, Kept, Room
 from hetstream.slurm_plugin.insight.shapes import (
@@ -109,6 +109,7 @@ class Explainer:
         self._turns = Turns(snapshot, self._alike)
         self._longest_s = {partition.name: partition.max_time_s for partition in snapshot.partitions}
         self._beside_plans: dict[Hashable, bool] = {}
+        self._of_plans: dict[Hashable, Mask] = {}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.nodes if node.gpu_types for name in node.partitions}
         self._has_switches = snapshot.config.get("TopologyPlugin", "").endswith(("/tree", "/block"))
@@ -358,37 +359,48 @@ class Explainer:
         known = [limit_s for limit_s in longest if limit_s is not None]
         return max(known) if known and len(known) == len(longest) else None
 
-    def _room_of(self, shape: Shape, job: Job, *, now: bool = False, without: Collection[str] = ()) -> Room:
+    def _room_of(self, shape: Shape, job: Job, *, now: bool = False, without: Sequence[Plan] = ()) -> Room:
         """Where there is room for it.
 
         Args:
             shape: what each node must give.
             job: who asks.
             now: look at no reservation to come.
-            without: nodes that are kept from it.
+            without: plans that keep nodes from it.
         """
         member = self._in_reservations(job)
         table = self._table_for(member.reservation)
         kept = self._kept(job) if self._upcoming and not now else None
         if without:
-            nodes = table.named(without)
+            nodes = self._kept_by(tuple(without), member.reservation)
             kept = Kept(nodes, np.zeros_like(table.cpus)) if kept is None else Kept(nodes | kept.nodes, kept.cpus)
         return Room(table, shape, member, self._up, kept)
 
-    def _has_room(self, shape: Shape, job: Job, without: frozenset[str]) -> bool:
-        """Whether there is room for a job, evenly divided or in another way, beside nodes that are kept from it."""
-        key = self._key(shape, job), without
+    def _has_room(self, shape: Shape, job: Job, plans: tuple[Plan, ...]) -> bool:
+        """Whether there is room for a job, evenly divided or in another way, beside nodes that are kept for others."""
+        key = self._key(shape, job), plans
         if key not in self._beside_plans:
-            room = self._room_of(shape, job, without=without)
-            if room.is_enough(room.possible):
-                found = room.is_enough(room.fits)
-            else:
+            room = self._room_of(shape, job)
+            left = ~self._kept_by(plans, self._in_reservations(job).reservation)
+            found = room.is_enough(room.fits & left)
+            if not found and not room.is_enough(room.possible & left):
                 least = least_of(job, self._hardware)
-                floor = self._room_of(least.of_node, job, without=without)
+                floor = self._room_of(least.of_node, job, without=plans)
                 is_possible = floor.is_enough(floor.possible) and not floor.lacks_together(least)
                 found = is_possible and not floor.lacks_together_now(least, shape.num_nodes)
             self._beside_plans[key] = found
         return self._beside_plans[key]
+
+    def _kept_by(self, plans: tuple[Plan, ...], reservation: str) -> Mask:
+        """The nodes that plans keep, of those that jobs of these reservations see."""
+        table = self._table_for(reservation)
+        for plan in plans:
+            if (reservation, plan) not in self._of_plans:
+                self._of_plans[reservation, plan] = table.named(plan.nodes)
+        if (reservation, plans) not in self._of_plans:
+            masks = [self._of_plans[reservation, plan] for plan in plans]
+            self._of_plans[reservation, plans] = np.logical_or.reduce([np.zeros_like(table.reserved), *masks])
+        return self._of_plans[reservation, plans]
 
     def _plans_in_way(self, shape: Shape, job: Job, *, wait_s: float = 0.0) -> tuple[Plan, ...]:
         """The plans for jobs ahead that together leave too little of the room for a job, the earliest first.
@@ -397,17 +409,13 @@ class Explainer:
         """
         limited = replace(job, time_limit_s=self._limit_s(job))
         plans = self._turns.plans_in_way(limited, wait_s=wait_s)
-        kept = _nodes_of(plans)
-        return plans if kept and not self._has_room(shape, limited, kept) else ()
+        return plans if plans and not self._has_room(shape, limited, plans) else ()
 
     def _first_in_way(self, shape: Shape, job: Job, plans: Iterable[Plan]) -> Plan:
         """Of such plans the first with which there is too little."""
-        kept = frozenset[str]()
-        for plan in plans:
-            kept |= plan.nodes
-            if not self._has_room(shape, job, kept):
-                break
-        return plan
+        known = tuple(plans)
+        places = range(1, len(known))
+        return known[next((place - 1 for place in places if not self._has_room(shape, job, known[:place])), -1)]
 
     def _would_start(self, job: Job) -> bool:
         """Whether Slurm would start it at its next looks, by all that is known: what advice must come to."""
@@ -654,8 +662,7 @@ class Explainer:
             text = f"with {kept} CPUs a node it would have room on {where}, behind job {first}"
             return Verdict(False, f"{text}, whose start is not planned")
         plans = self._turns.plans_in_way(limited)
-        away = _nodes_of(plans)
-        trainers = self._room_of(trainer, limited, without=away)
+        trainers = self._room_of(trainer, limited, without=plans)
         if not trainers.is_enough(trainers.fits) and not plans:
             return Verdict(False, f"with {kept} CPUs a node it would have room in uneven parts alone")
         if not trainers.is_enough(trainers.fits):
@@ -666,7 +673,7 @@ class Explainer:
         chosen = self._table_for(self._in_reservations(job).reservation).chosen(trainers.chosen())
         moved = (shape.cpus - kept) * shape.num_nodes
         wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
-        place, room = self._data_workers(limited, chosen, kept, away)
+        place, room = self._data_workers(limited, chosen, kept, plans)
         # Components share a reservation, unless they are told not to.
         outside = f" --data-worker-reservation={NO_RESERVATION}" if job.reservation else ""
         where = compress(node.name for node in chosen)
@@ -687,17 +694,17 @@ class Explainer:
             f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",
         )
 
-    def _worker_room(self, job: Job, away: frozenset[str]) -> dict[str, int]:
+    def _worker_room(self, job: Job, plans: tuple[Plan, ...]) -> dict[str, int]:
         """How many data workers of a job have room in each partition that admits it, outside of reservations.
 
         Args:
             job: whose they are: they have its time limit, account and QOS.
-            away: nodes that are kept for others.
+            plans: they keep nodes for others.
         """
-        number = self._num_before_end(job), *self._who(job), away
+        number = self._num_before_end(job), *self._who(job), plans
         if number not in self._workers:
             kept = self._kept(replace(job, reservation=""))
-            others = kept.nodes | self._table.kept_from(replace(job, exclusive="")) | self._table.named(away)
+            others = kept.nodes | self._table.kept_from(replace(job, exclusive="")) | self._kept_by(plans, "")
             others = others | self._table.completing
             if self._hardware.counts_memory:
                 others = others | (self._table.memory_free_mb <= 0)
@@ -712,9 +719,9 @@ class Explainer:
         known = {partition.name: partition for partition in self._snapshot.partitions}
         return {name: room for name, room in self._workers[number].items() if not why_closed(known[name], job)}
 
-    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int, away: frozenset[str]) -> tuple[str, int]:
+    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int, plans: tuple[Plan, ...]) -> tuple[str, int]:
         """The partition with most room for a job's data workers beside its trainers, and for how many."""
-        room = self._worker_room(job, away)
+        room = self._worker_room(job, plans)
         for node in trainers:
             lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
             for name in room.keys() & (() if node.is_reserved else node.partitions):
@@ -724,10 +731,6 @@ class Explainer:
             sorted(room), key=lambda name: (room[name] > 0, name not in self._with_gpus, room[name]), default=""
         )
         return place, room.get(place, 0)
-
-
-def _nodes_of(plans: Iterable[Plan]) -> frozenset[str]:
-    return frozenset(name for plan in plans for name in plan.nodes)
 
 
 def _start(reservation: Reservation) -> float:

@@ -111,7 +111,8 @@ class Turns:
         self._in_way: dict[tuple[int, int, tuple[str, ...]], tuple[Plan, ...]] = {}
 
     def _is_planned(self, job: Job) -> bool:
-        return job.start_s is not None and job.start_s > self._now_s
+        # Without backfill a start is a guess, and nobody passes the jobs ahead.
+        return self.backfill.plans and job.start_s is not None and job.start_s > self._now_s
 
     def _plans_for(self, jobs: Iterable[Job], nodes: Iterable[Node]) -> list[Plan]:
         """What is kept, in the order of the starts. Beyond its window backfill tells a start, and keeps nothing."""

@@ -254,6 +254,15 @@ def test_a_limit_is_proposed_only_where_it_would_let_the_job_start() -> None:
     assert step(pending(), far) == ("priority", "--start"), "so far ahead nothing is kept"
     assert step(pending(), far, SchedulerParameters="bf_window=2000") == ("backfill", "TimeLimit=1497")
     assert step(hour, plan, SchedulerType="sched/builtin") == ("priority", "--start")
+    strict = Snapshot(
+        NOW_S, "24.11", "t", (hour, plan), nodes, (Partition("gpu", ()),), {"SchedulerType": "sched/builtin"}
+    )
+    assert Explainer(strict).explain(hour).blockers[0].text == "there is room now; 1 job(s) are ahead, first 5"
+    starved, cpus = pending(14, time_limit_s=300.0), node("g0", 4, 2)
+    beside = replace(plan, start_s=NOW_S + 600)
+    for kind, helps in (("sched/backfill", True), ("sched/builtin", False)):
+        seen = replace(strict, jobs=(starved, beside), nodes=(cpus,), config={"SchedulerType": kind})
+        assert Explainer(seen).explain(starved).conversion.helps == helps
     short = Snapshot(NOW_S, "24.11", "t", (pending(), plan), nodes, (Partition("gpu", (), max_time_s=300.0),))
     assert kinds(Explainer(short).explain(pending())) == ["priority"], "without a limit it has its partition's"
 

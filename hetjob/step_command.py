@@ -264,7 +264,7 @@ def main() -> None:
         raise SystemExit(1)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
         signal.signal(ignored, signal.SIG_DFL)
-    os.execve(srun, [srun, *command.arguments], {**environ, **command.variables})
+    os.execve(srun, ["srun", *command.arguments], {**environ, **command.variables})
 
 
 def _of_plugins(srun: str, arguments: Sequence[str]) -> dict[str, bool]:

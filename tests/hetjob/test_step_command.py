@@ -211,3 +211,10 @@ def test_srun_in_the_path_of_a_script_calls_slurms(tmp_path: Path) -> None:
     for other in ({"SLURM_JOB_NUM_NODES_HET_GROUP_0": "1"}, {"SLURM_JOB_ID": "20"}, {STEP_PYTHON: ""}):
         assert call("-n1", "a b", "", **other)[0] == "<-n1><a b><>"
     assert "<--output=all>" in call("-n1", "-o%t", "a", SLURM_JOB_NUM_NODES_HET_GROUP_0="1")[0]
+    # It is called by its name, as a shell would call it.
+    real.unlink()
+    real.symlink_to("/bin/sh")
+    for nodes in ("1", "2"):
+        more = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": nodes}
+        done = subprocess.run(["srun", "--version"], env=environ | more, capture_output=True, text=True, check=False)
+        assert done.stderr.startswith("srun: "), done.stderr

@@ -88,6 +88,7 @@ class Canary:
         self._kind: str | None = None
         self._varying: set[str] = set()  # of this pass; with kept processes, of the first one
         self._said: set[str] = set()
+        self._num_writing = 0  # steps
 
     @property
     def is_first(self) -> bool:
@@ -253,6 +254,19 @@ class Canary:
         self._num_passes += 1
         if not self.is_kept:
             self._varying = set()
+
+    def writes(self, step: int, num_bytes: int) -> None:
+        """Note that the samples of a step write to files. What one alone writes (a module that is compiled when it is
+        imported, say) is not told."""
+        self._num_writing += 1
+        if self._num_writing == 2:
+            _log.warning(
+                "hetstream: samples of a DataLoader write to files (step %d: %d bytes). So do data workers, and what "
+                "compares steps: what is appended may be there more than once, and what goes through the program's own "
+                "logging handlers is in the data workers' logs",
+                step,
+                num_bytes,
+            )
 
     def say(self, line: str, about: str = "") -> None:
         """Say what is not compared, once for each thing that it is about."""

@@ -43,10 +43,11 @@ class ComparedPass:
         num_known: steps below it can be asked for.
         pinned: puts a batch into pinned memory where the loader pins.
         digest: of what data workers were sent.
+        ahead: steps that torch's workers have in work: what they read while the program goes on, a file that it
+            replaces, say, they read as late as without data workers.
 
     Attributes:
         due: a step from this one on is to be given to `difference`.
-        wanted: `ask` is to be called when this step can be asked for.
         has_ended: `instead` gave no step because that step alone has ended its process.
     """
 
@@ -59,7 +60,9 @@ class ComparedPass:
         num_known: int,
         pinned: Callable[[Any], Any],
         digest: str,
+        ahead: int,
     ) -> None:
+        self._ahead = max(1, ahead)
         self._canary, self._pipeline, self._policy, self._pinned = canary, pipeline, policy, pinned
         self._shards, self._first = shards, shards.position
         self._process = os.getpid()
@@ -79,6 +82,7 @@ class ComparedPass:
         self._is_kept = False  # for more failures, and steps that data workers do not deliver
         self._made_instead: list[int] = []
         self._made: tuple[int, Made] | None = None  # what was compared last
+        num_known = self._askable(num_known)
         if self._steps:
             self._witness = canary.witness(pipeline)
             self._do(lambda witness: witness.begin([*self._before_all(num_known), *self._requests(num_known)]))
@@ -117,9 +121,13 @@ class ComparedPass:
 
     def _note_next(self) -> None:
         self.due = self._steps[0] if self._steps else _NEVER
-        self.wanted = next((step for step in self._steps if step not in self._asked), _NEVER)
+        self._wanted = next((step for step in self._steps if step not in self._asked), _NEVER)
         if self._workers is not None:
-            self.due, self.wanted = self._first, min(self.wanted, self._workers.next_step)
+            self.due, self._wanted = self._first, min(self._wanted, self._workers.next_step)
+
+    def _askable(self, num_known: int) -> int:
+        """Steps below it can be asked for."""
+        return min(num_known, self._shards.position + self._ahead)
 
     def _do(self, work: Callable[[Witness], _T]) -> _T | None:
         """Let the worker process do something; where it cannot, compare no more in this pass, and give None."""
@@ -183,7 +191,14 @@ class ComparedPass:
         self._note_next()
 
     def ask(self, num_known: int) -> None:
-        """Ask for steps that can be asked for by now."""
+        """Ask for steps that can be asked for by now.
+
+        Args:
+            num_known: steps below it are known.
+        """
+        num_known = self._askable(num_known)
+        if self._wanted >= num_known:
+            return
 
         def ask_all(witness: Witness) -> None:
             for request in self._requests(num_known):
@@ -304,6 +319,8 @@ class ComparedPass:
     def _difference_from(self, step: int, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
         if expected.changes:
             return expected.changes
+        if expected.written_bytes:
+            self._canary.writes(step, expected.written_bytes)
         expected = self._as_pinned(expected)
         self._made = step, expected
         difference = self._canary.difference(found, expected, once_more)

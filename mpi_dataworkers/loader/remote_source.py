@@ -33,6 +33,7 @@ from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, describe_failure, generators_kept
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
+from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
@@ -47,6 +48,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
 # Data workers that are there and deliver nothing for so long are waited for no more: they may never get what torch's
 # own worker has. Until then they may come to their first step: a large dataset takes minutes.
 _LATE_FOR_S = 240.0
+# At shared memory of the program, for each step; what takes longer is looked at less often.
+_SHORT_LOOK_S = 5e-5
+_WRITTEN = (
+    "the program has written into shared memory in the middle of a pass, which torch's workers see at once. The steps "
+    "before that one may have been made of what was there before"
+)
 
 
 class RemoteSource:
@@ -72,6 +79,7 @@ class RemoteSource:
         assert connection.client is not None
         self.shards = shards
         self._connection, self._client = connection, connection.client
+        self._ahead = look_ahead.num_steps or 2 * connection.pipeline.num_workers  # torch's own prefetch_factor
         self._sent = sent or connection.sent_pipeline()
         order = shards.order
         self._sampler = SamplerAhead(order, shards.position, look_ahead) if isinstance(order, ListedSteps) else None
@@ -80,6 +88,7 @@ class RemoteSource:
         self._apart: dict[int, StepsApart] = {}  # of shards with steps that a data worker was at when it was lost
         self._compared: ComparedPass | None = None
         self._is_paused = False  # its sessions are closed, and opened again for the next step
+        self._writes: WriteWatch | None = None
         self._differs: tuple[int, str] | None = None  # what `Differs` says; it would hold this object in its frames
 
     def begin(self) -> None:
@@ -88,6 +97,9 @@ class RemoteSource:
             self._sessions.append(self._open_session(slot))
         self._draw(taking=False)
         connection, order = self._connection, self.shards.order
+        if connection.canary is not None and connection.canary.makes_steps and self._sent.pickled.shared:
+            # torch's workers see at once what the program writes there.
+            self._writes = WriteWatch(self._sent.pickled.digest_of_shared, self._sent.shared_digest, _SHORT_LOOK_S)
         if connection.canary is not None and order is not None:
             policy, num_known = connection.skipped.policy, order.num_known
             self._compared = ComparedPass(
@@ -98,6 +110,7 @@ class RemoteSource:
                 num_known,
                 connection.pinned,
                 self._sent.message.pipeline_id,
+                self._ahead,
             )
 
     def _open_session(self, slot: Slot) -> LoaderSession:
@@ -167,9 +180,8 @@ class RemoteSource:
     def _draw(self, taking: bool) -> None:
         if self._sampler is not None:
             self._sampler.draw(self._client, self._sessions[0], taking)
-            order = self.shards.order
-            if self._compared is not None and order is not None and self._compared.wanted < order.num_known:
-                self._compared.ask(order.num_known)
+        if self._compared is not None and self.shards.order is not None:
+            self._compared.ask(self.shards.order.num_known)
 
     def _go_on_as_child(self) -> None:
         """In a process that was forked in the middle of the pass: go on from there with a session of its own."""
@@ -187,6 +199,8 @@ class RemoteSource:
         while shards.slots:
             if self._differs is not None:
                 raise Differs(*self._differs)
+            if self._writes is not None and self._writes.has_written():
+                self._differ(shards.position, _WRITTEN)
             slot_index, step = self._next_step()
             if isinstance(step, Ended):
                 self._end_shard(slot_index, step)

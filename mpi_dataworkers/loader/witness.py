@@ -10,10 +10,11 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
+from torch.utils import _pytree
 from torch.utils.data._utils import signal_handling
 
 from hetstream.mpi_dataworkers.children import go_first
@@ -68,6 +69,7 @@ class Made(msgspec.Struct, frozen=True):
             of a step with a negative number, a sample that was made twice, may depend on what their process has made
             before.
         repeated: of such a step, how the second making differs from the first one, `batch`, by field.
+        written_bytes: by its samples to files, but for standard output and error.
     """
 
     num_samples: int
@@ -77,6 +79,7 @@ class Made(msgspec.Struct, frozen=True):
     payload: Any = None
     changes: str = ""
     repeated: Mapping[str, str] = {}
+    written_bytes: int = 0
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
@@ -107,16 +110,40 @@ def _made_of(answer: Any) -> Made:
         return Made(0, None, answer)
     if isinstance(answer, Made):
         return answer
-    num_samples, batch, other = answer
+    num_samples, batch, other, written_bytes = answer
     # Now: what tensors share comes from the process, which may end.
     untouched = None if other is None else (pickle.loads(other),)
-    return msgspec.structs.replace(Made.of(num_samples, pickle.loads(batch)), untouched=untouched)
+    made = Made.of(num_samples, pickle.loads(batch))
+    return msgspec.structs.replace(made, untouched=untouched, written_bytes=written_bytes)
 
 
 def _pickled(batch: Any) -> tuple[bytes, bytes | None]:
     """A batch in pickled form, and with objects of classes a second time."""
     once = bytes(ForkingPickler.dumps(batch))
     return once, bytes(ForkingPickler.dumps(batch)) if holds_objects(flatten(batch)[0]) else None
+
+
+class _Output:
+    """What this process writes, and what of it goes to standard output and error, where nobody reads it."""
+
+    def begin(self) -> None:
+        """Take the place of standard output and error."""
+        self._nowhere = os.memfd_create("hetstream-output", os.MFD_CLOEXEC)
+        for descriptor in (1, 2):
+            os.dup2(self._nowhere, descriptor)
+        self._written = self._all()
+
+    def written(self) -> int:
+        """Bytes that this thread has written to files since the last call (proc(5), io), but for those."""
+        before, self._written = self._written, self._all()
+        shown = os.lseek(self._nowhere, 0, os.SEEK_CUR)
+        os.ftruncate(self._nowhere, os.lseek(self._nowhere, 0, os.SEEK_SET))
+        return max(0, self._written - before - shown)
+
+    @staticmethod
+    def _all() -> int:
+        with open("/proc/thread-self/io", "rb") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(b"wchar:"))
 
 
 class _WitnessSteps(StepDataset):
@@ -126,6 +153,7 @@ class _WitnessSteps(StepDataset):
     """
 
     _pass_number = 0  # of the process
+    _output: Final = _Output()
     _memory: PrivateMemory | None = None
 
     def __init__(self, pipeline: Pipeline, has_limit: bool) -> None:
@@ -136,10 +164,7 @@ class _WitnessSteps(StepDataset):
         number, request = numbered
         if not self._pass_number:
             go_first()
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for descriptor in (1, 2):
-                os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            self._output.begin()
         if self._memory is None:
             self._memory = PrivateMemory()
         elif self._pass_number != number:
@@ -158,10 +183,13 @@ class _WitnessSteps(StepDataset):
             with limited_to_rest() if self._has_limit else contextlib.nullcontext():
                 if request[1] < 0:
                     return self._twice(request)
+                self._output.written()
                 made, _ = self.make(request)
+                # default_collate makes memory for each tensor by one byte at its end.
+                written_bytes = max(0, self._output.written() - len(_pytree.tree_leaves(made.batch)))
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
-            return made.num_samples, *_pickled(made.batch)
+            return made.num_samples, *_pickled(made.batch), written_bytes
         except Exception as error:  # noqa: BLE001, user code may raise anything
             return describe_failure(error, is_final=is_made)
 

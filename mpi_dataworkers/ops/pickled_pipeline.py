@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
+from hetstream.mpi_dataworkers.ops.pickling import digest_of, digest_of_buffers, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
+from hetstream.mpi_dataworkers.ops.shared_memory import PrivatePages
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import Program
 
@@ -54,9 +55,15 @@ class PickledPipeline:
         """Of the shared buffers those that samples could write to."""
         return [number for number in self.shared if not memoryview(self.buffers[number]).readonly]
 
+    def look_at_shared(self) -> Callable[[], object]:
+        """In a data worker, what is another one when it has written to the buffers of shared memory: pages that are
+        its own, as long as none is, or their digest."""
+        pages = PrivatePages([self.buffers[number] for number in self.shared])
+        return self.digest_of_shared if any(map(any, pages.own())) else pages.look
+
     def digest_of_shared(self) -> str:
         """Digest of the buffers that lie in shared memory, as they are now."""
-        return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
+        return digest_of_buffers([self.buffers[number] for number in self.shared])
 
 
 def _copy_of(buffer: Buffer) -> Buffer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import decimal
 import faulthandler
 import gc
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.ops.said import loggers, set_loggers, set_warning_filters, warning_filters
+
+_OF_ARRAYS = {"edgeitems", "threshold", "floatmode", "precision", "suppress", "linewidth", "nanstr", "infstr", "sign"}
+_print_options: Any = torch._tensor_str.PRINT_OPTS
 
 
 def _flushes_denormals() -> bool:
@@ -81,6 +86,34 @@ def _set_faulthandler(is_enabled: bool) -> None:
     (faulthandler.enable if is_enabled else faulthandler.disable)()
 
 
+def _time_zone() -> tuple[Any, ...]:
+    return time.tzname, time.timezone, time.altzone
+
+
+def _set_time_zone(_: tuple[Any, ...]) -> None:
+    time.tzset()  # TZ is the program's by now
+
+
+def _most_digits() -> int:
+    return getattr(sys, "get_int_max_str_digits", lambda: -1)()
+
+
+def _set_most_digits(most: int) -> None:
+    if most >= 0:
+        sys.set_int_max_str_digits(most)
+
+
+def _printing() -> tuple[Any, ...]:
+    """But for functions that format arrays."""
+    of_arrays = {name: value for name, value in np.get_printoptions().items() if name in _OF_ARRAYS}
+    return of_arrays, tuple(vars(_print_options).items())
+
+
+def _set_printing(values: tuple[Any, ...]) -> None:
+    np.set_printoptions(**values[0])
+    vars(_print_options).update(values[1])
+
+
 # Settings of the whole process, or of the thread that makes samples, that decide about samples: getter and setter.
 _IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -96,6 +129,10 @@ _IN_FORCE: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "collection of garbage": (_garbage, _set_garbage),
     "depth of recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
     "switching of threads": (sys.getswitchinterval, sys.setswitchinterval),
+    "time zone": (_time_zone, _set_time_zone),
+    "digits of integers": (_most_digits, _set_most_digits),
+    "fields of csv": (csv.field_size_limit, csv.field_size_limit),
+    "printing of arrays": (_printing, _set_printing),
     "tracebacks of faults": (faulthandler.is_enabled, _set_faulthandler),
     "filters of warnings": (warning_filters, set_warning_filters),
     "loggers": (loggers, set_loggers),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import numpy as np
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 
-_MAPS = Path("/proc/self/maps")
-# Looking takes no more than this share of the time, but for the first time.
+_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+# Looking takes no more than this share of the time, but for the first time, and where it is short.
 _LOOK_SHARE = 0.01
+# Of an entry of pagemap, see https://docs.kernel.org/admin-guide/mm/pagemap.html: the page is in memory, and of a file.
+_IS_THERE, _IS_OF_FILE = 1 << 63, 1 << 61
 
 
 def _shared_lines() -> Iterator[str]:
@@ -56,36 +59,85 @@ class SharedMappings:
         return number >= 0 and address < self._stops[number]
 
 
-class WriteWatch:
-    """Finds out, in a data worker, that samples write into memory which is shared in the trainer.
-
-    A cache that torch's worker processes fill for each other would stay empty where the program looks for it.
+class PrivatePages:
+    """Buffers in private mappings of files, of which this process has a page of its own as soon as it writes to it.
 
     Args:
-        digest: of that memory, as it is now.
-        clock: seconds.
+        buffers: which; what they have in common with others on a page, at their ends, is looked at by its bytes.
     """
 
-    def __init__(self, digest: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._digest, self._clock = digest, clock
-        self._before = digest()
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._ends: list[np.ndarray[Any, Any]] = []
+        self._pages: list[tuple[int, int]] = []  # number of the first one, and how many
+        for buffer in buffers:
+            array = np.frombuffer(buffer, dtype=np.uint8)
+            before = -array.__array_interface__["data"][0] % PAGESIZE
+            num_pages = max(0, array.nbytes - before) // PAGESIZE
+            behind = before + num_pages * PAGESIZE
+            self._ends += [array[:before], array[behind:]]
+            self._pages.append(((array.__array_interface__["data"][0] + before) // PAGESIZE, num_pages))
+
+    def own(self) -> list[bytes]:
+        """One bit for each page: whether it is this process's own."""
+        found = []
+        with _PAGES.open("rb", buffering=0) as entries:
+            for first, num_pages in self._pages:
+                entries.seek(8 * first)
+                pages = np.frombuffer(entries.read(8 * num_pages), dtype=np.uint64)
+                found.append(np.packbits((pages & (_IS_THERE | _IS_OF_FILE)) == _IS_THERE).tobytes())
+        return found
+
+    def look(self) -> list[bytes]:
+        """What is another one when this process has written to the buffers."""
+        return [*self.own(), *(end.tobytes() for end in self._ends)]
+
+
+class WriteWatch:
+    """Finds out that somebody writes into memory which is shared in the trainer.
+
+    Args:
+        look: gives something of that memory that is another one when somebody has written.
+        before: what it gave at first; None to look now.
+        short_s: a look that takes less is taken each time.
+        clock: seconds.
+        cpu_clock: seconds of this thread, which other processes do not prolong.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], object],
+        before: str | None = None,
+        short_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._look, self._short_s, self._clock, self._cpu_clock = look, short_s, clock, cpu_clock
+        self._before = look() if before is None else before
         self._look_at = clock()
 
+    def has_written(self) -> bool:
+        """Look, unless it has just been looked, and that takes long."""
+        if self._clock() < self._look_at:
+            return False
+        began_s = self._cpu_clock()
+        has_written = self._look() != self._before
+        took_s = self._cpu_clock() - began_s
+        if took_s >= self._short_s:
+            self._look_at = self._clock() + took_s / _LOOK_SHARE
+        return has_written
+
     def check(self) -> None:
-        """Look, unless it has just been looked; call it when samples were made.
+        """The same in a data worker, when samples were made.
+
+        A cache that torch's worker processes fill for each other would stay empty where the program looks for it.
 
         Raises:
             PipelineError: they have written.
         """
-        began = self._clock()
-        if began < self._look_at:
-            return
-        if self._digest() != self._before:
+        if self.has_written():
             raise PipelineError(
                 "the dataset writes into shared memory while it makes samples. Of torch's worker processes the trainer "
                 "and the others would see that; a data worker has a copy of its own. Fill the memory before the "
                 "loader is iterated, or let worker processes of the program make the samples: torch's own DataLoader "
                 "stays local with multiprocessing_context='fork' and num_workers of 1 or more"
             )
-        ended = self._clock()
-        self._look_at = ended + (ended - began) / _LOOK_SHARE

@@ -26,6 +26,9 @@ _LOAD_AGAIN_S = 5.0
 # A program may change its dataset for each epoch; the oldest forms are forgotten, and fetched again if need be.
 _MAX_PIPELINES = 8
 
+# At shared memory, after each step; what takes longer is looked at less often.
+_SHORT_LOOK_S = 0.005
+
 
 class StepFailed(Exception):
     """User code raised for a step."""
@@ -188,7 +191,7 @@ class Pipelines:
             pipeline = self._loaded.load(found)
         self._in_use[pipeline_id] = found
         if found.shared:
-            self._write_watches[pipeline_id] = WriteWatch(found.digest_of_shared)
+            self._write_watches[pipeline_id] = WriteWatch(found.look_at_shared(), short_s=_SHORT_LOOK_S)
         return pipeline if self._device == "gpu" else pipeline.before_gpu
 
     def _wait_for_fork(self, pipeline_id: str, lease: GrantLease) -> bool:

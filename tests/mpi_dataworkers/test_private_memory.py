@@ -82,6 +82,93 @@ def test_samples_that_write_where_processes_share_it_are_made_by_the_program_onc
     assert [line for line in caplog.messages if "stays local" in line]
 
 
+LATE = 180
+
+
+class NotingLate(programs.Numbers):
+    """The last samples of many set flags in memory of any size."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(LATE + 4)
+        self.flags = torch.zeros(num_bytes, dtype=torch.uint8).share_memory_()
+
+    def __getitem__(self, index: int) -> int:
+        if index in (LATE, LATE + 3):
+            self.flags[-1 - index] = 1
+        return index
+
+
+def noted_late(num_bytes: int) -> list[Any]:
+    dataset = NotingLate(num_bytes)
+    loader = DataLoader(dataset, 1, num_workers=2)
+    found: list[Any] = []
+    for _ in range(2):
+        found += [[batch.tolist() for batch in loader], dataset.flags.nonzero().tolist()]
+        dataset.flags.zero_()
+    return found
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 1 << 25])
+def test_what_samples_write_long_after_the_first_ones_is_not_lost(
+    three: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    plain = noted_late(num_bytes)
+    assert len(plain[1]) == 2
+    with hooked(three.name, monkeypatch):
+        assert noted_late(num_bytes) == plain
+
+
+class Level(programs.Numbers):
+    def __init__(self, level: Any) -> None:
+        super().__init__(300)
+        self.level = level
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.level[0])
+
+
+@pytest.mark.parametrize("memory", ["tensor", "memmap"])
+def test_what_the_program_writes_in_the_middle_of_a_pass_is_seen_by_what_follows(
+    three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str
+) -> None:
+    """Torch's workers have 4 steps in work; data workers many more, which are not given to the program then."""
+    level, found = numbers_in(memory, tmp_path), []
+    with hooked(three.name, monkeypatch):
+        for step, batch in enumerate(DataLoader(Level(level), 1, num_workers=2)):
+            found += batch.tolist()
+            if step == 150:
+                level[0] = 7
+    assert found[:151] == [0] * 151
+    assert found[156:] == [7] * 144
+    assert "the program has written into shared memory in the middle of a pass" in caplog.text
+
+
+class Appending(programs.Numbers):
+    """Each sample prints, and may append to a file."""
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__(LENGTH)
+        self.file = file
+
+    def __getitem__(self, index: int) -> int:
+        os.write(1, b"what a sample prints")
+        os.write(2, b"and what a library says")
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(f"{index}\n")
+        return index
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_that_samples_write_to_files_is_said(
+    three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, appends: bool
+) -> None:
+    with hooked(three.name, monkeypatch):
+        loader = DataLoader(Appending(tmp_path / "seen" if appends else None), 2, num_workers=2)
+        assert [number for batch in loader for number in batch.tolist()] == list(range(LENGTH))
+    assert len([line for line in caplog.messages if "write to files" in line]) == appends
+
+
 class Reading(programs.Numbers):
     """Reads what processes share."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import decimal
 import gc
 import importlib
@@ -9,6 +10,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +70,13 @@ def mode_of_a_file() -> int:
         return place.stat().st_mode & 0o777
 
 
+def outcome(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001, whatever it is
+        return type(error)
+
+
 def shown_warnings() -> list[bool]:
     shown = []
     for category in (UserWarning, RuntimeWarning):
@@ -116,6 +125,14 @@ CHANGES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("no garbage", gc.disable, gc.isenabled),
     ("recursion", lambda: sys.setrecursionlimit(1500), sys.getrecursionlimit),
     ("switching", lambda: sys.setswitchinterval(0.25), sys.getswitchinterval),
+    ("long numbers", lambda: sys.set_int_max_str_digits(0), lambda: outcome(lambda: len(str(10**5000)))),
+    (
+        "csv",
+        lambda: csv.field_size_limit(1 << 20),
+        lambda: outcome(lambda: len(next(csv.reader(["x" * 200_000])))),
+    ),
+    ("printed arrays", lambda: np.set_printoptions(precision=2), lambda: str(np.array([1 / 3]))),
+    ("printed tensors", lambda: torch.set_printoptions(precision=2), lambda: str(torch.tensor([1 / 3]))),
     ("warnings", lambda: warnings.filterwarnings("ignore", "of mine"), shown_warnings),
     ("class of warnings", lambda: warnings.simplefilter("ignore", RuntimeWarning), shown_warnings),
 ]
@@ -208,6 +225,23 @@ def test_settings_are_applied_when_the_trainer_changed_them_and_in_place(
     options["size"] = 8  # by code of a data worker: it stays where the trainer changed nothing
     in_force.apply(after)
     assert user.options["size"] == 8
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_the_time_zone_travels_with_its_variable(user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = reached_from(user.Data)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    before = settings_of(reached)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    after = settings_of(reached)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    in_force = SettingsInForce()
+    for settings, hour in ((after, 9), (before, 0), (after, 9)):
+        in_force.apply(settings)
+        assert time.localtime(0).tm_hour == hour
 
 
 @pytest.mark.usefixtures("settings_kept")

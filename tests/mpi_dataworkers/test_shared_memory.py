@@ -173,7 +173,7 @@ def test_looking_for_writes_takes_little_time() -> None:
         digests.append(digests[-1])
         return digests[-1]
 
-    watch = WriteWatch(digest, lambda: now)
+    watch = WriteWatch(digest, clock=lambda: now, cpu_clock=lambda: now)
     for _ in range(3):
         watch.check()
     assert len(digests) == 3, "when it is made, and after the first step"

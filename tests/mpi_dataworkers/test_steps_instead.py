@@ -60,14 +60,16 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Begins a pass of which two steps can be asked for, and are compared."""
     canaries: list[Canary] = []
 
-    def begun(dataset: Troubled, is_kept: bool, has_first_workers: bool = False) -> ComparedPass:
+    def begun(dataset: Troubled, is_kept: bool, has_first_workers: bool = False, ahead: int = 9) -> ComparedPass:
         pipeline = Pipeline(dataset, torch.utils.data.default_collate, len(dataset), num_workers=1 + has_first_workers)
         order = PlannedSteps(EpochPlan(len(dataset), 1, 1, drop_last=False, shuffle=False, seed=0, epoch=0), 0)
         canaries.append(Canary(is_kept, makes_steps=True))
         if not has_first_workers:
             monkeypatch.setattr(canaries[-1], "num_to_prove", lambda *_: 0)
         shards = PassShards.undivided(order, 0, 0)
-        return ComparedPass(canaries[-1], pipeline, shards, ErrorPolicy(), 2, lambda batch: batch, str(dataset.path))
+        return ComparedPass(
+            canaries[-1], pipeline, shards, ErrorPolicy(), 2, lambda batch: batch, str(dataset.path), ahead
+        )
 
     yield begun
     for canary in canaries:
@@ -83,7 +85,7 @@ def test_a_step_that_another_step_has_ended_the_process_of_is_made_by_a_fresh_on
     assert isinstance(made, Made)
     assert made.batch.tolist() == [2]
     assert dataset.by_process() == [[0, 1], [2]]
-    assert (compared.due, compared.wanted) == (NEVER, NEVER)
+    assert compared.due == NEVER
     assert not compared.has_ended
     following = compared.instead(3, 4, 60.0)  # by the same process
     assert isinstance(following, Made)
@@ -103,8 +105,18 @@ def test_a_process_that_was_kept_is_not_begun_anew(begin: Begin, tmp_path: Path)
     compared = begin(dataset, True)
     assert compared.instead(2, 4, 60.0) == "torch's own worker process ended with exit code 3"
     assert dataset.by_process() == [[0, 1]]
-    assert (compared.due, compared.wanted) == (NEVER, NEVER)
+    assert compared.due == NEVER
     assert not compared.has_ended  # a child of now would see what the program has changed since
+
+
+def test_a_step_is_compared_when_torch_would_make_it(begin: Begin, tmp_path: Path) -> None:
+    """What the program writes meanwhile is seen by it."""
+    dataset = Troubled(tmp_path / "made")
+    compared = begin(dataset, False, True, ahead=4)
+    compared.ask(8)
+    found = [compared.difference(step, Delivered(torch.tensor([step]), 1, 8)) for step in range(4)]
+    assert found == [""] * 4
+    assert {index for indices in dataset.by_process() for index in indices} == {0, 1, 2, 3}
 
 
 def test_a_step_that_hangs_is_waited_for_once(begin: Begin, tmp_path: Path) -> None:

@@ -59,17 +59,19 @@ def _patch(module: ModuleType) -> None:
     iterator_kind: Any = module._BaseDataLoaderIter
     kinds = iterator_kind, module._SingleProcessDataLoaderIter, module._MultiProcessingDataLoaderIter
     as_torch = {kind: dict(vars(kind)) for kind in kinds}
-    begin = iterator_kind.__init__
 
-    @functools.wraps(begin)
-    def __init__(self: Any, loader: Any, *args: Any, **keywords: Any) -> None:
+    # Not around `__init__`: the place of torch's warnings is that of its caller, and is not to be here.
+    def __new__(kind: Any, *args: Any, **keywords: Any) -> Any:
         from hetstream.mpi_dataworkers.loader.unmodified import notice
 
-        notice(self, loader)
-        begin(self, loader, *args, **keywords)
+        iterator = object.__new__(kind)
+        for given in (*args, *keywords.values()):
+            if isinstance(given, loader_kind):
+                notice(iterator, given)
+        return iterator
 
     loader_kind._get_iterator = _get_iterator
-    iterator_kind.__init__ = __init__
+    iterator_kind.__new__ = __new__
     setattr(loader_kind, MARK, as_torch)
     _announce()
 

@@ -31,6 +31,7 @@ from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.step_indices import PartlyListedSteps
+from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
@@ -101,7 +102,12 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
             vars(loader).pop(_KEPT, None)
             raise
     sent = _sent_now(kept, loader)
-    return as_torch(loader) if kept.connection is None else StreamedLoaderIter(loader, kept, sent)
+    if kept.connection is None:
+        return as_torch(loader)
+    if loader.num_workers > 0:
+        check = "check_worker_number_rationality"
+        call_as_in(as_torch, check, getattr(loader, check))
+    return StreamedLoaderIter(loader, kept, sent)
 
 
 def connection_of(loader: Any) -> LoaderConnection | None:
@@ -212,7 +218,8 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._torchs: tuple[PlainLoader, CurrentSteps] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
-        super().__init__(loader)
+        several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter
+        call_as_in((several if loader.num_workers else single).__init__, "__init__", super().__init__, loader)
         assert kept.connection is not None
         own = kept.connection.pipeline.with_own_generators().own_generators
         self._worker_seeds = WorkerSeeds(

@@ -24,7 +24,6 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """This process as the start-up hook makes it, with `--stream-in-process-loaders`."""
     with monkeypatch.context() as changed:
         changed.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
-        changed.setattr(_Iterator, "__init__", _Iterator.__init__)
         changed.setattr(OurDataLoader, "__iter__", OurDataLoader.__iter__)
         for kind in (DataLoader, OurDataLoader):
             changed.setattr(kind, patch.MARK, True, raising=False)
@@ -39,6 +38,8 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         finally:
             for connection in list(loader_connection._open_connections):
                 connection.close()
+            # A class that had one, and has none, takes no arguments any more.
+            _Iterator.__new__ = lambda kind, *_, **__: object.__new__(kind)
 
 
 def connection_of(loader: Any) -> LoaderConnection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import find_unpicklable
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart
 from hetstream.mpi_dataworkers.ops.pipeline import Stages
@@ -27,7 +28,7 @@ def picklable_stage(name: str, value: Any) -> Iterator[str]:
         return
     try:
         pickle_apart(value)
-    except Exception as error:  # noqa: BLE001, pickling runs user code: any exception may come
+    except others() as error:  # pickling runs user code: any exception may come
         yield (
             f"{name}: {find_unpicklable(value)} cannot be pickled ({error}), and data workers get the stage pickled. "
             "Make it a function or a class of a module, open files and connections when it is first called, or leave "

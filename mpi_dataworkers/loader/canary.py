@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.likeness import Difference, compare
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import Made, NotMade, Witness
@@ -238,7 +239,7 @@ class Canary:
         try:
             with generators_kept():
                 comparison = compare(found.batch, expected.batch)
-        except Exception as error:
+        except others() as error:
             raise NotMade(f"{type(error).__name__}: {error}") from error
         if comparison.not_compared:
             self.say(f"no rule compares {', '.join(comparison.not_compared[:3])}", "no rule")

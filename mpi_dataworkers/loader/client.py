@@ -187,12 +187,13 @@ class ServiceClient:
         """Add steps of a listed order: int64 index bytes each; `ended` when the sampler has no more."""
         with self._lock:
             self._registration.say(session.extend(steps, ended))
+            session.was_extended(len(steps))
         self._wake()
 
     def take(
         self, sessions: Sequence[LoaderSession], deadline: float | None, waiting_since: float = math.inf
     ) -> tuple[int, Step | LocalFallback | Ended]:
-        """Wait for the next step, or the end, of whichever of the sessions has it first.
+        """Wait for the next step, or the end, of whichever of the sessions has it first. It stays until `advance`.
 
         Args:
             sessions: one for the order to be kept, several for the order of arrival.
@@ -216,7 +217,7 @@ class ServiceClient:
                 for index, session in enumerate(sessions):
                     found = session.next_or_end()
                     if found is not None:
-                        return index, found if isinstance(found, Ended) else self._pop(session)
+                        return index, found
                 if self._failure is not None:
                     raise self._failure
                 now = time.monotonic()
@@ -240,18 +241,21 @@ class ServiceClient:
             session.end_at(num_steps)
 
     def put_local(self, session: LoaderSession, item: Delivered | LocalFailure) -> Step:
-        """Give in the step that `take` asked to be made in process, and take it; a batch that came meanwhile wins."""
+        """Give in the step that `take` asked to be made in process; a batch that came meanwhile wins. Either stays."""
         with self._lock:
             if not session.has_next():
                 session.put(session.buffer.position, item)
-            return self._pop(session)
+            return session.next_step()
 
-    def _pop(self, session: LoaderSession) -> Step:
+    def advance(self, session: LoaderSession, step: int) -> None:
+        """Move past a step that was taken. To do so once more changes nothing, also where an exception of the program's
+        handlers of signals came in between."""
         reach("loader.step_taken")
-        item = session.pop()
-        if session.reaches_a_quarter():  # of the window: the connection's thread needs the GIL to wake
+        with self._lock:
+            session.advance(step)
+            wakes = session.reaches_a_quarter()  # of the window: the connection's thread needs the GIL to wake
+        if wakes:
             self._wake()
-        return item
 
     def say_local(self, reason: str) -> None:
         """Log, once for each change, that steps are made in process."""

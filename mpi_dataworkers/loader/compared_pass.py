@@ -82,10 +82,14 @@ class ComparedPass:
         self._is_kept = False  # for more failures, and steps that data workers do not deliver
         self._made_instead: list[int] = []
         self._made: tuple[int, Made] | None = None  # what was compared last
+        self._looked_at: tuple[int, str | None] | None = None  # a step, and how it differs
+        self._doubted = -1  # a step that differs, and was being made once more
         num_known = self._askable(num_known)
         if self._steps:
             self._witness = canary.witness(pipeline)
-            self._do(lambda witness: witness.begin([*self._before_all(num_known), *self._requests(num_known)]))
+            requests = self._requests(num_known)
+            self._asked.update(request[1] for request in requests)
+            self._do(lambda witness: witness.begin([*self._before_all(num_known), *requests]))
         if self._num_to_prove:
             self._workers = FirstWorkers(
                 lambda: canary.new_witness(pipeline), canary.end_witness, pipeline.num_workers, self._first
@@ -109,9 +113,7 @@ class ComparedPass:
 
     def _requests(self, num_known: int) -> list[StepRequest]:
         """Of the steps that can be asked for by now, and were not."""
-        steps = [step for step in self._steps if step < num_known and step not in self._asked]
-        self._asked.update(steps)
-        return [self._request(step) for step in steps]
+        return [self._request(step) for step in self._steps if step < num_known and step not in self._asked]
 
     def _request(self, step: int) -> StepRequest:
         shards = self._shards
@@ -202,7 +204,9 @@ class ComparedPass:
 
         def ask_all(witness: Witness) -> None:
             for request in self._requests(num_known):
-                witness.ask(request)
+                if not witness.has(request[1]):
+                    witness.ask(request)
+                self._asked.add(request[1])
 
         if self._steps:
             self._do(ask_all)
@@ -215,17 +219,17 @@ class ComparedPass:
         Returns:
             The line; "" where nothing differs, None where the step was not compared.
         """
+        if self._looked_at is not None and self._looked_at[0] == step:
+            return self._looked_at[1]  # a handler of a signal has interrupted what followed
         if (workers := self._own_workers()) is not None:
             difference = self._proved(workers, step, delivered)
             self._note_next()
             return difference
-        is_compared = False
-        while self._steps and self._steps[0] <= step:
-            is_compared = self._steps.pop(0) == step and step in self._asked
         found: str | None = None
-        if is_compared:
-            made = Made.of(delivered.num_samples, delivered.payload)
-            found = self._compared(step, made)
+        if step in self._steps and step in self._asked:
+            found = self._compared(step, Made.of(delivered.num_samples, delivered.payload))
+        self._looked_at = step, found
+        self._steps = [later for later in self._steps if later > step]
         if found is not None and delivered.origin != "local":
             self._canary.compared()
         elif found is not None:  # made here of what data workers were sent, it says nothing of their processes
@@ -241,7 +245,8 @@ class ComparedPass:
         found: str | None = None
         if delivered.origin != "local":
             self._proved_since = min(self._proved_since, time.monotonic())
-            found = self._compared(step, Made.of(delivered.num_samples, delivered.payload))
+            self._looked_at = step, self._compared(step, Made.of(delivered.num_samples, delivered.payload))
+            found = self._looked_at[1]
             if found == "":
                 self._canary.compared()
                 self._canary.proved()
@@ -269,8 +274,14 @@ class ComparedPass:
         """How what became of a step differs from the program's own; None where there is nothing to compare with."""
         try:
             if (workers := self._own_workers()) is not None and workers.has(step):
-                return self._difference_of_workers(workers, step, found)
-            return self._do(lambda witness: self._difference(witness, step, found))
+                difference = self._difference_of_workers(workers, step, found)
+            else:
+                difference = self._do(lambda witness: self._difference(witness, step, found))
+            if difference is None and step == self._doubted:
+                return (
+                    f"step {step} of data workers is not the program's own, and a signal's handler interrupted a look"
+                )
+            return difference
         except NotInTime as error:
             self._give_up(error)
             return f"step {step} cannot be compared with the program's own, which may wait for what they hold: {error}"
@@ -295,8 +306,8 @@ class ComparedPass:
         if self._made_twice is None or not witness.has(self._made_twice):
             return ""
         made, request = witness.made(self._made_twice, self._limit_s), witness.requests.asked[0]
-        self._made_twice = None
         if not made.repeated:
+            self._made_twice = None
             return made.changes
         # Another process tells what is another one each time: a time, a number of the system.
         other = self._canary.new_witness(self._pipeline)
@@ -307,6 +318,7 @@ class ComparedPass:
         finally:
             self._canary.end_witness(other)
         found = next((how for field, how in made.repeated.items() if field not in varying), "")
+        self._made_twice = None
         said = "a sample is another one when its process makes it a second time, so samples may depend on one another"
         return f"{said}: {found}" if found else ""
 
@@ -323,7 +335,17 @@ class ComparedPass:
             self._canary.writes(step, expected.written_bytes)
         expected = self._as_pinned(expected)
         self._made = step, expected
-        difference = self._canary.difference(found, expected, once_more)
+
+        def once_more_doubted() -> Made:
+            self._doubted = step
+            return once_more()
+
+        try:
+            difference = self._canary.difference(found, expected, once_more_doubted)
+        except NotMade:
+            self._doubted = -1
+            raise
+        self._doubted = -1
         if not difference:
             self._last_same = step
             return ""
@@ -442,7 +464,7 @@ class ComparedPass:
     def restart(self, pipeline: Pipeline) -> None:
         """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""
         self._drop()
-        self._pipeline = pipeline
+        self._pipeline, self._looked_at = pipeline, None
 
     def give_way(self) -> None:
         """End the process: another one makes a step, and may need what this one holds."""

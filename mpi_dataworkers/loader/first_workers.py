@@ -38,20 +38,23 @@ class FirstWorkers:
         Raises:
             NotMade: as `Witness.begin`.
         """
-        begins: dict[int, list[StepRequest]] = {}
+        asked: dict[int, list[StepRequest]] = {}
         for request in requests:
-            number = self.next_step % self._num_workers
-            self.next_step += 1
-            if number in self._workers:
-                self._workers[number].ask(request)
-            else:
-                begins.setdefault(number, []).append(request)
-        for number, first_ones in begins.items():
-            self._begin(number, first_ones)
+            asked.setdefault(request[1] % self._num_workers, []).append(request)
+        for number, each in asked.items():
+            worker = self._workers.get(number)
+            if worker is None:
+                self._begin(number, each)
+                continue
+            for request in each:
+                if not worker.has(request[1]):  # else a handler of a signal has interrupted this, and it is done again
+                    worker.ask(request)
+        self.next_step = max([self.next_step, *(each[-1][1] + 1 for each in asked.values())])
 
     def _begin(self, number: int, requests: list[StepRequest]) -> Witness:
-        self._workers[number] = worker = self._make()
+        worker = self._make()
         worker.begin(requests)
+        self._workers[number] = worker
         return worker
 
     def has(self, step: int) -> bool:

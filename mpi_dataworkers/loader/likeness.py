@@ -6,7 +6,6 @@ Python writes down to make it anew (`object.__reduce_ex__`). What cannot be writ
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import types
 from collections import Counter
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from hetstream.mpi_dataworkers.handlers import others, suppressed_others
 
 # Compared by their values.
 _PLAIN = (
@@ -118,7 +119,7 @@ class _Pair:
             yield from self._by_kind(found, expected, path)
         except RecursionError:
             raise
-        except Exception:  # noqa: BLE001, a class of user code refuses what is done with it here
+        except others():  # a class of user code refuses what is done with it here
             self.not_compared.append(f"{path} of {_name(type(found))}")
 
     def _by_kind(self, found: Any, expected: Any, path: str) -> Iterator[Difference]:
@@ -165,7 +166,7 @@ class _Pair:
     def _objects(self, found: Any, expected: Any, path: str) -> Iterator[Difference]:
         try:
             here, there = found.__reduce_ex__(4), expected.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001, user code, which may refuse to be written down in any way
+        except others():  # user code, which may refuse to be written down in any way
             self.not_compared.append(f"{path} of {_name(type(found))}")
             return
         if isinstance(here, str) or isinstance(there, str):  # the name of a global value
@@ -239,7 +240,7 @@ def _can_change(value: Any) -> bool:
         return True
     try:
         hash(value)
-    except Exception:  # noqa: BLE001, user code; a tuple that holds a list has a hash that raises
+    except others():  # user code; a tuple that holds a list has a hash that raises
         return type(value) is not tuple  # itself it does not change, and what it holds is met, too
     return isinstance(value, torch.Tensor | torch.nn.Module)
 
@@ -352,12 +353,12 @@ def _values(path: str, found: Any, expected: Any) -> Difference:
 def _safe_repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001, of user code, and of dtypes that torch itself cannot print
+    except others():  # of user code, and of dtypes that torch itself cannot print
         return f"a value of {_name(type(value))}"
 
 
 def _text(value: Any) -> str:
-    with contextlib.suppress(Exception):  # a dtype that Python has no number for is shown as a tensor
+    with suppressed_others():  # a dtype that Python has no number for is shown as a tensor
         value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     line = " ".join(_safe_repr(value).split()).encode(errors="replace").decode()
     return line if len(line) <= _LONGEST_TEXT else f"{line[:_LONGEST_TEXT]}..."

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hetstream.mpi_dataworkers.handlers import of_handler
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.loader.local_workers import (
@@ -42,6 +43,9 @@ class LocalSource:
         self._torch_options = torch_options
         self._workers: LocalWorkers | None = None
         self._steps: Iterator[Any] = iter(())
+        self._is_cut = False  # they are to begin anew
+        self._given: list[Any] = []  # by them, for the next step
+        self._taken: tuple[int, int, bytes, int] | None = None  # as `PassShards.took` is told
 
     def begin(self) -> None:
         """Start torch's worker processes."""
@@ -52,7 +56,7 @@ class LocalSource:
         self._workers = connection.local_workers or LocalWorkers(connection.pipeline, options)
         if options.get("persistent_workers"):
             connection.local_workers = self._workers
-        steps = _steps_to_make(connection, shards.order, shards.seeds, shards.position)
+        steps = _StepsToMake(connection, shards.order, shards.seeds, shards.position)
         self._steps = self._workers.begin(self, steps)
 
     def restart(self) -> None:
@@ -63,30 +67,55 @@ class LocalSource:
     def prepare(self) -> None:
         """Nothing: torch's own loader draws the sampler when it makes a step."""
 
-    def take(self) -> Delivered | None:
+    def take(self) -> Delivered | BaseException | None:
         """Wait for the next step; see `StepSource`."""
         if self._workers is not None and not self._workers.is_current(self):
             raise RuntimeError(
                 "another iteration of this DataLoader has begun; with persistent_workers=True there is one at a time"
             )
         shards = self.shards
-        for step in self._steps:
+        while True:
+            if not self._given and not self._draw():
+                break
+            step = self._given[0]
             shards.skip_taken()
             slot_index = shards.next_slot
             if isinstance(step, ShardEnd):
+                self._given = []
                 shards.ended(slot_index)
                 continue
-            next_step = shards.slots[slot_index].step + 1
+            number = shards.slots[slot_index].step
             if isinstance(step, FailedStep):
-                shards.took(slot_index, next_step)
-                step.reraise(next_step - 1)
+                self._taken = slot_index, number + 1, b"", shards.position + 1
+                return step.raised(number)
             made, snapshot = step
-            shards.took(slot_index, next_step, snapshot)
+            self._taken = slot_index, number + 1, snapshot, shards.position + 1
             return Delivered.made_here(made.batch, made)
         self._steps = iter(())  # ends torch's processes
         if shards.has_more():
             raise early_end(shards.position)
         return None
+
+    def _draw(self) -> bool:
+        """Wait for torch's next step; whether there is one."""
+        if self._is_cut:
+            self.restart()
+            self._is_cut = False
+        try:
+            self._given.extend(itertools.islice(self._steps, 1))
+        except BaseException as error:
+            # Ctrl-C, or a handler of a signal: the step was being made here, and is made once more.
+            is_cut = not isinstance(error, Exception) or of_handler(error)
+            self._is_cut = is_cut and not self._torch_options["num_workers"]
+            raise
+        return bool(self._given)
+
+    def advance(self) -> None:
+        """Move past that step; see `StepSource`."""
+        if self._taken is not None:
+            self.shards.took(*self._taken)
+            self._given = []
+            self._taken = None
 
     def again(self) -> Callable[[], Any] | None:
         """What makes the batch of the last step that was taken once more; see `StepSource`."""
@@ -106,10 +135,15 @@ class LocalSource:
 
 
 # No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.
-def _steps_to_make(connection: LoaderConnection, order: Order, seeds: PassSeeds, first_step: int) -> Iterator[Any]:
-    """What torch's processes are given for each step."""
-    for step in itertools.count(first_step):
-        request = request_of(order, step, seeds, connection.skipped.policy)
+class _StepsToMake(Iterator[Any]):
+    """What torch's processes are given for each step. No generator: an exception of a handler would end it."""
+
+    def __init__(self, connection: LoaderConnection, order: Order, seeds: PassSeeds, first_step: int) -> None:
+        self._connection, self._order, self._seeds, self._step = connection, order, seeds, first_step
+
+    def __next__(self) -> Any:
+        request = request_of(self._order, self._step, self._seeds, self._connection.skipped.policy)
         if request is None:
-            return
-        yield request
+            raise StopIteration
+        self._step += 1
+        return request

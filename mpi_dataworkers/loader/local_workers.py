@@ -8,6 +8,7 @@ Both give for each step the `MadeStep` and a snapshot of the shard's reader, or 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -22,7 +23,9 @@ import torch
 import torch.utils.data
 from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import signal_handling
 
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.hook.patch import MARK
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
@@ -38,6 +41,7 @@ from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, ShardOrder
 
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _TorchLoader: Any = torch.utils.data.DataLoader
+_signals: Any = signal_handling
 
 
 class FailedStep:
@@ -55,15 +59,15 @@ class FailedStep:
         where = "in a process of the loader"
         self._error: Any = error if in_trainer else _ExceptionWrapper((kind, error, error.__traceback__), where)
 
-    def reraise(self, step: int) -> None:
-        """Raise the exception, with its own type; it is of this step."""
+    def raised(self, step: int) -> BaseException:
+        """The exception, with its own type; it is of this step."""
+        if isinstance(self._error, BaseException):
+            return made_at(self._error, step) if isinstance(self._error, Exception) else self._error
         try:
-            if isinstance(self._error, BaseException):
-                raise self._error
             self._error.reraise()
-        except Exception as error:
-            made_at(error, step)
-            raise
+        except others() as error:
+            return made_at(error, step)
+        raise AssertionError("it raises")
 
 
 def is_of_sample(error: BaseException) -> bool:
@@ -187,7 +191,17 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
 
     def _get_iterator(self) -> Any:
         several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter
-        iterator = _iterator_class(several if self.num_workers else single)(self)
+        kind: Any = _iterator_class(several if self.num_workers else single)
+        iterator = kind.__new__(kind)
+        try:
+            iterator.__init__(self)
+        except BaseException:  # a handler of a signal: torch has no end for what it has half begun
+            with contextlib.suppress(ValueError):  # they are not known yet
+                _signals._remove_worker_pids(id(iterator))
+            for worker in vars(iterator).get("_workers", ()):
+                worker.kill()
+                worker.join()
+            raise
         iterator._of_process = os.getpid()
         return iterator
 
@@ -210,6 +224,42 @@ class BeginWorker:
 
     def __call__(self, worker_id: int) -> None:
         enter_worker(self.pipeline, self.base_seed, worker_id, begins=True)
+
+
+class RedrawnSteps:
+    """Steps that are given from the first one on once more, if whoever they are for has to begin anew.
+
+    Args:
+        steps: what gives them, once.
+    """
+
+    def __init__(self, steps: Iterator[Any]) -> None:
+        self._steps = steps
+        self._drawn: list[Any] = []
+        self._next = 0
+        self._is_kept = True
+
+    def begin(self) -> RedrawnSteps:
+        """Begin with the first one."""
+        self._next = 0
+        return self
+
+    def begun(self) -> None:
+        """They are not needed again."""
+        self._is_kept = False
+
+    def __iter__(self) -> RedrawnSteps:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._drawn):
+            if not self._is_kept:
+                return next(self._steps)
+            self._drawn.extend(itertools.islice(self._steps, 1))
+        if self._next == len(self._drawn):
+            raise StopIteration
+        self._next += 1
+        return self._drawn[self._next - 1]
 
 
 class CurrentSteps:
@@ -273,7 +323,7 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
                         made = self._make(slot, readers)
                 else:
                     made = self._make(slot, readers)
-            except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+            except others() as error:  # user code may raise anything; raised in the step's place
                 yield FailedStep(error.user_error() if isinstance(error, SampleError) else error, in_trainer)
                 shards.took(slot_index, slot.step + 1)
                 continue

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.loader import optimizer_calls
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
@@ -39,16 +40,20 @@ class StepSource(Protocol):
     def prepare(self) -> None:
         """Draw what the next step needs from the program's own sampler; its time does not count as waiting for data."""
 
-    def take(self) -> Delivered | None:
-        """Wait for the next step.
+    def take(self) -> Delivered | BaseException | None:
+        """Wait for the next step. It stays until `advance`: before that, another call gives the same one.
 
         Returns:
-            The step; it has no samples if all of them were skipped. None at the end of the pass.
+            The step; it has no samples if all of them were skipped. Or what user code raised when it was made. None at
+            the end of the pass.
 
         Raises:
-            Exception: user code raised it when the step was made; the step counts as taken.
+            Exception: a handler of a signal raised it; nothing is lost.
             HetstreamError: the service failed; each later call raises it again.
         """
+
+    def advance(self) -> None:
+        """Move past the step that `take` has given. To do so once more, also after a part of it, changes nothing."""
 
     def again(self) -> Callable[[], Any] | None:
         """What makes the batch of the last step that was taken once more, in this process; None where it cannot be."""
@@ -57,17 +62,26 @@ class StepSource(Protocol):
         """Position in each shard that is being read, as plain values; None where the number of steps says all."""
 
     def close(self) -> None:
-        """Make no more steps. Called once."""
+        """Make no more steps. Called once, or again where a handler of a signal has interrupted it."""
 
     def abandon(self) -> None:
         """Make no more steps; unlike `close` it takes no lock, as a finaliser calls it."""
+
+
+class _Raised:
+    """In the place of a batch."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class PassIterator(Iterator[Any]):
     """One pass over the data; ends at the end of the data, or when it is dropped (by `break`, say).
 
     An error is raised at its step and never looks like the end of the data. One of user code is raised once, and the
-    next call gives the next step, as in torch. One of the service is raised again by each call.
+    next call gives the next step, as in torch. One of the service is raised again by each call. One that a handler of a
+    signal raises in the middle of a call (a watchdog, Ctrl-C) takes no step along: what a call has got stays here until
+    its last line, and the next call goes on from there.
 
     Args:
         connection: the loader's.
@@ -86,29 +100,78 @@ class PassIterator(Iterator[Any]):
         self._started = time.monotonic()
         self._is_open = True
         self._stages = connection.pipeline.stages
+        self._step: Delivered | BaseException | None = None  # that the source has given, and the program does not have
+        self._batch: list[Any] = []  # of that step, as the program gets it
+        self._waited_s = 0.0  # for that step, and for those before it whose samples were all skipped
         source.begin()
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the next batch was taken, as the call that took it was interrupted."""
+        return bool(self._batch) or self._step is not None
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether what `wait` has waited for is an exception of user code."""
+        return bool(self._batch) and isinstance(self._batch[0], _Raised)
+
     def __next__(self) -> Any:
-        waited_s = 0.0  # for this step, and for those before it whose samples were all skipped
-        while self._is_open:
-            if not same_stages(stages := self._connection.pipeline.stages, self._stages):
-                self._source.restart()
-                self._stages = stages
-            self._source.prepare()
-            started = time.monotonic()
+        if not self.wait():
+            raise StopIteration
+        if self.has_raised:
+            raise self._batch.pop().error
+        return self._batch.pop()
+
+    def wait(self) -> bool:
+        """Wait for the next batch, or an exception in its place, and move past its step. It is given by the next call.
+
+        Returns:
+            Whether there is one; False at the end.
+        """
+        while not self._batch:
+            if self._step is None:
+                self._step = self._next_step()
+            if self._step is None:
+                return False
+            self._source.advance()
+            self._batch, self._step = self._batch_of(self._step), None
+        return True
+
+    def _next_step(self) -> Delivered | BaseException | None:
+        """Wait for the next step; None where there is none."""
+        if not self._is_open:
+            return None
+        if not same_stages(stages := self._connection.pipeline.stages, self._stages):
+            self._source.restart()
+            self._stages = stages
+        self._source.prepare()
+        started = time.monotonic()
+        try:
             step = self._source.take()
-            waited_s += time.monotonic() - started
-            if step is None:
-                self._connection.count(epochs=1)
-                self.close()
-                break
-            if step.num_skipped:
-                step_index = self.shards.position - 1
-                self._connection.leave_out(self.shards.epoch, step_index, step.num_skipped, step.left_out)
-            if step.num_samples > 0:
-                self._count(step, waited_s)
-                return self._connection.deliver(self.shards.position - 1, step.payload, self._source.again)
-        raise StopIteration
+        finally:
+            self._waited_s += time.monotonic() - started
+        if step is None:
+            self._connection.count(epochs=1)
+            self.close()
+        return step
+
+    def _batch_of(self, step: Delivered | BaseException) -> list[Any]:
+        """What the program gets of a step; nothing where all its samples were skipped."""
+        if isinstance(step, BaseException):
+            self._waited_s = 0.0
+            return [_Raised(step)]
+        number = self.shards.position - 1
+        if step.num_skipped:
+            try:
+                self._connection.leave_out(self.shards.epoch, number, step.num_skipped, step.left_out)
+            except HetstreamError as error:
+                return [_Raised(error)]
+        if not step.num_samples:
+            return []
+        batch = self._connection.deliver(number, step.payload, self._source.again)
+        self._count(step, self._waited_s)
+        self._waited_s = 0.0
+        return [batch]
 
     def _count(self, step: Delivered, wait_s: float) -> None:
         connection, is_local = self._connection, step.origin == "local"
@@ -127,8 +190,8 @@ class PassIterator(Iterator[Any]):
     def close(self) -> None:
         """End the pass; safe to call twice."""
         if self._is_open:
-            self._end()
             self._source.close()
+            self._end()
 
     def _end(self) -> None:
         self._is_open = False

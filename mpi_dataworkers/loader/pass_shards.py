@@ -108,21 +108,23 @@ class PassShards:
         assert self.order is not None
         return self.order
 
-    def took(self, slot_index: int, next_step: int, snapshot: bytes = b"") -> None:
-        """A step of a shard was taken.
+    def took(self, slot_index: int, next_step: int, snapshot: bytes = b"", position: int = -1) -> None:
+        """A step of a shard was taken. To say so once more with a position, also after a part of it, changes nothing.
 
         Args:
             slot_index: of its slot.
             next_step: the shard's next step; those that were skipped over were lost.
             snapshot: where the shard's reader is now; empty if it has not said so.
+            position: of the pass, behind the step; -1 for the next one.
         """
         slot = self.slots[slot_index]
-        self.position += 1
-        if self.order is not None:
-            self.order.forget(slot.step)
+        self.position = self.position + 1 if position < 0 else position
         if snapshot:
             self.snapshots[slot.shard] = snapshot
-        self._interleave.taken(slot_index, next_step - slot.step)
+        if self.order is not None and slot.step < next_step:
+            self.order.forget(slot.step)
+        if slot.step < next_step or position < 0:
+            self._interleave.taken(slot_index, next_step - slot.step)
 
     def ended(self, slot_index: int) -> Slot | None:
         """The shard in this slot has no more steps.

@@ -132,24 +132,26 @@ class PositionTracker(Iterator[Any]):
     def __next__(self) -> Any:
         while self._pass is not None:
             try:
-                batch = next(self._pass)
-            except StopIteration:
-                self._end_pass(self._pass)
-                continue
+                has_batch = self._pass.wait()
             except Exception:
                 self._may_read_next_epoch = False
                 self._note_taken(self._pass)
                 raise
+            if not has_batch:
+                self._end_pass(self._pass)
+                continue
             self._note_taken(self._pass)
-            self._pass_gave_batches, self._may_read_next_epoch = True, False
-            return batch if self._passes.finish is None else self._passes.finish(batch)
+            self._pass_gave_batches |= not self._pass.has_raised
+            self._may_read_next_epoch = False
+            # On the last line: until then it stays, also if a handler of a signal raises.
+            return next(self._pass) if self._passes.finish is None else self._passes.finish(next(self._pass))
         raise StopIteration
 
     def _end_pass(self, ended: PassIterator) -> None:
         """Begin the next pass, if there is one."""
         repeat, num_steps, at = self._passes.repeat, ended.shards.position, self._at
-        self._pass = None
         if repeat is None and num_steps > 0 and not self._pass_gave_batches:
+            self._pass = None
             raise PipelineError(
                 f"{self._passes.dataset_name} gave no batch from its beginning to its end, because every sample was "
                 "left out: an endless stream of it would never give one. stats() and the log say why."
@@ -162,6 +164,7 @@ class PositionTracker(Iterator[Any]):
             self._begin_pass(Position(at.epoch + 1))
         elif is_last:
             self._move_to(Position(at.epoch + 1))
+            self._pass = None
         else:
             self._begin_pass(Position(at.epoch, at.pass_index + 1))
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.availability import LATE_STEP_S, LOCAL_AFTER_S
 from hetstream.mpi_dataworkers.loader.canary import Differs
 from hetstream.mpi_dataworkers.loader.compared_pass import ComparedPass
@@ -84,11 +85,13 @@ class RemoteSource:
         order = shards.order
         self._sampler = SamplerAhead(order, shards.position, look_ahead) if isinstance(order, ListedSteps) else None
         self._sessions: list[LoaderSession] = []  # of each slot
+        self._shard_of: dict[str, int] = {}  # by session
         self._readers: dict[int, ShardReader | RankReader] = {}  # of shards whose steps are made here
         self._apart: dict[int, StepsApart] = {}  # of shards with steps that a data worker was at when it was lost
         self._compared: ComparedPass | None = None
         self._is_paused = False  # its sessions are closed, and opened again for the next step
         self._writes: WriteWatch | None = None
+        self._taken: tuple[int, int, bytes, int] | None = None  # slot, step, snapshot, position of the pass behind it
         self._differs: tuple[int, str] | None = None  # what `Differs` says; it would hold this object in its frames
 
     def begin(self) -> None:
@@ -134,7 +137,9 @@ class RemoteSource:
             taken_out_of_order=shards.taken_out_of_order(),
             snapshot=shards.snapshots.get(slot.shard, b""),
         )
-        return self._client.open_session(request)
+        session = self._client.open_session(request)
+        self._shard_of[session.session_id] = slot.shard
+        return session
 
     def _shared_with(
         self, shared: SharedStream, order: PlannedOrder | ListedOrder | ShardOrder, num_steps: int
@@ -153,8 +158,6 @@ class RemoteSource:
         if self._compared is not None:
             self._compared.restart(connection.pipeline)
         if not self._client.is_inherited:  # in a process that was forked since, `prepare` opens new ones
-            for session in self._sessions:
-                self._client.close_session(session)
             self._open_again()
 
     def _open_again(self) -> None:
@@ -162,6 +165,8 @@ class RemoteSource:
         shards, before = self.shards, self._sessions
         if before and not shards.in_order:
             shards.note_taken_out_of_order(before[0].buffer.taken_out_of_order())
+        for session in before:
+            self._client.close_session(session)
         self._sessions = [self._open_session(slot) for slot in shards.slots]
         for session, former in zip(self._sessions, before, strict=False):
             session.suspects |= former.suspects
@@ -178,7 +183,7 @@ class RemoteSource:
         self._draw(taking=True)
 
     def _draw(self, taking: bool) -> None:
-        if self._sampler is not None:
+        if self._sampler is not None and self.shards.slots:
             self._sampler.draw(self._client, self._sessions[0], taking)
         if self._compared is not None and self.shards.order is not None:
             self._compared.ask(self.shards.order.num_known)
@@ -193,7 +198,7 @@ class RemoteSource:
         self._client = client
         self._open_again()
 
-    def take(self) -> Delivered | None:
+    def take(self) -> Delivered | Exception | None:
         """Wait for the next step; see `StepSource`."""
         shards = self.shards
         while shards.slots:
@@ -205,15 +210,24 @@ class RemoteSource:
             if isinstance(step, Ended):
                 self._end_shard(slot_index, step)
                 continue
-            next_step = self._sessions[slot_index].buffer.position
+            number = self._sessions[slot_index].buffer.next_step()
             if isinstance(step, Delivered):
-                if self._compared is not None and self._compared.due < next_step:
-                    step = self._as_compared(self._compared, next_step - 1, step)
-                shards.took(slot_index, next_step, step.snapshot)
+                if self._compared is not None and self._compared.due <= number:
+                    step = self._as_compared(self._compared, number, step)
+                self._taken = slot_index, number, step.snapshot, shards.position + 1
                 return step
-            shards.took(slot_index, next_step)
-            raise rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, next_step - 1)
+            self._taken = slot_index, number, b"", shards.position + 1
+            return rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, number)
         return None
+
+    def advance(self) -> None:
+        """Move past that step; see `StepSource`."""
+        if self._taken is not None:
+            slot_index, number, snapshot, position = self._taken
+            session = self._sessions[slot_index]
+            self._client.advance(session, number)
+            self.shards.took(slot_index, session.buffer.position, snapshot, position)
+            self._taken = None
 
     def _as_compared(self, compared: ComparedPass, number: int, step: Delivered) -> Delivered:
         """Compare a step with the program's own, if it is one of those to compare; gives it as the program gets it.
@@ -231,8 +245,8 @@ class RemoteSource:
         return msgspec.structs.replace(step, payload=compared.untouched(number, step.payload))
 
     def _differ(self, number: int, reason: str) -> NoReturn:
-        self._end_comparing()
         self._differs = number, reason
+        self._end_comparing()
         raise Differs(number, reason)
 
     def _next_step(self) -> tuple[int, Step | Ended]:
@@ -267,9 +281,9 @@ class RemoteSource:
         why = self._compared.failed(step, failure)
         if not why and not self._compared.is_confirmed(failure):
             # Neither may have got what one process alone can have: look once more where no data worker has anything.
+            self._is_paused = True
             for session in self._sessions:
                 self._client.close_session(session)
-            self._is_paused = True
             self._connection.end_processes()
             why = self._compared.failed(step, failure, is_alone=True)
         if why:
@@ -364,7 +378,7 @@ class RemoteSource:
         except SampleError as error:
             failure = error.user_error()
             return LocalFailure(failure if isinstance(failure, Exception) else error)
-        except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+        except others() as error:  # user code may raise anything; raised in the step's place
             return LocalFailure(error)
 
     def again(self) -> Callable[[], Any] | None:
@@ -407,16 +421,18 @@ class RemoteSource:
         return None if found is None else Delivered.made_here(connection.pinned(found[0].batch), *found)
 
     def _end_shard(self, slot_index: int, how: Ended) -> None:
-        if how is Ended.LOST:
-            self._connection.count(lost_shards=1)
-        self._client.close_session(self._sessions[slot_index])
-        self._readers.pop(self.shards.slots[slot_index].shard, None)
-        self._close_apart(self.shards.slots[slot_index].shard)
-        begun = self.shards.ended(slot_index)
-        if begun is None:
+        session, slots = self._sessions[slot_index], self.shards.slots
+        shard = self._shard_of[session.session_id]
+        self._client.close_session(session)
+        self._readers.pop(shard, None)
+        self._close_apart(shard)
+        if slot_index < len(slots) and slots[slot_index].shard == shard:  # else this is done again: it was interrupted
+            self._connection.count(lost_shards=how is Ended.LOST)
+            self.shards.ended(slot_index)
+        if len(slots) < len(self._sessions):
             del self._sessions[slot_index]
         else:
-            self._sessions[slot_index] = self._open_session(begun)
+            self._sessions[slot_index] = self._open_session(slots[slot_index])
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""

@@ -24,7 +24,6 @@ class SamplerAhead:
         self._order = order
         self._look_ahead = look_ahead
         self._first_step = self._next_step = first_step
-        self._unsent: list[bytes] = []
         self._end_is_sent = order.num_steps >= 0
 
     def draw(self, client: ServiceClient, session: LoaderSession, taking: bool) -> None:
@@ -39,23 +38,26 @@ class SamplerAhead:
         order, position = self._order, session.buffer.position
         goal = self._look_ahead.goal(position, session.window, taking, self._next_step > self._first_step)
         try:
-            while self._next_step < goal and (indices := order.indices(self._next_step)) is not None:
-                self._unsent.append(pack_indices(indices, order.form(self._next_step)))
+            while self._next_step < goal and order.indices(self._next_step) is not None:
                 self._next_step += 1
         finally:  # also what it gave before it raised
-            self._end_is_sent = order.num_steps >= 0
-            is_needed = self._next_step - len(self._unsent) <= position < self._next_step
-            if self._end_is_sent or is_needed or len(self._unsent) >= steps_to_gather(goal, position):
-                steps, self._unsent = self._unsent, []
-                if steps or self._end_is_sent:
-                    client.extend(session, steps, self._end_is_sent)
+            has_ended, first_unsent = order.num_steps >= 0, session.known_steps
+            is_needed = first_unsent <= position < self._next_step
+            if has_ended or is_needed or self._next_step - first_unsent >= steps_to_gather(goal, position):
+                self._send(client, session, has_ended)
 
     def send_again(self, client: ServiceClient, session: LoaderSession) -> None:
         """Send all that was drawn and not taken, to a new session."""
-        order, self._unsent = self._order, []
+        self._send(client, session, self._end_is_sent)
+
+    def _send(self, client: ServiceClient, session: LoaderSession, has_ended: bool) -> None:
+        """Send what the session does not know."""
+        order = self._order
         steps = [
             pack_indices(indices, order.form(step))
-            for step in range(session.buffer.position, self._next_step)
+            for step in range(session.known_steps, self._next_step)
             if (indices := order.indices(step)) is not None
         ]
-        client.extend(session, steps, self._end_is_sent)
+        if steps or has_ended:
+            client.extend(session, steps, has_ended)
+        self._end_is_sent = has_ended

@@ -10,7 +10,7 @@ import collections
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hetstream.base.training_progress import told
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep, Step
@@ -222,15 +222,21 @@ class LoaderSession:
         found: Step | None = item
         return found
 
-    def pop(self) -> Step:
-        """Give out the next step, which is not lost."""
-        item: Step = self.buffer.pop()
+    def next_step(self) -> Step:
+        """The next step, which is there, and stays."""
+        item: Any = self.buffer.peek()
+        found: Step = item
+        return found
+
+    def advance(self, step: int) -> None:
+        """Move past a step that the training loop has. To do so once more, also after a part of it, changes nothing."""
+        item = self.buffer.item(step)
         if isinstance(item, Delivered):
-            self.held_bytes -= item.held_bytes
             self.snapshot = item.snapshot or self.snapshot
+            self.held_bytes -= item.held_bytes
+        self.buffer.advance(step)
         if self._lists:
             self._lists.pop(self.buffer.position - 1, None)
-        return item
 
     # --- what the dispatcher is told --------------------------------------------------------------------------------
 
@@ -255,14 +261,20 @@ class LoaderSession:
         return _pack_steps(next(iter(self._lists)), list(self._lists.values()))
 
     def extend(self, steps: Sequence[bytes], ended: bool) -> ExtendSession:
-        """Add steps of a listed order: int64 index bytes each; `ended` when the sampler has no more."""
+        """Add steps of a listed order: int64 index bytes each; `ended` when the sampler has no more.
+
+        They count as known with `was_extended`. Until then the same can be done once more.
+        """
         first = self.known_steps
         for index, indices in enumerate(steps):
             self._lists[first + index] = indices
-        self.known_steps += len(steps)
         if ended:
-            self.num_steps = self.known_steps
+            self.num_steps = first + len(steps)
         return ExtendSession(self.session_id, _pack_steps(first, steps), self.num_steps)
+
+    def was_extended(self, num_steps: int) -> None:
+        """So many steps are on their way to the dispatcher: the next ones come behind them."""
+        self.known_steps += num_steps
 
     def closing(self, stats: LoaderStats) -> CloseSession:
         """Closes the session, finished or not."""

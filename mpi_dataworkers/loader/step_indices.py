@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
+from hetstream.mpi_dataworkers.handlers import of_handler
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, form_of
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, order_of
@@ -133,6 +134,7 @@ class ListedSteps:
         self.wire_order = ListedOrder(batched)
         self.beginning, self.has_raised = beginning, False
         self._iterator = iter(index_sampler)
+        self._given: list[Any] = []  # by the sampler, for the next step
         self._batched = batched
         self._drawn: dict[int, Indices] = {}
         self._forms: dict[int, IndexForm] = {}
@@ -152,14 +154,16 @@ class ListedSteps:
             PipelineError: the sampler gives something else than whole numbers.
         """
         while self._next <= step and self.num_steps < 0:
-            try:
-                drawn = next(self._iterator)
-            except StopIteration:
+            if not self._given:
+                try:
+                    self._given.extend(itertools.islice(self._iterator, 1))
+                except Exception as error:
+                    self.has_raised = not of_handler(error)
+                    raise
+            if not self._given:
                 self.num_steps = self._next
                 break
-            except Exception:
-                self.has_raised = True
-                raise
+            drawn = self._given[0]
             indices = _as_indices(drawn, self._batched)
             if indices is None:
                 self._end_at(drawn)
@@ -168,8 +172,8 @@ class ListedSteps:
             self._forms[self._next] = form_of(drawn, self._batched)
             chained = hashlib.blake2b(self._digests[self._next], digest_size=16)
             chained.update(indices.tobytes())
-            self._next += 1
-            self._digests[self._next] = chained.digest()
+            self._digests[self._next + 1] = chained.digest()
+            self._next, self._given = self._next + 1, []  # at once: a signal's handler may raise anywhere
         return self._drawn.get(step)
 
     def _end_at(self, drawn: Any) -> None:
@@ -192,7 +196,9 @@ class ListedSteps:
     def forget(self, step: int) -> None:
         """Drop a step that the training loop has taken, but for `taken`."""
         if step in self._drawn:
-            self._last = step, TakenStep(self._drawn.pop(step), self._forms.pop(step))
+            self._last = step, TakenStep(self._drawn[step], self._forms[step])
+            self._drawn.pop(step)
+        self._forms.pop(step, None)
         self._digests.pop(step, None)
 
     def taken(self, step: int) -> TakenStep | None:
@@ -277,7 +283,11 @@ class PartlyListedSteps(ListedSteps):
     def from_step(self, step: int) -> Iterator[Any]:
         """What the sampler gives from a step on that was not taken: what was drawn already, and then the others."""
         drawn = [self._forms[number].given(self._drawn[number]) for number in range(step, self._next)]
-        return itertools.chain(drawn, self._iterator if self.unlisted is None else self.unlisted)
+        return (
+            itertools.chain(drawn, self._given, self._iterator)
+            if self.unlisted is None
+            else itertools.chain(drawn, self.unlisted)
+        )
 
     def steps_before(self, step: int) -> list[Any]:
         """What the sampler gave for all steps before this one, which were taken; empty where that is not kept."""

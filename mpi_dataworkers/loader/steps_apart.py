@@ -163,6 +163,11 @@ class StepsApart:
                     channel.recv_bytes_into(frame)
         except OSError as error:
             raise EOFError from error
+        except EOFError:
+            raise
+        except BaseException:  # a handler of a signal: whoever asks next must not get this answer
+            self.close()
+            raise
         batch = unflatten(spec, split(frames, places)) if made.num_samples else None
         return msgspec.structs.replace(made, batch=batch), snapshot
 

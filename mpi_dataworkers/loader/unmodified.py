@@ -22,10 +22,11 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.canary import Canary, Differs
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, is_of_sample
+from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, RedrawnSteps, is_of_sample
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
@@ -62,6 +63,7 @@ class _Kept:
     def __init__(self, loader: Any, connection: LoaderConnection | None) -> None:
         self._loader = weakref.ref(loader)
         self.connection = connection
+        self._leaves: LoaderConnection | None = None
         self.passes = itertools.count()
         if connection is not None:
             # With this object, which the loader and its iterators hold: either may outlive the other.
@@ -72,8 +74,9 @@ class _Kept:
         return self._loader() is loader
 
     def stay_local(self) -> None:
-        """Leave the service for good."""
-        connection, self.connection = self.connection, None
+        """Leave the service for good; called again where a handler of a signal has interrupted it."""
+        self._leaves, self.connection = self.connection or self._leaves, None
+        connection = self._leaves
         if connection is not None:
             # First all that may hold what one process alone can have: torch's own workers begin now.
             # Data workers at once: those that leave by themselves after a pass are not waited for any more.
@@ -81,6 +84,7 @@ class _Kept:
             if connection.canary is not None:
                 connection.canary.end_witnesses()
             connection.close()
+            self._leaves = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -214,7 +218,8 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._kept = kept
         self._sent = sent
         self._streamed: PassIterator | None = None
-        self._plain: Iterator[Any] | None = None
+        self._plain: Any = None  # torch's own iterator
+        self._left: tuple[RedrawnSteps, str] | None = None  # what torch is to make, and why
         self._torchs: tuple[PlainLoader, CurrentSteps] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
@@ -242,8 +247,8 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         if self._streamed is not None:
             self._streamed.close()
         self._options = torch_options(loader)
-        self._streamed = self._plain = None
-        self._num_again = 0  # steps that `_plain` makes once more
+        self._streamed = self._plain = self._left = None
+        self._num_again = 0  # steps that `_plain` makes once more, before all others
         self._is_lost = False  # the next step
         self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
         connection = self._kept.connection
@@ -266,17 +271,18 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             source = LocalSource(connection, shards, self._options)
         self._streamed = PassIterator(connection, source, owner=self._kept)
         if self._order.num_steps == 0 and self._order.unlisted is not None:
-            self._go_on_locally(self._order.unlisted, self._order.reason)
+            self._left = RedrawnSteps(self._order.unlisted), self._order.reason
+            self._go_on_locally(*self._left)
 
     def _next_data(self) -> Any:
         if self._is_lost:
-            self._is_lost = False
             try:
                 self._next_step()
             except StopIteration:
                 raise
-            except Exception:  # noqa: BLE001, whatever it was, nobody would have seen it
+            except others():  # whatever it was, nobody would have seen it
                 _log.debug("a step that torch loses could not be made", exc_info=True)
+            self._is_lost = False
         had_raised = self._order.has_raised
         try:
             return self._next_step()
@@ -288,58 +294,57 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             raise
 
     def _next_step(self) -> Any:
-        if self._streamed is not None:
-            left: tuple[Iterator[Any], str] | None = None
+        if self._streamed is not None and self._left is None:
             try:
-                if self._kept.connection is not None:
+                if self._kept.connection is not None or self._streamed.has_batch:
                     return next(self._streamed)
                 # Another iterator of this loader has left the service, and has said why.
-                left = self._order.from_step(self._streamed.shards.position), ""
+                self._left = RedrawnSteps(self._order.from_step(self._streamed.shards.position)), ""
             except Differs as found:
-                left = self._order.from_step(found.step), str(found)
+                self._left = RedrawnSteps(self._order.from_step(found.step)), str(found)
             except StopIteration:
                 if self._order.unlisted is None:
                     raise
-                left = self._order.unlisted, self._order.reason
+                self._left = RedrawnSteps(self._order.unlisted), self._order.reason
+        if self._left is not None:
             # Here, where none of these is the context of what the program's own samples raise.
-            self._go_on_locally(*left)
+            self._go_on_locally(*self._left)
         if self._plain is None:
             raise StopIteration
-        while self._num_again:
+        while self._num_again and self._plain._rcvd_idx < self._num_again:
             self._drop_next(self._plain)
         return next(self._plain)
 
     def _drop_next(self, plain: Iterator[Any]) -> None:
         """Have a step made that the program has had, with what its samples raised. Anything else is raised: the sampler
-        is drawn ahead, and a worker process may die."""
+        is drawn ahead, a worker process may die, a handler of a signal may interrupt it."""
         try:
             next(plain)
         except Exception as error:
-            self._num_again -= 1
             if not is_of_sample(error):
                 raise
-        else:
-            self._num_again -= 1
 
-    def _go_on_locally(self, steps: Iterator[Any], reason: str) -> None:
+    def _go_on_locally(self, steps: RedrawnSteps, reason: str) -> None:
         """From here on torch makes the steps, in this pass and in those that follow.
 
         Of a pass that has just begun its worker processes make the steps before, too, so that what they keep, count and
         draw is as if all had been theirs.
+
+        What a handler of a signal interrupts is done again from its beginning, until it is all done.
         """
-        first = 0
-        if self._streamed is not None:
-            first = self._streamed.shards.position
-            self._streamed.close()
-            self._streamed = None
+        assert self._streamed is not None
+        first = self._streamed.shards.position
+        self._streamed.close()
         before = self._order.steps_before(first) if self._num_workers > 0 else []
         if before:
             reason = f"{reason}. Its own workers make all steps of this pass, also those that it has had"
         if self._kept.connection is not None:
             _say_local(type(self._dataset).__name__, reason)
         self._kept.stay_local()
-        self._plain = self._made_by_torch(itertools.chain(before, steps), first - len(before))
         self._num_again = len(before)
+        plain = self._made_by_torch(itertools.chain(before, steps.begin()), first - len(before))
+        steps.begun()
+        self._plain, self._left, self._streamed = plain, None, None
 
     def _made_by_torch(self, steps: Iterator[Any], first: int) -> Iterator[Any]:
         """Steps from a number on, each by the worker process that makes it where all are torch's."""

@@ -6,6 +6,7 @@ import builtins
 import importlib
 
 from hetstream.mpi_dataworkers.errors import RemoteError
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.ops.structure import resolve_class
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
 
@@ -37,7 +38,7 @@ def made_at(error: Exception, step: int) -> Exception:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001, user code; an exception need not be able to say what it is
+    except others():  # user code; an exception need not be able to say what it is
         return ""
 
 
@@ -56,7 +57,7 @@ def rebuild_error(failed: BatchFailed) -> Exception:
         error = kind(message=text) if getattr(kind, "message", None) else kind(text)
         if hasattr(error, "add_note") and text not in _text_of(error):  # its text is its own
             error.add_note(text)
-    except Exception:  # noqa: BLE001, a class that is not here or takes other arguments: any exception may come
+    except others():  # a class that is not here or takes other arguments: any exception may come
         return RemoteError(f"{module}.{name}: {text}")
     fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which would look like the end
     return error if fit else RemoteError(f"{module}.{name}: {text}")

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils.data._utils import signal_handling
 
 from hetstream.mpi_dataworkers.children import go_first
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.likeness import compare
 from hetstream.mpi_dataworkers.loader.local_workers import (
     PlainLoader,
@@ -224,10 +225,12 @@ def _handler_kept() -> Iterator[None]:
     Torch sets it behind the start of a loader's processes: the next process, too, begins without it.
     """
     handler, was_set = signal.getsignal(signal.SIGCHLD), _signals._SIGCHLD_handler_set
-    yield
-    if _signals._SIGCHLD_handler_set and not was_set:
-        signal.signal(signal.SIGCHLD, handler)
-        _signals._SIGCHLD_handler_set = False
+    try:
+        yield
+    finally:
+        if _signals._SIGCHLD_handler_set and not was_set:
+            signal.signal(signal.SIGCHLD, handler)
+            _signals._SIGCHLD_handler_set = False
 
 
 class _Requests:
@@ -309,7 +312,8 @@ class Witness:
         self._made: dict[int, Made] = {}
         self._kept_from: int | None = None
         self._answers: Any = None
-        self._is_late = False
+        self._answer: tuple[int | None, Any] | None = None  # that was taken last, and is not in `_made` yet
+        self._is_late = self._is_interrupted = False
 
     def begin(self, requests: Sequence[StepRequest]) -> None:
         """Begin a pass with some of its steps; starts the process, or goes on with the one that was kept.
@@ -319,16 +323,18 @@ class Witness:
         """
         self._made.clear()
         self.requests.begin(requests)
+        self._answer, self._is_interrupted = None, True
         try:
             with _handler_kept():
                 self._answers = iter(self._loader)
-        except Exception as error:  # of torch or the system; with start method "spawn" also of what it pickles
+        except others() as error:  # of torch or the system; with start method "spawn" also of what it pickles
             raise NotMade(f"no worker process can be started: {error}") from error
         # As else its death would be an exception of torch in whatever the trainer does then.
         iterator = self._answers
         if iterator._worker_pids_set:
             _signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
+        self._is_interrupted = False
 
     def ask(self, request: StepRequest) -> None:
         """Have one more step of the pass made.
@@ -336,6 +342,7 @@ class Witness:
         Raises:
             NotMade: as `made`.
         """
+        self._look_for_process()
         self.requests.add(request)
         if self.requests.under_way[0] is None and self._answers._worker_result_queue._reader.poll():
             self._take()  # else it is still at its start, and `made` does this
@@ -382,6 +389,29 @@ class Witness:
 
     def _take(self, limit_s: float = MOST_S) -> None:
         """Take the oldest answer; torch's loader then draws the next request."""
+        self._look_for_process()
+        if self._answer is None:
+            self._receive(limit_s)
+        assert self._answer is not None
+        step, answer = self._answer
+        try:
+            if step is not None and (self._kept_from is None or step >= self._kept_from):
+                self._made[step] = _made_of(answer)
+        except others() as error:  # of user code that makes the batch's objects anew
+            self._answer = None
+            raise self._not_made(error) from error
+        self._answer = None
+
+    def _look_for_process(self) -> None:
+        """Ask for no step where nobody makes it.
+
+        Raises:
+            NotMade: the process is not there, or what it has sent was lost.
+        """
+        if self._answers is None or self._is_interrupted:
+            raise NotMade("an exception of a signal's handler has interrupted torch's own worker process")
+
+    def _receive(self, limit_s: float) -> None:
         iterator = self._answers
         # torch's own wait does not end when the process does, unless its death may be an exception anywhere.
         worker, answers = iterator._workers[0], iterator._worker_result_queue._reader
@@ -392,14 +422,20 @@ class Witness:
                 raise NotInTime(f"torch's own worker process gave no step in {limit_s:g} s")
             worker.join()
             raise HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}")
+        self._is_interrupted = True  # torch then lacks an answer that it waits for
         try:
-            answer = next(self._answers)
-            step = self.requests.under_way.popleft()
-            if step is not None and (self._kept_from is None or step >= self._kept_from):
-                self._made[step] = _made_of(answer)
-        except Exception as error:  # of torch, and of user code that makes the batch's objects anew
-            # It may end with what tensors of its answer lie in.
-            if isinstance(error, OSError | EOFError) and connection.wait([worker.sentinel], _ENDS_IN_S):
-                worker.join()
-                raise HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}") from error
-            raise NotMade(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+            answer = next(iterator)
+            self._answer = self.requests.under_way.popleft(), answer
+        except others() as error:  # of torch, or of user code in it
+            self._is_interrupted = False
+            raise self._not_made(error) from error
+        self._is_interrupted = False
+
+    def _not_made(self, error: Exception) -> NotMade:
+        """What it means that an answer cannot be taken."""
+        worker = self._answers._workers[0]
+        # It may end with what tensors of its answer lie in.
+        if isinstance(error, OSError | EOFError) and connection.wait([worker.sentinel], _ENDS_IN_S):
+            worker.join()
+            return HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}")
+        return NotMade(f"{type(error).__name__}: {error}".partition("\n")[0])

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, digest_of_buffers, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
@@ -84,7 +85,7 @@ def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> Pickled
     """
     try:
         pickled = pickle_apart(pipeline)
-    except Exception as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
+    except others() as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
         where = find_unpicklable(pipeline)
         raise PipelineError(
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
@@ -93,7 +94,7 @@ def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> Pickled
     try:
         reached = Reached(pickled.met, is_own)
         program, settings = program_of(reached, knows_hetstream), settings_of(reached)
-    except Exception as error:  # looking at a proxy runs user code, too
+    except others() as error:  # looking at a proxy runs user code, too
         raise PipelineError(
             f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"
         ) from error
@@ -157,7 +158,7 @@ def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str
         # Through pickle once, as the earlier one: what Python shares between objects is then alike.
         same = cloudpickle.dumps(copied) == cloudpickle.dumps(unpickle(cloudpickle.dumps(current))[0])
         return "" if same else path.lstrip(".") or "it"
-    except Exception:  # noqa: BLE001, pickling runs user code; the question is only whether it raises
+    except others():  # pickling runs user code; the question is only whether it raises
         if depth >= 8 or type(copied) is not type(current) or not hasattr(current, "__dict__"):
             return ""
     before, after = vars(copied), vars(current)
@@ -173,12 +174,12 @@ def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> s
     above = (*above, value)
     try:
         parts = list(_named_parts(value)) if len(above) <= 8 else []
-    except Exception:  # noqa: BLE001, a proxy's own code, which asks for its object
+    except others():  # a proxy's own code, which asks for its object
         parts = []
     for name, part in parts:
         try:
             pickle_apart(part)
-        except Exception:  # noqa: BLE001, the question is only whether it raises
+        except others():  # the question is only whether it raises
             if not any(part is parent for parent in above):
                 return find_unpicklable(part, path + name, above)
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"

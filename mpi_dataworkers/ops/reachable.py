@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 from collections import deque
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from hetstream.mpi_dataworkers.handlers import others, suppressed_others
 
 # Looking takes a moment for each object: of a long list, which is data, only the beginning.
 _MAX_ITEMS = 1_000
@@ -40,14 +41,14 @@ def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Itera
 def _may_hold_more(part: Any) -> bool:
     try:
         return not (isinstance(part, _PLAIN) or inspect.isroutine(part))
-    except Exception:  # noqa: BLE001, a proxy asks for its object, and there is none
+    except others():  # a proxy asks for its object, and there is none
         return False
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         return
-    with contextlib.suppress(Exception):  # a proxy, as above
+    with suppressed_others():  # a proxy, as above
         attributes = value.__dict__
         if isinstance(attributes, dict):
             yield from list(attributes.values())
@@ -77,7 +78,7 @@ def holders(root: Any) -> list[dict[Any, Any] | list[Any]]:
     found: list[dict[Any, Any] | list[Any]] = []
 
     def note(held: Any) -> bool:
-        with contextlib.suppress(Exception):  # a proxy, as above
+        with suppressed_others():  # a proxy, as above
             for place in (held, getattr(held, "__dict__", None)):
                 if isinstance(place, dict | list) and len(place) <= _MAX_ITEMS:
                     found.append(place)

@@ -45,8 +45,8 @@ class Interleave:
 
     def taken(self, slot_index: int, steps: int = 1) -> None:
         """The shard in this slot gave a step; more than one when some before it were lost."""
-        self.slots[slot_index].step += steps
         self.next_slot = (slot_index + 1) % len(self.slots)
+        self.slots[slot_index].step += steps
 
     def ended(self, slot_index: int) -> Slot | None:
         """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""

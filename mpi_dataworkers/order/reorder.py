@@ -80,22 +80,34 @@ class ReorderBuffer:
         """The next step, which stays; None while it is not there."""
         if self._in_order:
             return self._items.get(self.position)
-        return self._items[self._next()] if self._items else None
+        return self._items[self.next_step()] if self._items else None
 
     def pop(self) -> Any:
         """Give out the next step and advance."""
-        step = self._next()
-        item = self._items.pop(step)
-        if step == self.position and not self._taken_out_of_order:  # as with all steps in order
-            self.position += 1
-            return item
-        self._taken_out_of_order.add(step)
-        while self.position in self._taken_out_of_order:
-            self._taken_out_of_order.discard(self.position)
-            self.position += 1
+        step = self.next_step()
+        item = self._items[step]
+        self.advance(step)
         return item
 
-    def _next(self) -> int:
+    def advance(self, step: int) -> None:
+        """Move past a step that was taken. To do so once more, also after a part of it, changes nothing."""
+        self._items.pop(step, None)
+        if step < self.position:
+            return
+        if step == self.position and not self._taken_out_of_order:  # as with all steps in order
+            self.position = step + 1
+            return
+        self._taken_out_of_order.add(step)
+        while self.position in self._taken_out_of_order:
+            self.position += 1
+            self._taken_out_of_order.discard(self.position - 1)
+
+    def item(self, step: int) -> Any | None:
+        """What waits for a step; None if it is not there."""
+        return self._items.get(step)
+
+    def next_step(self) -> int:
+        """Number of the step that `peek` gives."""
         return self.position if self._in_order else min(self._items)
 
     def taken_out_of_order(self) -> Ranges:

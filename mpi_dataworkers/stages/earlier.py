@@ -73,6 +73,8 @@ class LoaderOfEarlierStage:
                 found = client.put_local(session, Delivered(None, num_samples=0, num_bytes=0, origin="local"))
             else:
                 client.say_streaming()
+            if not isinstance(found, Ended):
+                client.advance(session, session.buffer.position)
             if isinstance(found, BatchFailed):
                 raise StepFailed(found.failure)
             if isinstance(found, Ended | LocalFailure) or found.origin == "local":

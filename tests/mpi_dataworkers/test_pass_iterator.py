@@ -40,17 +40,16 @@ class ScriptedSource:
     def prepare(self) -> None:
         self.calls.append("prepare")
 
-    def take(self) -> Delivered | None:
+    def take(self) -> Delivered | Exception | None:
         threading.Event().wait(self.delay_s)
         step = next(self._script, None)
         if isinstance(step, ServiceError):
             raise step
-        if step is not None:
-            self.shards.has_more()  # draws the step
-            self.shards.took(0, self.shards.position + 1)
-        if isinstance(step, Exception):
-            raise step
         return step
+
+    def advance(self) -> None:
+        self.shards.has_more()  # draws the step
+        self.shards.took(0, self.shards.position + 1)
 
     def again(self) -> None:
         """No step is made once more."""

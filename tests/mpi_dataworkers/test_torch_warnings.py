@@ -41,7 +41,8 @@ for kind, num_workers in ((DataLoader, 2), (DataLoader, 0), (CustomLoader, 2), (
         print(kind.__name__, num_workers, more)
         try:
             for _ in range(2):
-                print([batch.tolist() for batch, in kind(TensorDataset(torch.arange(4)), 2, num_workers=num_workers, **more)])
+                loader = kind(TensorDataset(torch.arange(4)), 2, num_workers=num_workers, **more)
+                print([batch.tolist() for batch, in loader])
         except Warning as warning:
             print("raised", str(warning)[:60])
 print(sorted(map(str, getattr(dataloader, "__warningregistry__", {}))))

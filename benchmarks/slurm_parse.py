@@ -71,7 +71,7 @@ def jobs_in_text(count: int) -> str:
             "Reservation": "(null)", "Name": f"job-{number}", "WorkDir": f"/home/user{number % 97}",
             "Comment": "(null)", "RestartCnt": "0", "OverSubscribe": "OK", "ExcNodes": "", "Contiguous": "0",
             "ReqSwitch": "0", "Licenses": "(null)", "MaxNodes": "0", "MinCPUs": "1", "MinTmpDisk": "0", "SCT": "*:*:*",
-            "NTPerCore": "-2",
+            "NTPerCore": "-2", "NTPerSocket": "-2",
             "mem-per-tres": "N/A", "LastSchedEval": "2026-11-20T12:00:00", "MCSLabel": "N/A",
         }  # fmt: skip
         rows.append(parse_text.FIELD_END.join(row[name] for name in parse_text.JOB_FIELDS) + parse_text.RECORD_END)

@@ -45,6 +45,7 @@ _SOON = 16
 _MOST_STRETCHES = 40  # no pass has more
 # By the digest of what data workers were sent, as programs make a new loader for each epoch.
 _num_proved: dict[str, int] = {}
+_said_to_write: set[str | None] = set()
 
 
 class Differs(PipelineError):
@@ -260,7 +261,8 @@ class Canary:
         """Note that the samples of a step write to files. What one alone writes (a module that is compiled when it is
         imported, say) is not told."""
         self._num_writing += 1
-        if self._num_writing == 2:
+        if self._num_writing > 1 and self._kind not in _said_to_write:
+            _said_to_write.add(self._kind)
             _log.warning(
                 "hetstream: samples of a DataLoader write to files (step %d: %d bytes). So do data workers, and what "
                 "compares steps: what is appended may be there more than once, and what goes through the program's own "

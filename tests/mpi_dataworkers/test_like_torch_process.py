@@ -19,7 +19,6 @@ REMAINING = {
     "main_module": "the script does not run again: its classes and functions travel by value",
     "hash_seed": "data workers order sets alike, so that what they make is the same whoever makes it",
     "errors_of_output": "`hetstream` writes names that the terminal's encoding lacks as escapes",
-    "digits_of_numbers": "it is for text from elsewhere; samples that need more digits set it",
     "limits": "they are those of the data worker's host and job step",
     "memory_killer": "the kernel ends processes that make samples before all others, the trainer's among them",
     "name_for_kernel": "`ps` shows who a process belongs to",

@@ -195,6 +195,7 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
         iterator = kind.__new__(kind)
         try:
             iterator.__init__(self)
+            iterator._of_process = os.getpid()
         except BaseException:  # a handler of a signal: torch has no end for what it has half begun
             with contextlib.suppress(ValueError):  # they are not known yet
                 _signals._remove_worker_pids(id(iterator))
@@ -202,7 +203,6 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
                 worker.kill()
                 worker.join()
             raise
-        iterator._of_process = os.getpid()
         return iterator
 
     def __iter__(self) -> Any:

@@ -90,9 +90,9 @@ class Service:
 
     zygote: Zygote | None = None
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, work: str = "work") -> None:
         self.directory = directory
-        self.address_file = directory / "work" / "address"
+        self.address_file = directory / work / "address"
         self.dispatcher: subprocess.Popen[bytes] | Forked | None = None
         self.workers: list[subprocess.Popen[bytes] | Forked] = []
 
@@ -108,7 +108,7 @@ class Service:
         return self._start(log, *words) if self.zygote is None else Forked(self.zygote, words, self.directory / log)
 
     def start_dispatcher(self) -> None:
-        work = str(self.directory / "work")
+        work = str(self.address_file.parent)
         arguments = ("--bind", "tcp://127.0.0.1:0", "--work-dir", work, "--address-file", str(self.address_file))
         self.dispatcher = self._begin("dispatcher.log", "dispatcher", *arguments)
 

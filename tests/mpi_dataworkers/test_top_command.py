@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
@@ -59,9 +61,18 @@ def told_by(service: Any) -> list[LoaderStats]:
         return [row.totals for row in client.fetch().loaders]
 
 
-def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: Path, wait_until: Any) -> None:
-    (tmp_path / ".hetstream").mkdir()
-    (tmp_path / ".hetstream" / "job-7").symlink_to(service.address_file.parent)
+@pytest.fixture
+def service_of_job(service_in: Any, tmp_path: Path) -> Iterator[Any]:
+    """A dispatcher in the directory of job 7, which is no link."""
+    (tmp_path / ".hetstream" / "job-7").mkdir(parents=True, mode=0o700)
+    running = service_in(tmp_path / ".hetstream", "job-7")
+    running.start_dispatcher()
+    yield running
+    running.stop()
+
+
+def test_a_running_job_tells_how_long_its_trainers_wait(service_of_job: Any, tmp_path: Path, wait_until: Any) -> None:
+    service = service_of_job
     job = Job(7, "train", "me", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=os.geteuid(), work_dir=str(tmp_path))
     service.start_workers()
     assert wait_shares([job]) == {}, "no loader has told anything"

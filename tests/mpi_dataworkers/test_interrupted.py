@@ -181,9 +181,9 @@ def test_a_handler_that_raises_at_any_line_takes_no_batch_along(
 @pytest.mark.parametrize(
     ("dataset", "options", "is_streamed"),
     [
-        pytest.param(Numbers(), {}, True, id="in its own order"),
+        pytest.param(Numbers(), {}, True, id="in its own order", marks=pytest.mark.slow),
         pytest.param(Raises(), {"sampler": range(NUM_STEPS)}, True, id="from a sampler, and a sample raises"),
-        pytest.param(datasets.Log(2 * NUM_STEPS), {"num_shards": 3}, True, id="of shards"),
+        pytest.param(datasets.Log(2 * NUM_STEPS), {"num_shards": 3}, True, id="of shards", marks=pytest.mark.slow),
         pytest.param(Raises(), {"sampler": range(NUM_STEPS)}, False, id="in process", marks=pytest.mark.slow),
     ],
 )

@@ -49,7 +49,9 @@ print(sorted(map(str, getattr(dataloader, "__warningregistry__", {}))))
 """
 
 
-@pytest.mark.parametrize("filtering", ["default", "always", "error", "once"])
+@pytest.mark.parametrize(
+    "filtering", ["default", "error", *(pytest.param(each, marks=pytest.mark.slow) for each in ("always", "once"))]
+)
 def test_torchs_warnings_have_the_place_that_they_have_without_us(
     filtering: str, three: Any, tmp_path: Path, run_program: Any
 ) -> None:

@@ -237,7 +237,7 @@ def resume_program(spec: ClusterSpec, path: str, slurmd: Sequence[str]) -> str:
         # slurmctld starts this without a place for errors.
         f'  setsid {" ".join(slurmd)} -D -b -N "$node" </dev/null >>"{spec.log_dir}/slurmd-$node.out" 2>&1 &\n'
         # When the script ends, slurmctld ends what is left of its session.
-        '  until [ "$(cut -d " " -f 6 "/proc/$!/stat")" = "$!" ]; do kill -0 "$!" || break; done\n'
+        '  for _ in $(seq 1000); do [ "$(cut -d " " -f 6 "/proc/$!/stat")" = "$!" ] && break; done\n'
         "done\n"
     )
 

@@ -258,6 +258,19 @@ def test_a_process_has_a_copy_of_all_that_it_shares_and_says_where_it_wrote(tmp_
         segment.unlink()
 
 
+def test_memory_of_which_no_copy_can_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetstream.mpi_dataworkers.ops.private_memory._MOST_COPIED_BYTES", 4096)
+    unnamed = mmap.mmap(-1, 8192)
+
+    def work() -> bool:
+        with pytest.raises(OSError, match="no copy can be had of 8192 bytes of shared memory"):
+            PrivateMemory()
+        return True
+
+    assert in_child(work, NOBODY)
+    unnamed.close()
+
+
 def test_what_others_write_is_seen_when_it_is_renewed() -> None:
     unnamed = memoryview(mmap.mmap(-1, 8)).cast("q")
     reading, writing = os.pipe()

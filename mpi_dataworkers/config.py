@@ -23,6 +23,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ _PYTHON_ENVIRONMENT = (
 _HASH_SEED = "PYTHONHASHSEED"
 # Of these, those that are lists of directories, and those that are one.
 PATH_LISTS, PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"), ("PYTHONHOME", "PYTHONUSERBASE")
+# What the loader and Python follow before any code of a program runs.
+_READ_AT_START = ("LD_*", "PYTHON*")
 # What some installation of hetstream puts before a program's search paths: its start-up hook, and its `srun` in a job.
 _OWN_PLACES = {
     "PYTHONPATH": os.path.join("mpi_dataworkers", "hook", "path"),
@@ -233,6 +236,27 @@ def with_whole_paths(environ: Mapping[str, str]) -> dict[str, str]:
         if environ.get(name):
             whole[name] = os.pathsep.join(entry for entry in kept if os.path.isabs(entry))
     return whole
+
+
+def without_places_in_common(environ: Mapping[str, str], in_common: Callable[[str], bool]) -> dict[str, str]:
+    """The environment without what a process on another node would load at its start from a place in common there.
+
+    The loader and Python follow their variables before any code of ours can look at whose the place is. What the
+    program needs of it comes later, and is looked at then (`ops/named_places.py`).
+
+    Args:
+        environ: of this process.
+        in_common: whether all can make names on the way to a path.
+    """
+    kept = dict(environ)
+    for name, value in environ.items():
+        if _is_named(name, _READ_AT_START) and value.strip():
+            entries = re.split(r"[:\s]+", value)
+            left = [entry for entry in entries if not (entry.startswith("/") and in_common(entry))]
+            if left != entries:
+                _log.info("data workers start without %s=%s: on their nodes it may be a stranger's", name, value)
+                kept.pop(name) if not any(left) else kept.update({name: os.pathsep.join(left)})
+    return kept
 
 
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -130,6 +130,18 @@ def owners_of(path: str) -> list[int]:
     return sorted({status.st_uid for _, status in trail} | ({EVERYBODY} if is_public else set()))
 
 
+def is_in_common(path: str) -> bool:
+    """Whether all can make names in a directory on the way to a path, as in /tmp and /dev/shm: nodes have their own.
+
+    What is there belongs to this user on one node, and to anybody on the next.
+    """
+    way = _Trail()
+    with contextlib.suppress(OSError):
+        way.go(path)
+    os.close(way.descriptor)
+    return any(status.st_mode & stat.S_IWOTH and stat.S_ISDIR(status.st_mode) for _, status in way.seen)
+
+
 def strange_here(path: str, owners_there: Collection[int]) -> str:
     """Why what another host has under a path may be a stranger's on this one; "" if it is the same users'.
 

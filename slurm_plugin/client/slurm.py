@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hetstream.base.access import is_in_common
 from hetstream.base.own_job import of_own_job
 from hetstream.base.private import temporary_place
 from hetstream.base.signals import FATAL
@@ -22,7 +23,7 @@ from hetstream.hetjob.job_environment import STEP_PYTHON
 from hetstream.hetjob.ports import Child, Cluster, MarkedJob
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
 from hetstream.hetjob.sbatch_options import refuse_other_words
-from hetstream.mpi_dataworkers.config import with_whole_paths
+from hetstream.mpi_dataworkers.config import with_whole_paths, without_places_in_common
 from hetstream.slurm_plugin.client.accounting import (
     Usage,
     from_queue,
@@ -398,4 +399,4 @@ def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in own.items()
         if (not name.startswith(foreign) or _KEEP.match(name)) and name != STEP_PYTHON
     }
-    return with_whole_paths(kept)
+    return without_places_in_common(with_whole_paths(kept), is_in_common)

@@ -55,6 +55,7 @@ def test_search_paths_of_a_step_begin_at_the_root(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the job's directory is missing on a node the step works in /tmp, and anybody's modules are there."""
+    monkeypatch.setattr("hetstream.slurm_plugin.client.slurm.is_in_common", lambda _: False)  # tests work in /tmp
     tool(tmp_path, "srun", "env")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -73,6 +74,26 @@ def test_search_paths_of_a_step_begin_at_the_root(
     }  # fmt: skip
     here.rmdir()
     assert paths_of(tmp_path / "other")["PYTHONPATH"] == "/mine"
+
+
+def test_a_process_elsewhere_starts_without_what_may_be_a_strangers_there(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """The loader and Python follow these before any check: on another node anybody may own /dev/shm/mine."""
+    tool(tmp_path, "srun", "env")
+    given = {
+        "PYTHONPATH": "/dev/shm/mine:/opt/mine:/tmp/a/b",
+        "PYTHONPYCACHEPREFIX": "/var/tmp/cache",
+        "PYTHONHASHSEED": "3",
+        "LD_PRELOAD": "/dev/shm/none.so libnone.so",
+        "LD_LIBRARY_PATH": "/dev/shm/x",
+    }
+    step = client(tmp_path, **given).start_step(["-n1"], ["x"], tmp_path / "log")
+    wait_until(lambda: step.poll() is not None)
+    found = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
+    assert {name: found[name] for name in given if name in found} == {
+        "PYTHONPATH": "/opt/mine", "PYTHONHASHSEED": "3", "LD_PRELOAD": "libnone.so",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def test_in_continuous_integration_a_group_that_vanishes_fails(processes: tuple[
     assert pytest_over(tmp_path, *processes, CI="true").returncode not in (0, 5)
 
 
+def test_what_continuous_integration_runs_says_that_it_is(tmp_path: Path) -> None:
+    """Its command with a `make` that prints what it is told, and without a CI of the environment's."""
+    (tmp_path / "make").write_text('#!/bin/sh\necho "CI=$CI $*"\n')
+    (tmp_path / "make").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for said, expected in (({}, "true"), ({"CI": "2"}, "2")):
+        done = subprocess.run(
+            [TESTS.parent / ".ci/run"], env=environ | said, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout == f"CI={expected} test\n"
+
+
 def test_what_skips_for_want_of_a_program_asks_for_one_that_make_test_installs() -> None:
     """No function, with its marks, and no other statement looks for a program itself and skips."""
     found = []

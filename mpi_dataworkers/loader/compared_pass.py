@@ -49,6 +49,8 @@ class ComparedPass:
     Attributes:
         due: a step from this one on is to be given to `difference`.
         has_ended: `instead` gave no step because that step alone has ended its process.
+        as_torch: data workers are to be no further ahead than torch's own would be, as nobody knows yet what samples do
+            outside: one that fills a directory must not fill more of it before the program breaks the loop.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ComparedPass:
         self._shards, self._first = shards, shards.position
         self._process = os.getpid()
         self._num_to_prove = canary.num_to_prove(digest, pipeline.num_workers)
+        self.as_torch = self._num_to_prove > 0
         self._proved_since = math.inf  # on the monotonic clock, s
         steps = canary.steps_of_pass(self._first, pipeline.num_workers)
         # To compare one by one, in order.
@@ -257,6 +260,7 @@ class ComparedPass:
         has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
         if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
             self._end_workers()
+            self.as_torch = False
             self._steps = [later for later in self._steps if later > step]
             if not self._steps and not self._is_kept:
                 self._drop()

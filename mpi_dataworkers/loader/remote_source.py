@@ -115,6 +115,7 @@ class RemoteSource:
                 self._sent.message.pipeline_id,
                 self._ahead,
             )
+            self._draw(taking=False)
 
     def _open_session(self, slot: Slot) -> LoaderSession:
         """Open a session at a shard's position."""
@@ -184,7 +185,8 @@ class RemoteSource:
 
     def _draw(self, taking: bool) -> None:
         if self._sampler is not None and self.shards.slots:
-            self._sampler.draw(self._client, self._sessions[0], taking)
+            as_torch = self._compared is None or self._compared.as_torch
+            self._sampler.draw(self._client, self._sessions[0], taking, as_torch)
         if self._compared is not None and self.shards.order is not None:
             self._compared.ask(self.shards.order.num_known)
 

@@ -26,17 +26,18 @@ class SamplerAhead:
         self._first_step = self._next_step = first_step
         self._end_is_sent = order.num_steps >= 0
 
-    def draw(self, client: ServiceClient, session: LoaderSession, taking: bool) -> None:
+    def draw(self, client: ServiceClient, session: LoaderSession, taking: bool, as_torch: bool) -> None:
         """Draw as far as is due, and send what was drawn.
 
         Args:
             client, session: to whom.
             taking: the training loop asks for the next step now.
+            as_torch: no further than torch's own loader; data workers make no step that was not sent.
         """
         if self._end_is_sent:
             return
         order, position = self._order, session.buffer.position
-        goal = self._look_ahead.goal(position, session.window, taking, self._next_step > self._first_step)
+        goal = self._look_ahead.goal(position, session.window, taking, self._next_step > self._first_step, as_torch)
         try:
             while self._next_step < goal and order.indices(self._next_step) is not None:
                 self._next_step += 1

@@ -43,7 +43,7 @@ class LookAhead:
     num_steps: int | None = None
     num_unseen: int = 0
 
-    def goal(self, position: int, window: int, taking: bool, has_begun: bool) -> int:
+    def goal(self, position: int, window: int, taking: bool, has_begun: bool, as_torch: bool = False) -> int:
         """Up to which step to draw.
 
         Args:
@@ -51,12 +51,15 @@ class LookAhead:
             window: steps that may be under way.
             taking: the training loop asks for that step now.
             has_begun: a step of the pass was drawn.
+            as_torch: no further than torch's own loader, though nobody sees it of the sampler: see `ComparedPass`.
         """
         beyond_window = position + window + _LIST_AHEAD_STEPS
         if self.num_steps is None:
             return beyond_window
-        as_torch = position + self.num_steps + taking
-        return max(as_torch, min(self.num_unseen, beyond_window)) if has_begun or as_torch > 0 else 0
+        torchs = position + self.num_steps + taking
+        if as_torch:
+            return torchs
+        return max(torchs, min(self.num_unseen, beyond_window)) if has_begun or torchs > 0 else 0
 
 
 def steps_to_gather(goal: int, position: int) -> int:

@@ -46,6 +46,21 @@ def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
     assert "Traceback" not in UNRAISABLE.sub("", found.stderr)
 
 
+@pytest.mark.parametrize("kind", ["file", "empty file"])
+def test_samples_that_make_something_outside_make_no_more_of_it_than_with_torch(
+    kind: str, three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    """A pass that ends early leaves what torch's workers would have left, and the next one finds that."""
+    source, found = (PROGRAMS / "making.py").read_text(), {}
+    for name, variables in {"plain": {}, "hooked": environment(three.name, {})}.items():
+        place = tmp_path / name
+        place.mkdir()
+        found[name] = run_program(source, place, kind, "6", "30", **variables)
+        assert found[name].returncode == 0, found[name].stderr
+    assert found["hooked"].stdout.splitlines() == found["plain"].stdout.splitlines(), found["hooked"].stderr
+    assert "local" not in found["hooked"].stderr
+
+
 @pytest.mark.parametrize(
     ("num_workers", "begins"),
     [

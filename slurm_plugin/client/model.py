@@ -132,7 +132,9 @@ class Job:
         tasks_per_core, tasks_per_socket: `--ntasks-per-core` and `--ntasks-per-socket`; 0 if it says nothing.
         memory_mb: on all nodes together, as many as it has or asks for at least.
         tmp_disk_mb: `--tmp`, that each of its nodes has at all (TmpDisk), in use or not.
-        memory_per_gpu_mb: `--mem-per-gpu`; 0 if it asks for memory in another way.
+        memory_per_gpu_mb: `--mem-per-gpu` or its partition's DefMemPerGPU; 0 if neither is.
+        own_memory: whether it asks for memory by nodes or CPUs itself (`--mem`, `--mem-per-cpu`); None where its record
+            does not say.
         all_memory: it wants all memory of its nodes (`--mem=0`).
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job, gres_per_socket: what it asks for in each way.
@@ -233,6 +235,7 @@ class Job:
     barred: str = ""
     reason_is_of_turn: bool = False
     begins_s: float | None = None
+    own_memory: bool | None = None
 
     @property
     def gpus_in_doubt(self) -> bool:
@@ -592,6 +595,8 @@ class Partition:
         max_cpus_per_socket: that one of its jobs may have; None if there is no limit (23.02 on).
         allow_accounts, deny_accounts, allow_qos, deny_qos: of the jobs that may use it, or may not; empty for no rule.
         allow_groups: whose members alone may use it; empty for no rule. members: of these those with pending jobs.
+        default_cpus_per_gpu, default_mb_per_gpu, default_mb_per_cpu, default_mb_per_node: what jobs get that do not say
+            it themselves (JobDefaults, DefMemPerCPU, DefMemPerNode); None where the cluster's defaults hold.
     """
 
     name: str
@@ -612,6 +617,10 @@ class Partition:
     deny_qos: tuple[str, ...] = ()
     allow_groups: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
+    default_cpus_per_gpu: int | None = None
+    default_mb_per_gpu: int | None = None
+    default_mb_per_cpu: int | None = None
+    default_mb_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

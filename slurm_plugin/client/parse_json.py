@@ -19,6 +19,7 @@ from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeSha
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
+    asks_memory_itself,
     cpus_per_core,
     exclusive_of,
     gpus_allocated,
@@ -37,6 +38,10 @@ _STATE_FLAGS = (
     "COMPLETING", "STAGE_OUT", "CONFIGURING", "EXPEDITING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
     "SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
 )  # fmt: skip
+
+
+# JOB_MEM_SET of slurm.h, as 22.05 and later releases write it.
+_ASKS_MEMORY = frozenset({"JOB_MEM_SET", "EXACT_MEMORY_REQUESTED"})
 
 
 class _Number(msgspec.Struct):
@@ -147,6 +152,7 @@ class _Job(msgspec.Struct):
     shared: _Words = None
     last_sched_evaluation: _Num = None
     mcs_label: str | None = ""
+    flags: list[str] | None = None
 
 
 class _Node(msgspec.Struct):
@@ -235,6 +241,8 @@ def _job(row: _Job) -> Job:
     time_limit_s = _limit(_number(row.time_limit))
     read = Reading()
     nodes = read(int, asked.get("node") or str(_whole(row.node_count, 1)), 1)
+    own_memory = _asks_memory_itself(row)
+    least_mb = _number(row.memory_per_node), _number(row.memory_per_cpu)
     job = Job(
         job_id=row.job_id,
         name=row.name or "",
@@ -257,7 +265,9 @@ def _job(row: _Job) -> Job:
         memory_mb=read(megabytes, asked.get("mem", ""), 0),
         memory_per_cpu_mb=_whole(row.memory_per_cpu) or None if _whole(row.cpus, 1) > nodes else None,
         memory_per_gpu_mb=total(read.gres(row.memory_per_tres or ""), "gpu"),
-        all_memory=_number(row.memory_per_node) == 0,
+        own_memory=own_memory,
+        # 22.05 writes nothing in the place of 0.
+        all_memory=least_mb in ((0, None), (None, None)) and not (row.memory_per_tres and own_memory is False),
         array_job_id=array_job_id if array_job_id and tasks else None,
         array_tasks=read.array_tasks(tasks) if array_job_id else "",
         het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
@@ -295,6 +305,12 @@ def _job(row: _Job) -> Job:
         mcs_label=row.mcs_label or "",
     )
     return replace(job, unreadable=read.unreadable, gres_in_doubt=read.gres_in_doubt)
+
+
+def _asks_memory_itself(row: _Job) -> bool | None:
+    if row.flags is None:
+        return asks_memory_itself(row.memory_per_tres or "")
+    return not _ASKS_MEMORY.isdisjoint(row.flags)
 
 
 def _state(states: list[str]) -> str:

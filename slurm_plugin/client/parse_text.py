@@ -132,6 +132,8 @@ def _job(row: Mapping[str, str]) -> Job:
     het_job_id = number("HetJobID")
     likely_nodes = read(_least, row.get("NumNodes", ""), 0)
     time_limit_s = _limit(read(seconds, row["TimeLimit"], None))
+    per_gpu = text_or_empty(row.get("mem-per-tres", ""))
+    own_memory = asks_memory_itself(per_gpu)
     job = Job(
         job_id=int(row["JobID"]),
         name=row.get("Name", ""),
@@ -153,8 +155,9 @@ def _job(row: Mapping[str, str]) -> Job:
         cpus_per_task=number("cpus-per-task", 1),
         memory_mb=read(megabytes, asked.get("mem", ""), 0),
         memory_per_cpu_mb=read(lambda _: _per_cpu(row, asked), "", None),
-        memory_per_gpu_mb=total(read.gres(row.get("mem-per-tres", "")), "gpu"),
-        all_memory=row.get("MinMemory") == "0",
+        memory_per_gpu_mb=total(read.gres(per_gpu), "gpu"),
+        own_memory=own_memory,
+        all_memory=row.get("MinMemory") == "0" and own_memory is not False,
         array_job_id=number("ArrayJobID") if tasks else None,
         array_tasks=tasks,
         het=HetComponent(het_job_id, number("HetJobOffset")) if het_job_id else None,
@@ -197,6 +200,18 @@ def _job(row: Mapping[str, str]) -> Job:
 def _least(text: str) -> int:
     """Of `2-4` the first; 1 where nothing is said."""
     return whole(text.split("-")[0], 1)
+
+
+def asks_memory_itself(per_gpu: str) -> bool | None:
+    """Whether a job asks for memory by nodes or CPUs: not with `--mem-per-gpu`, and None where nothing says so.
+
+    The memory of a node or CPU of a job with `--mem-per-gpu` is 0, or that of a GPU (23.11 on), and says nothing.
+
+    Args:
+        per_gpu: `gres:gpu:8000`, later `gres/gpu:8000`; `gpu:8000` is DefMemPerGPU, which slurmctld writes down when it
+            first tries a job, whatever that asks for (_set_gpu_defaults in select/cons_tres).
+    """
+    return False if per_gpu.startswith("gres") else None
 
 
 def most_nodes(likely: int, most: int) -> int | None:
@@ -397,7 +412,17 @@ def _partition(row: Mapping[str, str]) -> Partition:
         allow_qos=_names(row.get("AllowQos", "")),
         deny_qos=_names(row.get("DenyQos", "")),
         allow_groups=_names(row.get("AllowGroups", "")),
+        default_cpus_per_gpu=job_default("DefCpuPerGPU", row.get("JobDefaults", "")),
+        default_mb_per_gpu=job_default("DefMemPerGPU", row.get("JobDefaults", "")),
+        default_mb_per_cpu=whole(row.get("DefMemPerCPU", "")) or None,
+        default_mb_per_node=whole(row.get("DefMemPerNode", "")) or None,
     )
+
+
+def job_default(name: str, text: str) -> int | None:
+    """One of the numbers in `DefCpuPerGPU=6,DefMemPerGPU=8000`; None if it is not there."""
+    found = re.search(rf"\b{name}=(\d+)", text)
+    return int(found[1]) if found else None
 
 
 def _names(text: str) -> tuple[str, ...]:

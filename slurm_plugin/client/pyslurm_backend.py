@@ -27,6 +27,7 @@ from hetstream.slurm_plugin.client.model import PENDING_STATES, HetComponent, Jo
 from hetstream.slurm_plugin.client.parse_text import (
     NO_LIMIT_S,
     allocated_gres,
+    asks_memory_itself,
     cpus_per_core,
     in_use,
     most_nodes,
@@ -99,6 +100,8 @@ def job_of(row: Row, reason: str) -> Job:
     num_nodes = read(int, asked.get("node") or str(row["num_nodes"]), 1)
     per_cpu_mb = row["min_memory_cpu"] or 0
     tasks = row["array_task_str"] or ("" if row["array_task_id"] is None else str(row["array_task_id"]))
+    per_gpu = row.get("mem_per_tres") or ""
+    own_memory = asks_memory_itself(per_gpu)
     limit = row["time_limit"]  # minutes, or a word for none
     job = Job(
         job_id=row["job_id"],
@@ -120,8 +123,9 @@ def job_of(row: Row, reason: str) -> Job:
         layout=(_few(row, "sockets_per_node"), _few(row, "cores_per_socket"), _few(row, "threads_per_core")),
         tasks_per_core=_few(row, "ntasks_per_core"),
         tasks_per_socket=_few(row, "ntasks_per_socket"),
-        memory_per_gpu_mb=total(read.gres(row.get("mem_per_tres") or ""), "gpu"),
-        all_memory=not per_cpu_mb and row.get("min_memory_node") == 0,
+        memory_per_gpu_mb=total(read.gres(per_gpu), "gpu"),
+        own_memory=own_memory,
+        all_memory=not per_cpu_mb and row.get("min_memory_node") == 0 and own_memory is not False,
         memory_per_cpu_mb=per_cpu_mb if per_cpu_mb and num_cpus > num_nodes else None,
         array_job_id=row["array_job_id"] if tasks else None,
         array_tasks=read.array_tasks(tasks),

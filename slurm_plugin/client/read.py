@@ -2,10 +2,11 @@
 
 Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything; a sixth while
 jobs wait, before 24.05 for the nodes that they exclude, and with 26.05 for which of them want whole nodes; one more
-while jobs with licenses wait, and one where what jobs hold on each of their nodes decides a figure. Jobs come from
-`squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
-what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed and
-of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
+while jobs with licenses wait, one where what jobs hold on each of their nodes decides a figure, and one where nothing
+else tells a job with `--mem=0` from one that gets DefMemPerGPU. Jobs come from `squeue -O`: 0.5 kB each, against 4 kB
+(22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs: what they hold on each node. Nodes come
+as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed and of slurmctld's release, it reads jobs and
+nodes instead; see `pyslurm_backend.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.hetjob.sbatch_options import time_limit_s
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
+from hetstream.slurm_plugin.client.gpu_defaults import GpuDefaults
 from hetstream.slurm_plugin.client.held import (
     held_in_shares,
     in_question,
@@ -100,6 +102,7 @@ class CommandReader:
             jobs = self._with_sharing(release, self._with_excluded(release, self.jobs(details=details), details))
         partitions = with_allowed_members(self._partitions(), jobs)
         jobs = with_times_to_come(with_open_partitions(jobs, partitions), time.time())
+        jobs = self._with_gpu_defaults(jobs, GpuDefaults(partitions, nodes, config, release))
         hidden = hidden_by(config) if without_nodes else hidden_from_me(config, self._environ)
         jobs = self._with_licenses(jobs)
         seen = Snapshot(time.time(), version, source, jobs, nodes, (), config, (), hidden, without_nodes)
@@ -157,6 +160,16 @@ class CommandReader:
             except SlurmCommandError as exc:  # all other figures are known
                 logger.warning("which pending jobs want whole nodes (--exclusive) is not known: %s", exc)
         return tuple(replace(job, exclusive=said.get(job.job_id, "")) for job in jobs)
+
+    def _with_gpu_defaults(self, jobs: tuple[Job, ...], defaults: GpuDefaults) -> tuple[Job, ...]:
+        """The jobs, pending ones with what their partitions give for each GPU."""
+        asks_itself: dict[int, bool | None] = {}
+        if defaults.in_doubt(jobs):
+            try:
+                asks_itself = {job.job_id: job.own_memory for job in self.jobs(details=True)}
+            except SlurmCommandError as exc:  # they count as jobs that ask for no memory
+                logger.warning("which pending jobs want all memory (--mem=0) is not known: %s", exc)
+        return defaults.with_defaults(jobs, asks_itself)
 
     def _with_licenses(self, jobs: tuple[Job, ...]) -> tuple[Job, ...]:
         """The jobs, with which licenses are too few for those that wait for resources or their turn."""

@@ -198,6 +198,7 @@ def request_of(job: Job) -> Hashable:
         job.reservation, job.exclusive, job.user if job.exclusive == "USER" else "",
         job.likely_nodes, job.max_nodes, job.cpus_per_task, job.memory_per_cpu_mb, job.min_cpus_per_node,
         job.layout, job.tasks_per_core, job.tasks_per_socket, job.memory_per_gpu_mb, job.all_memory, job.tmp_disk_mb,
+        job.own_memory,
     )  # fmt: skip
 
 
@@ -247,10 +248,9 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
     per_cpu_mb = job.memory_per_cpu_mb or 0
     if not job.is_pending:
         memory_mb = _share(job.memory_mb, nodes)
-    elif job.memory_per_gpu_mb:
-        memory_mb = job.memory_per_gpu_mb * gpus
     else:
-        memory_mb = per_cpu_mb * cpus or _share(job.memory_mb, max(1, job.num_nodes))
+        memory_mb = 0 if _is_by_gpus(job) else per_cpu_mb * cpus or _share(job.memory_mb, max(1, job.num_nodes))
+        memory_mb = max(memory_mb, job.memory_per_gpu_mb * gpus)
     return Shape(
         cpus=cpus,
         gpus=gpus,
@@ -300,7 +300,8 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
             (of_node[key] for key in of_node if key[0] == "gpu" and key[1]), default=0
         )
     elif job.memory_per_gpu_mb:
-        memory_mb, all_mb = job.memory_per_gpu_mb * gpus, job.memory_per_gpu_mb * job.count("gpu")
+        own_mb = 0 if _is_by_gpus(job) else per_cpu_mb or memory_mb
+        memory_mb, all_mb = max(own_mb, job.memory_per_gpu_mb * gpus), job.memory_per_gpu_mb * job.count("gpu")
     elif per_cpu_mb:
         memory_mb, all_mb = per_cpu_mb, per_cpu_mb * job.num_cpus
     together = _by_type(job.gres_per_job)
@@ -406,6 +407,15 @@ def _others(wanted: Mapping[tuple[str, str], int]) -> tuple[Gres, ...]:
 def _tasks_are_whole(job: Job) -> bool:
     """Whether its CPUs are those of its tasks, each on one node; with `--overcommit` they are fewer."""
     return job.num_cpus == job.num_tasks * job.cpus_per_task
+
+
+def _is_by_gpus(job: Job) -> bool:
+    """Whether its memory goes by GPUs alone.
+
+    Where it asks for other memory itself, Slurm still wants DefMemPerGPU free for each GPU, and gives it what it asks
+    for (gres_select_filter.c; seen on 22.05).
+    """
+    return bool(job.memory_per_gpu_mb) and not job.own_memory
 
 
 def _share(number: int, parts: int) -> int:

@@ -8,8 +8,9 @@ program gets the step:
 * all steps from the first one on, until 64 were equal, by as many processes as the program asks for, each of which
   makes the steps that it would make without data workers (`first_workers`). A pass with another dataset is looked at
   anew.
-* behind them, of each stretch twice as long as the one before, one step; in each later pass one at random. One process
-  makes these; for hetstream's own loader also the first two and step `num_workers`.
+* behind them, of each stretch twice as long as the one before, one step; in each later pass the first one, as what the
+  program changes between passes shows there, and one at random. One process makes these; for hetstream's own loader
+  also the first two of its first pass and step `num_workers`.
 
 What a data worker raises is looked at in the same way.
 
@@ -108,6 +109,7 @@ class Canary:
         Of a loader the first two of all, as what differs seldom shows in one, and the second of that worker, as what
         a program sets up at its first sample shows there. Then one soon after, and one of each stretch that is twice as
         long as the one before: what samples count or keep shows late, and may be followed by as many steps as it took.
+        Of a later pass the first one, before the program has it: what has changed since the pass before shows there.
         """
         if self._is_over:
             return []
@@ -116,7 +118,7 @@ class Canary:
             stretches = [_SOON << number for number in range(_MOST_STRETCHES)]
             later = [begin + length - _SOON + self._random.randrange(length) for length in stretches]
             return sorted({first, first + 1, first + distance, *later})
-        return [first + self._random.randrange(self._most_steps)] if self._most_steps else []
+        return sorted({first, first + self._random.randrange(self._most_steps)}) if self._most_steps else []
 
     def num_to_prove(self, digest: str, num_workers: int) -> int:
         """How many steps of a pass that begins are to be equal to those of torch's own workers, from its first one on.

@@ -355,10 +355,12 @@ class ComparedPass:
             return ""
         difference = f"step {step} of data workers is not the program's own: {difference}"
         first = max(self._first, self._last_same + 1)
-        before = " and those of earlier passes" if self._canary.has_passes else ""
-        if first == step and not before:
+        given = [f"those from step {first} on"] if first < step else []
+        if self._canary.has_passes:
+            given.append("those of earlier passes")
+        if not given:
             return difference
-        return f"{difference}. Those from step {first} on{before} may have been others, too"
+        return f"{difference}. T{' and '.join(given)[1:]} may have been others, too"
 
     @property
     def _limit_s(self) -> float:

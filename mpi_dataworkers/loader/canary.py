@@ -49,6 +49,10 @@ _num_proved: dict[str, int] = {}
 _said_to_write: set[str | None] = set()
 
 
+class NotSent(NotMade):
+    """torch's own worker has made a batch that it cannot send; torch's own loader would wait for it without end."""
+
+
 class Differs(PipelineError):
     """Data workers make of a step something else than the program.
 
@@ -210,9 +214,10 @@ class Canary:
 
         Raises:
             NotMade: it cannot.
+            NotSent: torch's own worker cannot send the batch.
         """
         if found.failure is None and expected.failure is not None and expected.failure.is_final:
-            raise NotMade(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
+            raise NotSent(f"torch's own worker cannot send its batch: {summary_of(expected.failure)}")
         differences, varying = self.differences(found, expected), self._varying
         # A process that is started now, in a later pass, is none that was kept.
         if differences and not (self.is_kept and self._num_passes):

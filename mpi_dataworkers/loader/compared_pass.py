@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
-from hetstream.mpi_dataworkers.loader.canary import Canary
+from hetstream.mpi_dataworkers.loader.canary import Canary, NotSent
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.first_workers import FirstWorkers
-from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, one_sample_of, request_of
+from hetstream.mpi_dataworkers.loader.local_workers import StepRequest, request_of
+from hetstream.mpi_dataworkers.loader.made_twice import MadeTwice
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S, HasEnded, Made, NotInTime, NotMade, Witness
@@ -74,11 +75,14 @@ class ComparedPass:
         steps = canary.steps_of_pass(self._first, pipeline.num_workers)
         # To compare one by one, in order.
         self._steps = [step for step in steps if step >= self._first + self._num_to_prove or not self._num_to_prove]
+        # To compare with what a process of their own makes, as one that makes several has ended; and why it has.
+        self._one_by_one: list[int] = []
+        self._ended_by = ""
         self._workers: FirstWorkers | None = None
         self._asked: set[int] = set()  # of these
         self._num_missed = 0  # that were made here
         self._last_same = -1
-        self._made_twice: int | None = None  # number of the sample that shows whether samples change what makes them
+        self._twice = MadeTwice(canary, pipeline)
         self._witness: Witness | None = None
         self._began = time.monotonic()
         self.has_ended = False
@@ -92,27 +96,14 @@ class ComparedPass:
             self._witness = canary.witness(pipeline)
             requests = self._requests(num_known)
             self._asked.update(request[1] for request in requests)
-            self._do(lambda witness: witness.begin([*self._before_all(num_known), *requests]))
+            before = self._twice.requests(shards, policy, self._steps, num_known)
+            self._do(lambda witness: witness.begin([*before, *requests]))
         if self._num_to_prove:
             self._workers = FirstWorkers(
                 lambda: canary.new_witness(pipeline), canary.end_witness, pipeline.num_workers, self._first
             )
             self._ask_workers(num_known)
         self._note_next()
-
-    def _before_all(self, num_known: int) -> list[StepRequest]:
-        """What a loader's first process makes before anything that is compared: a sample of another step, twice.
-
-        So that samples which depend on what was made before them (on the last one, with which they are mixed) differ in
-        the first step already: no data worker has made anything before that one. And it shows what samples change.
-        """
-        shards, number = self._shards, -self._pipeline.num_workers
-        if shards.order is None or not self._canary.is_first or num_known <= self._first:
-            return []
-        other = next((step for step in range(self._first, num_known) if step not in self._steps), self._first)
-        sample = one_sample_of(shards.order, other, shards.seeds, self._policy, number)
-        self._made_twice = None if sample is None else number
-        return [] if sample is None else [sample]
 
     def _requests(self, num_known: int) -> list[StepRequest]:
         """Of the steps that can be asked for by now, and were not."""
@@ -129,6 +120,8 @@ class ComparedPass:
         self._wanted = next((step for step in self._steps if step not in self._asked), _NEVER)
         if self._workers is not None:
             self.due, self._wanted = self._first, min(self._wanted, self._workers.next_step)
+        if self._one_by_one:
+            self.due = min(self.due, self._one_by_one[0])
 
     def _askable(self, num_known: int) -> int:
         """Steps below it can be asked for."""
@@ -180,10 +173,16 @@ class ComparedPass:
             workers.end()
 
     def _give_up(self, error: NotMade) -> None:
-        """The process is of no use any more: end it, and compare no more."""
+        """The process is of no use any more: end it. Compare no more; under the hook each step that is left, alone."""
         if self._witness is not None:
             self._canary.give_up(self._witness)
-        self._canary.say(str(error))
+        if self._canary.makes_steps and not isinstance(error, NotSent):
+            to_prove = self._num_to_prove if self._workers is not None else 0
+            position = self._shards.position
+            self._one_by_one = sorted({*self._one_by_one, *self._steps, *range(position, position + to_prove)})
+            self._ended_by = str(error)
+        else:
+            self._canary.say(str(error))
         self._drop()
 
     def _drop(self) -> None:
@@ -222,16 +221,20 @@ class ComparedPass:
         Returns:
             The line; "" where nothing differs, None where the step was not compared.
         """
-        if self._looked_at is not None and self._looked_at[0] == step:
+        if self._looked_at is not None and self._looked_at[0] == step and step not in self._one_by_one:
             return self._looked_at[1]  # a handler of a signal has interrupted what followed
-        if (workers := self._own_workers()) is not None:
-            difference = self._proved(workers, step, delivered)
-            self._note_next()
-            return difference
         found: str | None = None
-        if step in self._steps and step in self._asked:
+        if (workers := self._own_workers()) is not None:
+            found = self._proved(workers, step, delivered)
+            if found is not None or step not in self._one_by_one:
+                self._note_next()
+                return found
+        elif step in self._steps and step in self._asked:
             found = self._compared(step, Made.of(delivered.num_samples, delivered.payload))
+        if found is None and step in self._one_by_one:
+            found = self._compared_alone(step, delivered)
         self._looked_at = step, found
+        self._one_by_one = [later for later in self._one_by_one if later > step]
         self._steps = [later for later in self._steps if later > step]
         if found is not None and delivered.origin != "local":
             self._canary.compared()
@@ -257,13 +260,44 @@ class ComparedPass:
         if self._workers is not workers:
             return found
         workers.drop(step)
-        has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
-        if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
+        if self._is_proved_by(step):
             self._end_workers()
-            self.as_torch = False
             self._steps = [later for later in self._steps if later > step]
             if not self._steps and not self._is_kept:
                 self._drop()
+        return found
+
+    def _is_proved_by(self, step: int) -> bool:
+        """Whether enough steps were equal with this one, or so many as the time was for."""
+        has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
+        if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
+            self.as_torch = False
+        return not self.as_torch
+
+    def _compared_alone(self, step: int, delivered: Delivered) -> str | None:
+        """How a step differs from what a process makes of it that makes nothing else.
+
+        A process that has ended may have ended of a step that it made ahead, which data workers treat by their rules.
+        What was kept from an earlier pass, or was to show what samples change, no other process can do.
+        """
+        if delivered.origin == "local" or os.getpid() != self._process:
+            return None
+        if self._canary.is_kept or self._twice.number is not None:
+            return f"step {step} cannot be compared with the program's own: {self._ended_by}"
+        try:
+            self._witness = witness = self._canary.other_witness(self._pipeline, self._witness)
+            witness.begin([self._request(step)])
+            found = self._difference(witness, step, Made.of(delivered.num_samples, delivered.payload))
+        except NotSent as error:
+            self._canary.say(str(error))
+            return None
+        except NotMade as error:
+            return f"step {step} cannot be compared with the program's own: {error}"
+        if self._num_to_prove and not found:
+            self._canary.proved()
+            self._num_to_prove -= 1
+            if self._is_proved_by(step) and self._num_to_prove:  # it takes too long
+                self._one_by_one.clear()
         return found
 
     def untouched(self, step: int, payload: Any) -> Any:
@@ -282,16 +316,16 @@ class ComparedPass:
             else:
                 difference = self._do(lambda witness: self._difference(witness, step, found))
             if difference is None and step == self._doubted:
-                return (
-                    f"step {step} of data workers is not the program's own, and a signal's handler interrupted a look"
-                )
+                return f"step {step} of data workers is not the program's own, and a signal interrupted a look"
             return difference
         except NotInTime as error:
             self._give_up(error)
             return f"step {step} cannot be compared with the program's own, which may wait for what they hold: {error}"
 
     def _difference_of_workers(self, workers: FirstWorkers, step: int, found: Made) -> str | None:
-        changes = self._do(self._changes) if self._witness is not None else ""
+        changes = (
+            self._do(lambda witness: self._twice.changes(witness, self._limit_s)) if self._witness is not None else ""
+        )
         if changes or self._workers is not workers:  # which end with the process that makes a sample twice
             return changes
         try:
@@ -305,29 +339,8 @@ class ComparedPass:
             self._give_up(error)
             return None
 
-    def _changes(self, witness: Witness) -> str:
-        """What the sample that was made twice changes, on one line; asked for once."""
-        if self._made_twice is None or not witness.has(self._made_twice):
-            return ""
-        made, request = witness.made(self._made_twice, self._limit_s), witness.requests.asked[0]
-        if not made.repeated:
-            self._made_twice = None
-            return made.changes
-        # Another process tells what is another one each time: a time, a number of the system.
-        other = self._canary.new_witness(self._pipeline)
-        try:
-            other.begin([request])
-            again = other.made(request[1], self._limit_s)
-            varying = {each.field for each in self._canary.differences(again, made)}
-        finally:
-            self._canary.end_witness(other)
-        found = next((how for field, how in made.repeated.items() if field not in varying), "")
-        self._made_twice = None
-        said = "a sample is another one when its process makes it a second time, so samples may depend on one another"
-        return f"{said}: {found}" if found else ""
-
     def _difference(self, witness: Witness, step: int, found: Made) -> str:
-        if changes := self._changes(witness):
+        if changes := self._twice.changes(witness, self._limit_s):
             return changes
         expected = witness.made(step, self._limit_s)
         return self._difference_from(step, found, expected, lambda: self._once_more(self._witness or witness, step))
@@ -406,8 +419,8 @@ class ComparedPass:
                     self._made_instead.append(number)
             made = self._as_pinned(witness.made(step, limit_s))
         except NotMade as error:
-            # Another step may have ended it: begin anew with this one alone, and compare no more. Not where it hangs,
-            # nor where it was kept from an earlier pass: a new one would see what the program has changed since.
+            # Another step may have ended it: begin anew with this one alone, and so with those to compare. Not where it
+            # hangs, nor where it was kept from an earlier pass: a new one would see what the program has changed since.
             try:
                 if isinstance(error, NotInTime) or self._canary.is_kept:
                     raise
@@ -424,6 +437,8 @@ class ComparedPass:
         Raises:
             NotMade: it cannot.
         """
+        if self._canary.makes_steps:
+            self._one_by_one = sorted({*self._one_by_one, *self._steps})
         self._steps, self._made_instead = [], [step]
         self._note_next()
         self._witness = witness = self._canary.other_witness(self._pipeline, self._witness)
@@ -470,7 +485,7 @@ class ComparedPass:
     def restart(self, pipeline: Pipeline) -> None:
         """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""
         self._drop()
-        self._pipeline, self._looked_at = pipeline, None
+        self._pipeline, self._looked_at, self._one_by_one = pipeline, None, []
 
     def give_way(self) -> None:
         """End the process: another one makes a step, and may need what this one holds."""

@@ -154,6 +154,20 @@ class Unfinished(Sound):
         return index
 
 
+def test_a_loader_whose_steps_cannot_be_compared_is_the_programs_own(
+    three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooked(three.name, monkeypatch):
+        loader: Any = TorchLoader(Unfinished(), 2, num_workers=1)
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):  # as without data workers
+            list(loader)
+        assert vars(loader)["_hetstream"].connection is None
+    lines = [message for message in caplog.messages if "stays local" in message]
+    assert len(lines) == 1
+    said = "step 0 cannot be compared with the program's own: torch's own worker process ended with exit code 3"
+    assert said in lines[0]
+
+
 def test_verify_of_our_own_loader_names_what_differs(three: Any) -> None:
     with OwnLoader(Forgetful(), batch_size=4, service=three.name, verify=True) as loader:
         steps = iter(loader)

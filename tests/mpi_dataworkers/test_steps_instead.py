@@ -85,7 +85,7 @@ def test_a_step_that_another_step_has_ended_the_process_of_is_made_by_a_fresh_on
     assert isinstance(made, Made)
     assert made.batch.tolist() == [2]
     assert dataset.by_process() == [[0, 1], [2]]
-    assert compared.due == NEVER
+    assert compared.due < NEVER, "what was to be compared is left"
     assert not compared.has_ended
     following = compared.instead(3, 4, 60.0)  # by the same process
     assert isinstance(following, Made)
@@ -105,7 +105,6 @@ def test_a_process_that_was_kept_is_not_begun_anew(begin: Begin, tmp_path: Path)
     compared = begin(dataset, True)
     assert compared.instead(2, 4, 60.0) == "torch's own worker process ended with exit code 3"
     assert dataset.by_process() == [[0, 1]]
-    assert compared.due == NEVER
     assert not compared.has_ended  # a child of now would see what the program has changed since
 
 
@@ -158,3 +157,16 @@ def test_what_differs_late_is_looked_at_by_a_process_that_has_made_the_same_step
     assert found[:6] == [""] * 6
     assert found[6] == "step 6 of data workers is not the program's own: batch: 9 in place of 6"
     assert sum(made == [0, 2, 4, 6] for made in dataset.by_process()) == 3  # two more, which say what varies
+
+
+@pytest.mark.parametrize("has_first_workers", [False, True])
+def test_a_step_whose_process_another_one_has_ended_is_compared_all_the_same(
+    has_first_workers: bool, begin: Begin, tmp_path: Path
+) -> None:
+    dataset = Troubled(tmp_path / "made", ends=2)
+    compared = begin(dataset, False, has_first_workers)
+    compared.ask(8)
+    found = [compared.difference(step, Delivered(torch.tensor([step]), 1, 8)) for step in range(3)]
+    assert found[:2] == ["", ""]
+    said = "step 2 cannot be compared with the program's own: torch's own worker process ended with exit code 3"
+    assert found[2] == (said if has_first_workers else None)

@@ -87,11 +87,19 @@ def test_each_file_that_ran_under_the_hook_was_streamed(name: str) -> None:
     assert all((number > 0) is not bool(suites.SUITES[name].stays_local) for number in steps.values()), steps
 
 
+@pytest.mark.parametrize("name", [name for name in STORED if suites.SUITES[name].plain])
+def test_each_step_that_is_stored_as_another_than_torchs_is_explained(name: str) -> None:
+    differing = suites.recorded()[name].get("differing_steps", {})
+    assert suites.SUITES[name].differs or not any(differing.values()), differing
+
+
 @pytest.mark.parametrize("name", STORED)
-def test_each_exclusion_has_a_reason_and_excludes_something(name: str) -> None:
+def test_each_exclusion_says_what_it_hides_and_excludes_something(name: str) -> None:
     tests = [test for outcomes in suites.expected(name).values() for test in outcomes]
     for reason, patterns in suites.excluded(name).items():
-        assert len(reason) > 20
+        said, _, hidden = reason.lower().partition("it hides ")
+        assert len(said) > 20, reason
+        assert len(hidden) > 20, reason
         for pattern in patterns:
             assert any(suites.is_excluded(test, {reason: [pattern]}) for test in tests), f"{pattern} names no test"
 
@@ -200,3 +208,31 @@ def test_a_suite_under_the_hook_that_was_not_streamed_fails_the_gate(
     assert suites.streamed_steps(suite, file) == 2
     assert suites.check(suite, [tmp_path]) == []
     assert suites.check(plain, [tmp_path]) == [], "without the hook there is nothing to stream"
+
+
+def test_a_suite_of_which_more_steps_differ_than_is_explained_fails_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "speechbrain/test_dataloader.py"
+    suite = suites.SUITES["speechbrain-hook"]
+    monkeypatch.setattr(suites, "BUILD", tmp_path)
+    monkeypatch.setattr(suites, "RECORDED", tmp_path / "recorded.json")
+    monkeypatch.setattr(suites, "version", lambda _: "1.0")  # this environment may lack some packages
+    monkeypatch.setattr(suites, "run", lambda suite, _peers: suites.expected(suite.name))
+    summary = tmp_path / "peers-speechbrain-hook-test_dataloader.json"
+    made = '{"steps": 9, "local_steps": 0, "compared_steps": 8, "differing_steps": %d}'
+    summary.write_text('{"loaders": [%s, %s, {"steps": 3, "local_steps": 1}]}' % (made % 0, made % 2))  # noqa: UP031
+    suites.record(suite, [file])
+    entry = suites.recorded()["speechbrain-hook"]
+    assert [entry[name] for name in ("streamed_steps", "compared_steps", "differing_steps")] == [
+        {file: 20},
+        {file: 16},
+        {file: 2},
+    ]
+    said = f"speechbrain-hook: {file}: 2 steps of data workers were not torch's own, 0 of them are stored and explained"
+    assert suites.check(suite, [tmp_path]) == [said], "nobody has said why"
+    explained = suites.replace(suite, differs="because")
+    assert suites.check(explained, [tmp_path]) == []
+    summary.write_text('{"loaders": [%s]}' % (made % 3))
+    assert suites.check(explained, [tmp_path]) == [said.replace(": 2 steps", ": 3 steps").replace("0 of", "2 of")]
+    assert suites.check(suites.SUITES["speechbrain"], [tmp_path]) == []

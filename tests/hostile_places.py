@@ -69,6 +69,8 @@ class Scenario:
         uid: who the user is.
         must_refuse: also where nothing of the stranger's was believed: what is made there would be in his hands.
         works: where what `prepare` has made is as it should be.
+        name: of what is opened.
+        dirts: the kinds of places in which it can be.
     """
 
     plant: Callable[[Path, Place], object]
@@ -77,6 +79,12 @@ class Scenario:
     uid: int = VICTIM
     must_refuse: bool = False
     works: bool = True
+    name: str = "thing"
+    dirts: tuple[Dirt, ...] = tuple(Dirt)
+
+    def tried_in(self) -> list[Dirt]:
+        """The kinds of places that it is run in: where nothing is prepared, nothing can be open to others."""
+        return [dirt for dirt in self.dirts if self.prepare or dirt not in (Dirt.SHARED, Dirt.OPEN)]
 
 
 @dataclass(frozen=True)
@@ -85,23 +93,25 @@ class Place:
 
     Attributes:
         base: root's; others may look.
+        name: of what is opened.
         loot: a directory of the user's, with a file that nobody may change.
         marks: where programs of the stranger's say that they ran, and as whom.
     """
 
     base: Path
+    name: str
     parent: Path = field(init=False)
     evil: Path = field(init=False)
     loot: Path = field(init=False)
     marks: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("parent", "evil", "loot", "marks"):
-            object.__setattr__(self, name, self.base / name)
+        for part in ("parent", "evil", "loot", "marks"):
+            object.__setattr__(self, part, self.base / part)
 
     @property
     def target(self) -> Path:
-        return self.parent / "thing"
+        return self.parent / self.name
 
     @property
     def precious(self) -> Path:
@@ -112,10 +122,18 @@ class Place:
         return f"#!/bin/sh\nid -u > {self.marks}/ran-$(id -u)\necho {EVIL}\n"
 
 
+def made(path: Path, content: str = "", mode: int = 0o644) -> Path:
+    """A file, with the directories above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
 @contextlib.contextmanager
 def place_of(dirt: Dirt | None, scenario: Scenario) -> Iterator[Place]:
     """A place of one kind; None: one with which nothing is wrong."""
-    place = Place(Path(tempfile.mkdtemp(prefix="hetstream-hostile-", dir="/tmp")))
+    place = Place(Path(tempfile.mkdtemp(prefix="hetstream-hostile-", dir="/tmp")), scenario.name)
     place.base.chmod(0o755)
     owner, mode, group = {
         None: (scenario.uid, 0o755, scenario.uid),

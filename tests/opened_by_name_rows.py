@@ -18,10 +18,21 @@ BY_RULE = {
 HELD_BY: dict[str, tuple[str, ...]] = {
     "job": (
         "job directory",
+        "program's Python",
+        "note of the program's Python",
+        "controller state",
+        "events",
+        "record",
+        "past jobs",
+        "address file",
+        "address file's pipe",
         "tests/base/test_private.py",
     ),
     "private": (
         "temporary",
+        "compiled features",
+        "script of plain sbatch",
+        "resume folder",
         "tests/hetjob/test_temporary.py",
     ),
     "packer": ("packer",),
@@ -48,11 +59,14 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "regular": ("what a script reads",),
     "own directory": ("own directory",),
     "checkpoint": (
+        "checkpoint",
+        "checkpoint cleaning",
         "tests/checkpoint/test_untrusted.py",
         "tests/checkpoint/test_hostile.py",
         "tests/checkpoint/test_replica_strangers.py",
     ),
     "store": (
+        "store",
         "tests/checkpoint/test_store.py",
         "tests/checkpoint/test_replica_strangers.py",
     ),

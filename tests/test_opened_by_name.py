@@ -47,20 +47,14 @@ from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Sample
 from hetstream.slurm_plugin.install.installation import RECORD, install
 from tests.base.users import STRANGER, needs_root
-from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, refusal_of
+from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, made, refusal_of
+from tests.hostile_trainings import TRAININGS
 from tests.opened_by_name import ROOT, Sites, sites
 from tests.opened_by_name_rows import BY_RULE, HELD_BY, ROWS
 
 CLUSTER = "production-0123abcd"
 
 Runs = Callable[[str, Dirt], str]
-
-
-def made(path: Path, content: str = "", mode: int = 0o644) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-    path.chmod(mode)
-    return path
 
 
 def verb(line: str) -> str:
@@ -329,6 +323,7 @@ SCENARIOS = {
         lambda path, _: os.mkfifo(path, 0o666), reads_for_conversion, lambda path: made(path, "srun -c 4 python")
     ),
     "packer": Scenario(linked_files("lock"), packs, uid=0),
+    **TRAININGS,
 }
 
 
@@ -361,6 +356,8 @@ def test_each_kind_of_row_says_why_it_is_safe() -> None:
     evidence = {held for names in HELD_BY.values() for held in names}
     assert {name for name in evidence if not name.endswith(".py")} == SCENARIOS.keys()
     assert all((ROOT / name).exists() for name in evidence if name.endswith(".py"))
+    lacking = [kind for kind, names in HELD_BY.items() if not SCENARIOS.keys() & set(names)]
+    assert lacking == [], "a kind of what somebody may have prepared is tried in hostile places"
 
 
 @pytest.mark.parametrize(
@@ -408,10 +405,14 @@ def runs() -> Iterator[Runs]:
 @pytest.mark.parametrize(
     ("name", "dirt"),
     [
-        pytest.param(name, dirt, id=f"{name}-{dirt.name.lower()}")
+        pytest.param(
+            name,
+            dirt,
+            id=f"{name}-{dirt.name.lower()}",
+            marks=[pytest.mark.slow] if name in TRAININGS and dirt not in (Dirt.FOREIGN, Dirt.LINKED) else [],
+        )
         for name, scenario in SCENARIOS.items()
-        for dirt in Dirt
-        if scenario.prepare or dirt not in (Dirt.SHARED, Dirt.OPEN)
+        for dirt in scenario.tried_in()
     ],
 )
 def test_what_a_stranger_prepares_or_swaps_does_no_harm(runs: Runs, name: str, dirt: Dirt) -> None:

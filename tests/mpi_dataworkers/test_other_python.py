@@ -45,6 +45,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     WorkerHeartbeat,
 )
+from tests.base.users import STRANGER, needs_root
 from tests.environment import make_environment
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -181,6 +182,16 @@ def test_nobody_is_followed_from_where_others_can_write(address_file: Path) -> N
     assert announced(address_file) is not None
     address_file.with_name("program-python.json").write_text("{}")
     assert announced(address_file) is None
+
+
+@needs_root
+def test_a_note_of_another_owner_is_not_followed(address_file: Path) -> None:
+    write(address_file, replace(PythonEnvironment.here(), prefix="/theirs"))
+    note = address_file.with_name("program-python.json")
+    os.chown(note, STRANGER, STRANGER)
+    assert announced(address_file) is None
+    os.chown(note, 0, 0)
+    assert announced(address_file) is not None
 
 
 def test_a_data_worker_follows_once_and_only_where_it_can(address_file: Path, caplog: pytest.LogCaptureFixture) -> None:

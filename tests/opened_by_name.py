@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -128,3 +129,31 @@ def sites() -> dict[str, Counter[str]]:
         for path in sorted((ROOT / package).rglob("*.py"))
         if not path.is_symlink() and (found := Sites(ast.parse(path.read_text())).found)
     }
+
+
+# What a shell script or a Lua plugin reaches by name, found in its text without comments: a word of each pattern.
+SCRIPTS = {
+    ".sh": re.compile(
+        r"(?<![\w./-])(?:mkdir|rmdir|mv|rm|cp|ln|cat|tee|touch|mktemp|chmod|chown|sed|awk|find|logger|exec|eval|source"
+        r"|install|dd|truncate|mkfifo)(?=\s)|(?<![\w.])\.(?=\s)|>>?(?![&=]|\s*/dev/null)|<(?![=<]|\s*/dev/null)"
+    ),
+    ".lua": re.compile(
+        r"\b(?:io\.(?:open|popen|lines|input|output)|os\.(?:execute|remove|rename|tmpname)"
+        r"|dofile|loadfile|loadstring|require|package\.\w+)\b"
+    ),
+}
+_COMMENTS = {".sh": re.compile(r"(?:^|\s)#.*$", re.M), ".lua": re.compile(r"--.*$", re.M)}
+
+
+def script_sites() -> dict[str, Counter[str]]:
+    """File -> word -> how often; of the scripts that Slurm runs on nodes and loads into its daemons and commands."""
+    return {
+        str(path.relative_to(ROOT)): found
+        for path in sorted((ROOT / "slurm_plugin").rglob("*"))
+        if path.suffix in SCRIPTS and (found := words_in(path.read_text(), path.suffix))
+    }
+
+
+def words_in(text: str, kind: str) -> Counter[str]:
+    """The words by which a script of a kind reaches something by its name."""
+    return Counter(found[0] for found in SCRIPTS[kind].finditer(_COMMENTS[kind].sub("", text)))

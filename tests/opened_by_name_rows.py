@@ -318,3 +318,33 @@ ROWS: dict[str, dict[str, str]] = {
         "checkpoint/replica/slots.py": "forget_others make_slot*3",
     },
 }
+
+# The same of scripts in other languages: file -> word -> how often, and why it is safe.
+SCRIPT_ROWS: dict[str, dict[str, tuple[int, str]]] = {
+    "slurm_plugin/lua/cli_filter.lua": {
+        "io.open": (2, "the user's own script by the path that sbatch found, /proc and /dev; files of os.tmpname"),
+        "os.tmpname": (2, "made with mode 0600 in /tmp, which is root's and has a sticky bit, whatever TMPDIR says"),
+        "os.execute": (2, "the user's shell, in the user's own sbatch; each word in it is quoted, or a number"),
+        "os.remove": (2, "what os.tmpname has made"),
+    },
+    "slurm_plugin/prolog/epilog.sh": {
+        "rm": (1, "below $run, behind is_own"),
+    },
+    "slurm_plugin/prolog/own.sh": {
+        "find": (1, "the look itself: it opens nothing, and follows no link"),
+    },
+    "slurm_plugin/prolog/prolog.sh": {
+        ".": (2, "root's settings: /etc/hetstream/packing.env"),
+        ">": (1, "below $run, behind is_own"),
+        "cat": (2, "a grant below $run, behind is_own; and the standard input of put"),
+        "logger": (1, "a program of the system, by a PATH that the script sets"),
+        "mkdir": (2, "below $run, behind is_own"),
+        "mv": (2, "below $run, behind is_own"),
+        "rm": (3, "below $run, behind is_own"),
+        "sed": (3, "what the driver shows in /proc, and standard input"),
+    },
+    "slurm_plugin/prolog/task_prolog.sh": {
+        ".": (2, "root's settings: /etc/hetstream/packing.env"),
+        "<": (1, "below $run, behind is_own"),
+    },
+}

@@ -49,8 +49,8 @@ from hetstream.slurm_plugin.install.installation import RECORD, install
 from tests.base.users import STRANGER, needs_root
 from tests.hostile_places import EVIL, PRECIOUS, Dirt, Place, Scenario, made, refusal_of
 from tests.hostile_trainings import TRAININGS
-from tests.opened_by_name import ROOT, Sites, sites
-from tests.opened_by_name_rows import BY_RULE, HELD_BY, ROWS
+from tests.opened_by_name import ROOT, Sites, script_sites, sites, words_in
+from tests.opened_by_name_rows import BY_RULE, HELD_BY, ROWS, SCRIPT_ROWS
 
 CLUSTER = "production-0123abcd"
 
@@ -377,6 +377,30 @@ def test_each_kind_of_row_says_why_it_is_safe() -> None:
 )
 def test_calls_are_found_however_they_are_written(text: str, number: int) -> None:
     assert sum(Sites(ast.parse(text)).found.values()) == number
+
+
+def test_each_word_of_a_script_that_reaches_something_by_its_name_has_a_row() -> None:
+    """Shell scripts that Slurm runs as root, and Lua that it loads, are no Python: a pattern finds what they reach."""
+    listed = {file: {word: count for word, (count, why) in words.items() if why} for file, words in SCRIPT_ROWS.items()}
+    assert {file: dict(found) for file, found in script_sites().items()} == listed, "see tests/opened_by_name_rows.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (".sh", 'echo x >"$run/y"', [">"]),
+        (".sh", 'echo x >> log; cat <"$given"', [">>", "cat", "<"]),
+        (".sh", '[ -e x ] && . "$settings"', ["."]),
+        (".sh", "  rm -f x || mv y z", ["rm", "mv"]),
+        (".sh", "# rm x\nexit 0  # cat", []),
+        (".sh", "logged 2>/dev/null 2>&1 </dev/null; format=x.rm", []),
+        (".lua", 'local f = io.open("x") -- io.popen', ["io.open"]),
+        (".lua", 'os.execute("x"); require("y"); loadfile("z")()', ["os.execute", "require", "loadfile"]),
+        (".lua", "local open, execute = 1, job.os", []),
+    ],
+)
+def test_words_of_scripts_are_found(kind: str, text: str, words: list[str]) -> None:
+    assert [*words_in(text, kind)] == words
 
 
 @needs_root

@@ -87,7 +87,7 @@ def node_script(option: str, settings: Path, *, run_dir: str = RUN_DIR, startup:
         f"holds={HOLDS_MARK}\n"
         f"upgrades={UPGRADE_MARK}\n"
         f"startup={shlex.quote(startup)}\n"
-        "\n" + (_BODIES / SCRIPTS[option]).read_text()
+        + "".join("\n" + (_BODIES / name).read_text() for name in ("own.sh", SCRIPTS[option]))
     )
 
 

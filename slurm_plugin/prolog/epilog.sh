@@ -8,7 +8,9 @@ case ${SLURM_JOB_ID:-} in
   '' | *[!0-9]*) ;;
   *)
     # In this order: by the first file a Prolog that writes the second one anew sees whether the job has ended.
-    for file in "$run/environment/$SLURM_JOB_ID" "$run/grants/$SLURM_JOB_ID.json"; do rm -f "$file" "$file.new"; done
+    if is_own; then
+      for file in "$run/environment/$SLURM_JOB_ID" "$run/grants/$SLURM_JOB_ID.json"; do rm -f "$file" "$file.new"; done
+    fi
     ;;
 esac
 exit 0

@@ -137,6 +137,10 @@ allocate() (
   case $uid in '' | *[!0-9]*) return 1 ;; esac
   gpus=${SLURM_JOB_GPUS:-} comment=${SLURM_JOB_COMMENT:-}
   case $comment in "$mark"* | "$holds"* | "$upgrades"*) ;; *) if [ -z "$gpus" ]; then return 0; fi ;; esac
+  if ! is_own; then
+    say "no grant: $run is not root's alone: nothing is written there. See: ls -ld $run $run/*"
+    return
+  fi
   if [ -e "$run/grants-incomplete" ]; then
     say "no grant: $run/grants-incomplete is there, see the log of earlier jobs. Remove it when no job runs here"
     return

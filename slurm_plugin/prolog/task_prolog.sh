@@ -12,7 +12,7 @@ asked="SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET 
 task() (
   case ${SLURM_JOB_ID:-} in '' | *[!0-9]*) return ;; esac
   given=$run/environment/$SLURM_JOB_ID
-  if [ -r "$given" ]; then
+  if [ -r "$given" ] && is_own; then
     while read -r line; do
       echo "export $line"
       case $line in

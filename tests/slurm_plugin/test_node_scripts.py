@@ -356,6 +356,57 @@ def test_another_user_can_read_what_the_prolog_wrote_and_change_nothing(node: No
     run_as(STRANGER, look)
 
 
+def evil_run_dir(path: Path, precious: Path) -> None:
+    """Of a stranger's: every name that the Prolog writes is a link, and a job has an environment already."""
+    for name in ("grants", "environment"):
+        (path / name).mkdir(parents=True)
+    for name in ("grants/7.json", "grants/7.json.new", "environment/7.new"):
+        (path / name).symlink_to(precious)
+    (path / "environment" / "7").write_text("LD_PRELOAD=/evil.so\n")
+    for one in (path, *path.rglob("*")):
+        os.chown(one, STRANGER, STRANGER, follow_symlinks=False)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "dirt", ["foreign", "linked", "open", "swapped", "foreign grants", "linked grants", "open environment"]
+)
+def test_where_somebody_else_has_a_hand_in_the_run_directory_root_writes_and_removes_nothing(
+    node: Node, dirt: str, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("root's")
+    evil = tmp_path / "evil"
+    evil_run_dir(evil, precious)
+    if dirt == "foreign":
+        evil.rename(node.run_dir)
+    elif dirt == "linked":
+        node.run_dir.symlink_to(evil)
+    else:
+        node.run_dir.mkdir()
+        for name in ("grants", "environment"):
+            (node.run_dir / name).mkdir()
+    if dirt == "foreign grants":
+        (node.run_dir / "grants").rmdir()
+        (evil / "grants").rename(node.run_dir / "grants")
+    elif dirt == "linked grants":
+        (node.run_dir / "grants").rmdir()
+        (node.run_dir / "grants").symlink_to(evil / "grants")
+    elif dirt == "open":
+        node.run_dir.chmod(0o777)
+    elif dirt == "open environment":
+        (node.run_dir / "environment").chmod(0o777)
+    elif dirt == "swapped":  # at any moment, by whoever can rename it
+        tmp_path.chmod(0o777)
+    before = {str(path): path.lstat().st_mtime_ns for path in [*evil.rglob("*"), *node.run_dir.rglob("*")]}
+    for environ in (GUARANTEED, OPPORTUNISTIC):
+        assert node.call("Prolog", environ) == []
+        assert "LD_PRELOAD" not in "".join(node.call("TaskProlog", environ))
+        assert node.call("Epilog", {}) == []
+    assert precious.read_text() == "root's"
+    assert before == {str(path): path.lstat().st_mtime_ns for path in [*evil.rglob("*"), *node.run_dir.rglob("*")]}
+
+
 def test_the_scripts_say_which_version_they_are(node: Node) -> None:
     for name in SCRIPTS.values():
         assert script_version((node.directory / name).read_text()) == SCRIPTS_VERSION

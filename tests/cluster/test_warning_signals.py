@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.summary import SUMMARY_FILE
+from hetstream.hetjob.summary import SUMMARY_FILE, load_summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -55,8 +55,17 @@ class Job:
     def is_over(self) -> bool:
         return self.job_id not in self.cluster.run(["squeue", "-h", "-o", "%A %i"]).stdout.split()
 
+    def num_registered(self) -> int:
+        """How often a data worker has come to the dispatcher."""
+        return sum(path.read_text().count("registered") for path in self.jobs.glob("data-worker-*.log"))
+
     def is_served(self) -> bool:
-        return "registered" in "".join(path.read_text() for path in self.jobs.glob("data-worker-*.log"))
+        return self.num_registered() > 0
+
+    def local_steps(self) -> int:
+        """How many batches the trainer has made itself, as the job's record says."""
+        loaders = load_summary(self.jobs)[0]["loaders"]
+        return sum(loader["local_steps"] for loader in loaders)
 
 
 def check_end_in_order(job: Job, wait_until: Callable[..., None]) -> None:
@@ -69,7 +78,18 @@ def check_end_in_order(job: Job, wait_until: Callable[..., None]) -> None:
 def test_what_warns_the_training_ends_nothing_that_serves_it(
     proctrack_cluster: Any, wait_until: Callable[..., None]
 ) -> None:
-    cluster = proctrack_cluster
+    check_warned(proctrack_cluster, wait_until)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("newer", ["24.11", "26.05"])
+def test_what_warns_the_training_ends_nothing_on_newer_releases_either(
+    devclusters: Callable[[str], Any], wait_until: Callable[..., None], newer: str
+) -> None:
+    check_warned(devclusters(newer), wait_until)
+
+
+def check_warned(cluster: Any, wait_until: Callable[..., None]) -> None:
     job = Job(cluster, cluster.out_dir / f"warned-{len(os.listdir(cluster.out_dir))}", "--time=10")
     wait_until(lambda: job.lines("batches") and job.is_served(), 90, "data workers make batches")
     master = job.steps()["hetstream"]
@@ -99,7 +119,7 @@ def test_a_signal_before_the_time_limit_leaves_the_data_workers_until_the_end(
     place = devcluster.out_dir / f"limit-{len(os.listdir(devcluster.out_dir))}"
     job = Job(devcluster, place, f"--time=2 --signal={asked}")
     wait_until(lambda: job.lines("batches") and job.is_served(), 90, "data workers make batches")
-    steps = job.steps()
+    steps, num_before, num_registered = job.steps(), len(job.lines("batches")), job.num_registered()
     wait_until(lambda: job.lines("signals"), 130, "the warning has come")
     count = len(job.lines("batches"))
     wait_until(lambda: len(job.lines("batches")) > count + 200, 60, "the training goes on")
@@ -107,5 +127,10 @@ def test_a_signal_before_the_time_limit_leaves_the_data_workers_until_the_end(
     assert now["hetstream"] == steps["hetstream"], job.said()
     if "TERM" not in asked:
         assert now == steps
+    else:  # Slurm ends data workers with it, and their step begins anew
+        wait_until(lambda: job.num_registered() > num_registered, 45, "a data worker has come again")
+        assert "data-worker" in job.steps()
     assert "stopping" not in job.said()
     check_end_in_order(job, wait_until)
+    if "TERM" not in asked:
+        assert job.local_steps() <= num_before + 20, "data workers made what came after the signal"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,35 @@ def told(site: Any, *words: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout)
     assert LINE in found["notes"]
     return found
+
+
+@pytest.mark.parametrize("verb", ["serve", "exporter"])
+def test_a_plain_user_serves_what_is_hidden_only_if_he_says_so(
+    site: Any, verb: str, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    command = [sys.executable, str(AS_USER), str(NOBODY), verb, "--listen", "0", "--fresh"]
+    environ = {**site.cluster.env, "HOME": "/nonexistent"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "PrivateData=jobs,reservations hides a part of the cluster" in done.stderr
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        server = subprocess.Popen([*command, "--public"], env=environ, stderr=stderr)
+    try:
+        wait_until(lambda: "http://" in log.read_text(), 60)
+        (url,) = re.findall(r"http://\S+", log.read_text())
+
+        def answers() -> bool:
+            try:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    return bool(answer.read())
+            except urllib.error.URLError:
+                return False
+
+        wait_until(answers, 60)
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
 
 
 def submit(site: Any, *options: str) -> str:

@@ -11,6 +11,8 @@ import pytest
 from hetstream.slurm_plugin.model.joint import Candidates, exact, upgrades
 from hetstream.slurm_plugin.model.pareto import front
 from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
+from hetstream.slurm_plugin.policy.dlrover import RHO
+from hetstream.slurm_plugin.policy.srtf import expected_remaining_s
 from hetstream.slurm_plugin.policy.table import JobTable, Pool, job_table
 
 MOST_CPUS = 8
@@ -80,6 +82,33 @@ def test_the_sum_of_speeds_beside_all_allocations(is_mixed: bool, is_local: bool
         assert min(shares) > 1 - 1e-9, "exact for data workers of one size"
     assert min(shares) >= 0.5, "what greedy and the best single job guarantee"
     assert np.mean(shares) >= 0.97
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_what_dlrover_says_of_itself_beside_all_allocations(is_mixed: bool) -> None:
+    """The sum of gain x WG; and the paper's equation 12, the sum of gain / cost x WG of one plan for each job."""
+    shares, by_paper = [], []
+    for case in cases(40, is_mixed, is_local=False):
+        table = case.table
+        best_speed = np.maximum(case.speed[:, -1], 1e-12)
+        weight = (expected_remaining_s(table) / best_speed + 1.0) ** -RHO * case.gpus
+
+        def gain(allocated: Allocated, case: Case = case, weight: np.ndarray = weight) -> float:
+            return float((np.array(case.speeds(allocated)) * weight).sum())
+
+        def paper(allocated: Allocated, case: Case = case, weight: np.ndarray = weight) -> float:
+            cost = np.maximum(np.array(allocated) * case.sizes, 1)
+            return float((np.array(case.speeds(allocated)) / cost * weight).sum())
+
+        found, every = case.by("dlrover"), [*case.all()]
+        for share, worth in ((shares, gain), (by_paper, paper)):
+            best = max(map(worth, every))
+            share.append(worth(found) / best if best > 0 else 1.0)
+    if not is_mixed:
+        assert min(shares) > 1 - 1e-9, "the greatest with data workers of one size"
+    assert min(shares) >= 0.5, "at least half with several"
+    assert np.mean(np.array(by_paper) > 1 - 1e-9) < 0.5, "no promise"
+    assert 0.7 < np.mean(by_paper) < 0.9
 
 
 @pytest.mark.parametrize("is_local", [False, True])

@@ -22,7 +22,7 @@ from hetstream.hetjob.master.memory_watch import MemoryWatch
 from hetstream.hetjob.master.migration import Migration
 from hetstream.hetjob.master.trainer_memory import MemoryReading, TrainerMemory
 from hetstream.hetjob.spec import JobSpec
-from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStats, LoaderStatus
 from hetstream.slurm_plugin.cli.why import report_of
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
@@ -122,6 +122,34 @@ def test_a_migration_that_fails_is_said_and_leaves_the_job_alone(
     other.begin("96G")
     other.look()
     assert "the training is not moved to more memory: [Errno 13] Permission denied" in caplog.text
+
+
+def epochs(now: float) -> LoaderStatus:
+    """A loader whose epochs of 1200 steps take 20 minutes each."""
+    steps = int(now)
+    epoch, step = divmod(steps, 1200)
+    return LoaderStatus(
+        "j", 0, 0, 1, "gpu0", 1, epoch, step, 1200, 0, 8, 2, 4.0, 2e6, 0.2, LoaderStats(steps=steps)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_leak", [False, True], ids=["a first epoch that fills a cache", "a leak"])
+def test_of_a_first_epoch_and_a_leak_only_the_leak_moves_a_job(tmp_path: Path, is_leak: bool) -> None:
+    """Both fill memory to 60 % in the first epoch; the leak goes on."""
+    now, commands = [0.0], Commands()
+
+    def reading() -> MemoryReading:
+        share = 0.1 + 0.5 * (now[0] / 1200 if is_leak else min(1.0, now[0] / 1200))
+        return MemoryReading(int(share * 64 * GIB), 64 * GIB)
+
+    watch = MemoryWatch(TrainerMemory("8123", reading), CompanionMemory(None))
+    watch.migration = migration(tmp_path, commands)
+    for now[0] in range(0, 2100 if is_leak else 12_000, 10):
+        watch.look_at_trainer(None, now[0], [epochs(now[0])])
+        if watch.trainer.warning:
+            break
+    assert bool(watch.trainer.warning) == is_leak
+    assert len(commands.started) == is_leak
 
 
 def test_without_the_wish_a_warning_is_only_said() -> None:

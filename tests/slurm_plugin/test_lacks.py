@@ -88,7 +88,11 @@ def test_lacks_is_what_lets_a_waiting_job_start(
         for (cpus, gpus, memory_mb), count in wanted
         for _ in range(count)
     ]  # fmt: skip
-    for row in measure(nodes, jobs).nodes:
+    snapshot = Snapshot(1.0, "24.11", "test", tuple(jobs), tuple(nodes), (Partition("gpu", ()),))
+    seen = observe(snapshot, {})
+    shown = {row.node: row.lacking for row in seen.fragmentation.nodes}
+    for row in measure(nodes, jobs, snapshot.partitions).nodes:
+        assert shown[row.node] == row.lacking
         node = next(node for node in nodes if node.name == row.node)
         if not row.stranded_gpus:
             continue

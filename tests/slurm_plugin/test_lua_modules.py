@@ -134,6 +134,24 @@ TEXT_FIELDS = (
     "reservation",
     "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task",
 )  # fmt: skip
+# Numbers to Slurm, or what no plain user writes; of the script only whether there is one is looked at.
+NO_TEXT_FIELDS = {
+    "core_spec", "cores_per_socket", "cpus_per_task", "cron_job", "het_job_offset", "max_cpus", "max_nodes", "min_cpus",
+    "min_mem_per_cpu", "min_nodes", "nice", "ntasks_per_core", "ntasks_per_node", "ntasks_per_socket",
+    "ntasks_per_tres", "num_tasks", "pn_min_cpus", "priority", "requeue", "shared", "sockets_per_node", "thread_spec",
+    "threads_per_core", "user_id",
+    "admin_comment", "default_account", "default_qos", "script",
+}  # fmt: skip
+
+
+def test_each_field_that_the_guard_reads_is_tried_or_no_text() -> None:
+    text = re.sub(r"--.*", "", (LUA_DIR / "job_submit.lua").read_text())
+    names = set(re.findall(r"\b(?:job|change|record)\.(\w+)", text))
+    for listed in re.findall(r"local (?:\w+_FIELDS|READ_EARLY) = \{(.*?)\}", text, re.S):
+        names |= set(re.findall(r'"(\w+)"', listed))
+    assert names == {*TEXT_FIELDS, *NO_TEXT_FIELDS}
+
+
 FLOODS = (
     " ",
     "a",

@@ -28,7 +28,8 @@ SCRIPT = "#!/bin/bash\n#HETSTREAM --data-workers=2 --data-worker-partition=cpu\n
 TOOLS = {
     "sinfo": 'printf "gpu*\\ncpu\\n"',
     "scontrol": 'case "$*" in "write batch_script 7 "*) shift 3; echo "$1" >> made; cp train.sbatch "$1";; esac',
-    "sbatch": 'for word; do case "$word" in *train.sbatch) echo "$word" >> made; grep -q hetjob "$word";; esac; done',
+    "sbatch": 'for word; do case "$word" in *train.sbatch) echo "$word" >> made; grep -q hetjob "$word" || exit 1; '
+    "esac; done; echo 9",
 }
 BATCH_SCRIPT = "from hetstream.slurm_plugin.client.slurm import CommandSlurm; print(CommandSlurm().batch_script('7'))"
 LIBRARY = """
@@ -37,11 +38,28 @@ made = native.library()
 assert made is not None
 print(made._name, file=open("made", "w"))
 """
+MIGRATE = """
+from types import SimpleNamespace
+from hetstream.slurm_plugin.cli.migrate import _submit
+print(_submit(SimpleNamespace(plan=None, script=b"# hetjob"), [], "train.sbatch", [], "."))
+"""
+RESUME = """
+import torch
+from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
+from types import SimpleNamespace
+callback = FlashCheckpointCallback("ckpt")
+parts = dict.fromkeys(("model", "optimizer", "scheduler", "generators"), {"a": torch.ones(1)})
+callback._checkpointer.load = lambda: SimpleNamespace(state={**parts, "trainer": {}})
+print(callback.resume_folder(), file=open("made", "w"))
+callback._checkpointer.close()
+"""
 PROGRAMS = {
     "features as machine code": [sys.executable, "-c", LIBRARY],
     "a converted script": [HETSTREAM, "sbatch", "train.sbatch"],
     "the script of plain sbatch": [HETSTREAM, "filter", "", "train.sbatch", "train.sbatch"],
     "the script of a job that moves": [sys.executable, "-c", BATCH_SCRIPT],
+    "the script that hetstream migrate submits": [sys.executable, "-c", MIGRATE],
+    "the folder from which transformers resume": [sys.executable, "-c", RESUME],
 }
 
 
@@ -85,11 +103,16 @@ def made_in(directory: Path) -> Iterator[list[str]]:
 
 
 @needs_root
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.slow if PROGRAMS[name][-1] is RESUME else ()) for name in PROGRAMS],
+)
 @pytest.mark.parametrize(("owner", "mode"), [(0, 0o777), (STRANGER, 0o1777)], ids=["no sticky bit", "a stranger's"])
 def test_nothing_that_is_run_is_made_where_others_could_swap_it(
     work: Path, program: str, owner: int, mode: int
 ) -> None:
+    if PROGRAMS[program][-1] is RESUME:
+        pytest.importorskip("transformers")
     place = shared(work / "scratch", owner, mode)
     environ = {**os.environ, "TMPDIR": str(place), "PATH": f"{work}/tools:{os.environ['PATH']}"}
     environ["HETSTREAM_FILTER_NONCE"] = "abc"

@@ -316,13 +316,20 @@ class NodeTable:
             rounded = -(-cpus // np.maximum(1, units[shape.unit])) * np.maximum(1, units[shape.unit])
             # What the system keeps for itself leaves less than whole units.
             cpus = np.where((rounded > self.cpus) & (cpus <= self.cpus), self.cpus, rounded)
-        if max(shape.layout[:2]) > 1:
-            # So few cores may be busy that so many sockets have so many free, wherever the busy ones are.
-            bad_sockets = np.maximum(1, self._layout[0] - max(1, shape.layout[0]) + 1)
-            bad_cores = np.maximum(1, self._layout[1] - max(1, shape.layout[1]) + 1)
-            cpus = np.maximum(cpus, self.cpus - (bad_sockets * bad_cores - 1) * self.cpus_per_core)
         memory_mb = shape.memory_mb + shape.memory_per_cpu_mb * np.maximum(0, cpus - asked)
+        # Cores of sockets must be free that it need not be given.
+        cores_free = max(1, shape.layout[0]) * max(1, shape.layout[1]) if max(shape.layout[:2]) > 1 else 0
+        cpus = np.maximum(cpus, cores_free * self.cpus_per_core)
         return cpus, np.maximum(memory_mb, self.memory_mb) if shape.all_memory else memory_mb
+
+    def has_sockets_free(self, shape: Shape, cpus_free: Counts) -> Mask:
+        """Where so few cores are busy that as many sockets as a shape names have as many free, wherever those are."""
+        if max(shape.layout[:2]) < 2:
+            return np.ones(len(self.nodes), dtype=np.bool_)
+        bad_sockets = np.maximum(1, self._layout[0] - max(1, shape.layout[0]) + 1)
+        bad_cores = np.maximum(1, self._layout[1] - max(1, shape.layout[1]) + 1)
+        mask: Mask = cpus_free >= self.cpus - (bad_sockets * bad_cores - 1) * self.cpus_per_core
+        return mask
 
     def laid_out(self, shape: Shape) -> Mask:
         """The nodes with as many sockets, cores and threads, and as much disk, as a shape names."""

@@ -120,6 +120,11 @@ class Room:
                 mask = mask & enough
         return mask
 
+    @property
+    def fits_for_certain(self) -> Mask:
+        """Of `fits` where the sockets that it asks for are free, wherever the busy cores are."""
+        return self.fits & self._table.has_sockets_free(self.shape, self.free["CPUs"])
+
     def is_enough(self, mask: Mask) -> bool:
         """Whether these nodes would do: as many as the job wants, with all that it names, and alike or side by side."""
         return self._has_named and any(

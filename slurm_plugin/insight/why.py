@@ -429,7 +429,7 @@ class Explainer:
         ) and not (
             self._snapshot.hidden
             or self._kind_not_looked_at(job)
-            or job.tasks_per_socket
+            or self._sockets_in_doubt(job)
             or gres_in_doubt(self._shape(job))
         )
 
@@ -558,8 +558,8 @@ class Explainer:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
             return found_none(job, now_s)
-        if job.tasks_per_socket:
-            text = "by its CPUs; which sockets have them, as --ntasks-per-socket asks, only Slurm weighs"
+        if option := self._sockets_in_doubt(job):
+            text = f"by its CPUs; which sockets have them, as {option} asks, only Slurm weighs"
             return Blocker(SOCKETS, f"{room} {text}; no job is ahead", f"scontrol show job {job.job_id}")
         if hidden := self._snapshot.hidden:
             what = "jobs ahead of it" if self._snapshot.hides_jobs else "reservations in its way"
@@ -619,6 +619,18 @@ class Explainer:
             return "constraints"
         return "switches" if job.num_switches and self._has_switches else ""
 
+    def _sockets_in_doubt(self, job: Job, shape: Shape | None = None) -> str:
+        """The option by which a job with room asks for sockets of which only Slurm knows how busy they are, or none."""
+        if job.tasks_per_socket:
+            return "--ntasks-per-socket"
+        shape = self._shape(job) if shape is None else shape
+        if max(shape.layout[:2]) < 2:
+            return ""
+        room = self._room_of(shape, job)
+        if room.is_enough(room.fits_for_certain):
+            return ""
+        return "--cores-per-socket" if shape.layout[1] > 1 else "--sockets-per-node"
+
     def _turn(self, job: Job) -> str:
         """The kind of what a job with room waits for, found without looking at all the jobs ahead."""
         if job.het is not None and self._is_held_up(job):
@@ -633,7 +645,7 @@ class Explainer:
             return "GRES"
         if self._finds_none(job):
             return NOT_LOOKED_AT
-        if job.tasks_per_socket:
+        if self._sockets_in_doubt(job):
             return SOCKETS
         return HIDDEN if self._snapshot.hidden else "scheduler"
 
@@ -656,6 +668,10 @@ class Explainer:
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
             return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
+        if max(trainer.layout[:2]) > 1 and (option := self._sockets_in_doubt(job, trainer)):
+            return Verdict(
+                False, f"whether sockets have room for {kept} CPUs a node, as {option} asks, Slurm alone weighs"
+            )
         limited = replace(job, time_limit_s=self._limit_s(job))
         if self._turns.is_behind_unplanned(job):
             first, where = self._turns.first_unplanned(job), compress(node.name for node in fits)

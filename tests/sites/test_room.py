@@ -56,6 +56,17 @@ def test_tasks_that_go_to_sockets_of_their_own(site: Any) -> None:
     says_that_slurm_finds_none(site, job, "so0")
 
 
+def test_a_job_that_asks_for_cores_of_a_socket_has_room_beside_busy_ones(site: Any) -> None:
+    """Of so0 one socket has 2 busy cores, and the other 4 free ones."""
+    busy = site.submit("-pso", "-n1", "-c2", *SMALL)
+    site.settle(**{busy: "CONFIGURING"})
+    job = site.submit("-pso", "-wso0", "-n1", "-c4", "-B1:4:1", "--hold", *SMALL)
+    site.settle(**{job: "PENDING JobHeld"})
+    assert site.facts(job)["fits_on"] == ["so0"]
+    site.run("scontrol", "release", job)
+    site.settle(**{job: "CONFIGURING"})
+
+
 def as_nobody(site: Any, *options: str) -> str:
     return str(site.submit(*SMALL, *options, nobody=True))
 

@@ -372,6 +372,27 @@ def test_which_sockets_have_room_for_tasks_only_slurm_knows() -> None:
     assert kinds(explain(replace(spread, reason="Resources"), two_sockets(8))) == ["not looked at"], "Slurm did"
 
 
+def test_which_sockets_have_free_cores_only_slurm_knows() -> None:
+    """-B 1:4 beside 10 busy cores of 16: 5 may be on each socket. Of 9 one socket has 4 at the most."""
+
+    def two_sockets(cpus_free: int) -> Node:
+        return replace(node("g0", cpus_free, 4), layout=(2, 8, 1))
+
+    four = pending(4, 0, num_cpus=4, cpus_per_task=4, layout=(1, 4, 0))
+    found = explain(four, two_sockets(6))
+    assert (kinds(found), found.fits_on) == (["sockets"], ("g0",))
+    assert "which sockets have them, as --cores-per-socket asks, only Slurm weighs" in found.blockers[0].text
+    assert kinds(explain(four, two_sockets(7))) == ["scheduler"]
+    assert kinds(explain(four, two_sockets(3))) == ["CPUs"]
+    assert kinds(explain(replace(four, reason="Resources"), two_sockets(6))) == ["not looked at"], "Slurm did"
+    two = replace(four, layout=(2, 1, 0))
+    assert "as --sockets-per-node asks" in explain(two, two_sockets(8)).blockers[0].text
+    assert kinds(explain(two, two_sockets(9))) == ["scheduler"]
+    trainer = pending(12, 1, num_cpus=12, cpus_per_task=12, layout=(1, 4, 0))
+    assert explain(trainer, two_sockets(7)).conversion.helps
+    assert "Slurm alone weighs" in explain(trainer, two_sockets(6)).conversion.text
+
+
 def test_many_partitions_of_a_job_take_the_room_of_a_few() -> None:
     names = tuple(f"partition{number}" for number in range(255))
     mine = pending(partitions=names)

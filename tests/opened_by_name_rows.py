@@ -102,7 +102,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/worker/watch.py": "count_oom_kills*2",
         "slurm_plugin/cli/__init__.py": "_drop_stdout",
         "slurm_plugin/cli/gpu_report.py": "_numbers*2",
-        "slurm_plugin/coordinator/admission.py": "slurm_job_of",
+        "slurm_plugin/coordinator/admission.py": "_own_word _uid_of slurm_job_of",
         "slurm_plugin/coordinator/driver_checkpoint.py": "driver",
         "slurm_plugin/coordinator/own_jobs.py": "_began _has_torch guaranteed_processes*2",
         "slurm_plugin/devcluster/cgroups.py": "enter*2 groups_of remove_groups",

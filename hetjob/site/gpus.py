@@ -64,7 +64,8 @@ class GpuNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         index: its number on the node.
         gpu: what jobs call it.
         used_share: of the last seconds, in which something ran on it.
-        free_bytes: of its memory, without the most that the guaranteed job has needed.
+        free_bytes: of its memory, without the most that the guaranteed job has needed, and what processes without an
+            agent hold.
         is_reserved: a guaranteed job has it, by its grant.
         guaranteed: those jobs, as far as they have an agent.
         closed: why an opportunistic job could do nothing there; empty if it could.

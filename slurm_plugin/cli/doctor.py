@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.gpu.config import DEFAULT_SOCKET
 from hetstream.hetjob.site.address import site_value
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client import pyslurm_backend
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.coordinator.look import look
 from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, examine, lua_versions
 from hetstream.slurm_plugin.install.doctor_gpus import read_gpus
 from hetstream.slurm_plugin.install.doctor_packing import GRES, why_no_packing
@@ -141,6 +143,7 @@ def _sharing(snapshot: Snapshot) -> dict[str, Any]:
     here = {socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME", "")}
     path = Path(os.environ.get("HETSTREAM_GPU_SOCKET", DEFAULT_SOCKET))
     uid = site_value("HETSTREAM_GPU_COORDINATOR_UID", os.environ) or ""
+    coordinator_uid = int(uid) if uid.isdecimal() else None
     return {
         "node_scripts": {option: _programs(config, option) for option in SCRIPTS},
         "has_gres_opp_plugin": _has_plugin(config, "gres_opp.so"),
@@ -148,9 +151,21 @@ def _sharing(snapshot: Snapshot) -> dict[str, Any]:
             node.name in here and any(gres.name == GRES for gres in node.gres) for node in snapshot.nodes
         ),
         "coordinator_socket": (str(path), _owner_of(path)),
-        "coordinator_uid": int(uid) if uid.isdecimal() else None,
+        "coordinator_uid": coordinator_uid,
+        "uncounted_gpus": _uncounted(path, coordinator_uid),
         "is_sharing_closed": (Path(RUN_DIR) / "grants-incomplete").exists(),
     }
+
+
+def _uncounted(path: Path, coordinator_uid: int | None) -> tuple[str, ...]:
+    """GPUs of this host that are shared, and whose driver does not say who holds their memory."""
+    if _owner_of(path) is None:
+        return ()
+    try:
+        rows = look(str(path), coordinator_uid).gpus
+    except HetstreamError:  # it does not answer us, which is another finding
+        return ()
+    return tuple(row.gpu for row in rows if row.agentless_bytes is None and not row.is_lost)
 
 
 def _owner_of(path: Path) -> int | None:

@@ -24,6 +24,7 @@ from hetstream.hetjob.errors import GpuJobRefused
 from hetstream.hetjob.gpu.devices.emulated_file import resolved
 from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
+from hetstream.slurm_plugin.coordinator.agentless import Holder
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ class Admission(Protocol):
     def is_reserved(self, gpu: str) -> bool:
         """Whether a guaranteed job has the GPU."""
 
+    def holder_of(self, pid: int) -> Holder | None:
+        """Whose a process is that has not come; None: of no job that was given a GPU, or nobody knows."""
+
     def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
         """Whether a process of a guaranteed job may come to a GPU.
 
@@ -128,6 +132,15 @@ class GrantedJobs:
         grants = [self._grant(job) for job in jobs if _JOB.fullmatch(job)]
         return any(grant and grant.job_class is JobClass.GUARANTEED and gpu in grant.gpus for grant in grants)
 
+    def holder_of(self, pid: int) -> Holder | None:
+        """As `Admission.holder_of`. Where control groups do not tell, a process names its job, a job of its user's."""
+        job_by_kernel = self._job_of(pid)
+        job = job_by_kernel or _own_word(pid)
+        grant = self._grant(job) if _JOB.fullmatch(job) else None
+        if grant is None or (not job_by_kernel and grant.uid != _uid_of(pid)):
+            return None
+        return Holder(job, grant.job_class, grant.uid)
+
     def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
         """As `Admission.check_guaranteed`: Slurm has given the GPU to all of them, so that is only told."""
         for other in others:
@@ -166,6 +179,26 @@ def slurm_job_of(pid: int) -> str | None:
         return None
     found = _CGROUP_JOB.search(groups)
     return found[1] if found else None
+
+
+def _own_word(pid: int) -> str:
+    """The Slurm job that a process has in its environment; empty where that cannot be read, or says nothing."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    name = b"SLURM_JOB_ID="
+    return next((os.fsdecode(entry[len(name) :]) for entry in entries if entry.startswith(name)), "")
+
+
+def _uid_of(pid: int) -> int | None:
+    """The user that a process runs as. Not the owner of its files in /proc: a process can have those be root's."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:  # it has gone
+        return None
+    found = re.search(r"^Uid:\t\d+\t(\d+)", status, re.M)
+    return int(found[1]) if found else None
 
 
 def check_rank(introduction: Introduction, job: str, others: Iterable[Introduction | None]) -> None:

@@ -249,7 +249,7 @@ def _limit_memory(state: GpuState, seen: Measurements, now_ns: int) -> GpuState:
     if seen.guaranteed and _is_settled(state, seen.guaranteed):
         record = seen.guaranteed.statistics or Statistics()
         peak_bytes = max(record.peak_bytes, state.pacing.history.peak_bytes)
-        available = memory.left_bytes(seen.capacity_bytes, peak_bytes)
+        available = memory.left_bytes(seen.capacity_bytes, peak_bytes + seen.agentless_bytes)
     wanted = memory.divided(available, demands)
     may_rise = now_ns - state.raised_ns >= _RAISE_NS
     limits = memory.stepwise(seen.capacity_bytes, state.limits, wanted, may_rise)
@@ -265,12 +265,13 @@ def _is_settled(state: GpuState, guaranteed: SharingJob) -> bool:
 
 def _share_memory(state: GpuState, seen: Measurements, demands: Mapping[str, int], now_ns: int) -> GpuState:
     """New limits where opportunistic jobs are alone: what they ask for and some more, or what trials have shown."""
-    spare_bytes = seen.capacity_bytes - sum(demands.values())
+    capacity_bytes = max(0, seen.capacity_bytes - seen.agentless_bytes)
+    spare_bytes = capacity_bytes - sum(demands.values())
     if spare_bytes >= 0 or len(demands) == 1:
         each_bytes = spare_bytes // max(1, len(demands))
         limits = {name: demand_bytes + each_bytes for name, demand_bytes in demands.items()}
         return replace(state, limits=limits, trial=Trial(), raised_ns=now_ns)
-    advanced = trial.advance(state.trial, seen.capacity_bytes, demands, seen.opportunistic)
+    advanced = trial.advance(state.trial, capacity_bytes, demands, seen.opportunistic)
     return replace(state, limits=dict(advanced.tried), trial=advanced, raised_ns=now_ns)
 
 
@@ -290,7 +291,9 @@ def _watched(
             gives = _has_given_back(state, job)
             # Who has given back all that he can, and still keeps the guaranteed job short, will not do better later.
             patience_ns = _FINISH_NS if gives and is_known else _OBEY_NS
-            if now_ns - lowered_ns[job.name] > patience_ns and (is_short or not gives):
+            # Where a process without an agent has the memory, the limit is low because of that one.
+            is_culprit = is_short and not seen.is_hogged
+            if now_ns - lowered_ns[job.name] > patience_ns and (is_culprit or not gives):
                 complaint = f"it holds {job.held_bytes:,} bytes and may hold {state.limits[job.name]:,}"
         if decision.order.verdict == Verdict.PAUSE:
             before = state.paused.get(job.name)

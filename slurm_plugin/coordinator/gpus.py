@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hetstream.base.errors import UsageError
@@ -24,6 +25,7 @@ class GpuReading:
         held_bytes: by the number of the process; None: nobody counts.
         is_lost: it answers no more.
         why_lost: what its driver says of that.
+        computing: numbers of the processes that have computed on it since the reading before, as far as it says.
     """
 
     used_bytes: int | None = None
@@ -31,10 +33,29 @@ class GpuReading:
     held_bytes: Mapping[int, int] | None = None
     is_lost: bool = False
     why_lost: str = ""
+    computing: Collection[int] = ()
 
     def held_by(self, pid: int) -> int | None:
         """Memory that a process holds; None: nobody counts."""
         return None if self.held_bytes is None else self.held_bytes.get(pid, 0)
+
+
+def of_this_namespace(reading: GpuReading) -> GpuReading:
+    """Without processes that have gone, and those that the driver calls by other numbers than this container does."""
+    if reading.held_bytes is None:
+        return reading
+    return replace(reading, held_bytes={pid: held for pid, held in reading.held_bytes.items() if _is_there(pid)})
+
+
+def _is_there(pid: int) -> bool:
+    """Whether there is such a process; also where /proc hides those of others."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class Gpu(Protocol):

@@ -47,6 +47,8 @@ class Measurements:
         is_reserved: a guaranteed job has the GPU, with or without an agent.
         is_lost: the GPU answers no more.
         is_awaited: the guaranteed job was there before the coordinator, and its agent has not come back.
+        agentless_bytes: of its memory that processes without an agent hold.
+        is_hogged: an opportunistic job has some of that.
     """
 
     capacity_bytes: int
@@ -54,6 +56,8 @@ class Measurements:
     is_reserved: bool = False
     is_lost: bool = False
     is_awaited: bool = False
+    agentless_bytes: int = 0
+    is_hogged: bool = False
 
     @property
     def guaranteed(self) -> SharingJob | None:

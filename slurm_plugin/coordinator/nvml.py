@@ -65,6 +65,7 @@ class NvmlGpu:
         self.name = name
         self._nvml = library or load()
         self._clock = clock
+        self._sampled_us = 0
         self._utilisations: collections.deque[tuple[float, float]] = collections.deque()
         try:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
@@ -94,12 +95,12 @@ class NvmlGpu:
         try:
             used_bytes = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
             processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-            utilisation = self._utilisation()
+            utilisation, computing = self._utilisation(), self._computing()
         except self._nvml.NVMLError as error:
             return GpuReading(is_lost=True, why_lost=str(error))
         counted = {int(process.pid): process.usedGpuMemory for process in processes}
         knows = all(num_bytes is not None for num_bytes in counted.values())  # of an instance of MIG it may not say
-        return GpuReading(used_bytes, utilisation, counted if knows else None)
+        return GpuReading(used_bytes, utilisation, counted if knows else None, computing=computing)
 
     def _is_divided(self) -> bool:
         try:
@@ -117,6 +118,15 @@ class NvmlGpu:
         while now_s - self._utilisations[0][0] > _UTILISATION_OVER_S:
             self._utilisations.popleft()
         return sum(busy for _, busy in self._utilisations) / len(self._utilisations)
+
+    def _computing(self) -> frozenset[int]:
+        """Processes of which the driver has samples since the last call, with anything in them."""
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._sampled_us)
+        except self._nvml.NVMLError:  # nobody has computed, or it does not say (MIG, GPUs before Maxwell)
+            return frozenset()
+        self._sampled_us = max((int(sample.timeStamp) for sample in samples), default=self._sampled_us)
+        return frozenset(int(sample.pid) for sample in samples if sample.smUtil)
 
     def _watch(self) -> None:
         while not self._is_closed.wait(_PERIOD_S):

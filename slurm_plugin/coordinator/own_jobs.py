@@ -21,6 +21,7 @@ from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.gpu.introduction import Introduction
 from hetstream.hetjob.gpu.orders import JobClass
 from hetstream.slurm_plugin.coordinator.admission import Admitted, Peer
+from hetstream.slurm_plugin.coordinator.agentless import Holder
 
 _PROC = Path("/proc")
 # In the name of a file that each process maps that has imported torch.
@@ -70,6 +71,10 @@ class OwnJobs:
     def is_reserved(self, gpu: str) -> bool:
         """Whether a guaranteed job was there before the coordinator, and has not come to it."""
         return bool(self._awaited_on(gpu))
+
+    def holder_of(self, pid: int) -> Holder | None:  # noqa: ARG002
+        """As `Admission.holder_of`: nobody takes a user's jobs away from his own GPUs."""
+        return None
 
     def check_guaranteed(self, gpu: str, job: str, others: Collection[str]) -> None:
         """As `Admission.check_guaranteed`."""

@@ -61,12 +61,14 @@ class GpuWatch:
     def _gpu(self, row: GpuRow, now_s: float) -> GpuNow:
         guaranteed = _guaranteed(row)
         peak_bytes = sum(max(job.held_bytes, job.peak_bytes - job.host_bytes) for job in guaranteed)
-        free_bytes = left_bytes(row.capacity_bytes, peak_bytes) if row.is_reserved else row.capacity_bytes
+        left = left_bytes(row.capacity_bytes, peak_bytes) if row.is_reserved else row.capacity_bytes
+        free_bytes = max(0, left - (row.agentless_bytes or 0))
         used = self._used[row.gpu]
         sharing = [
             SharingNow(job, self._paused_s(row.gpu, job, now_s), _complaint(processes))
             for job, processes in _sharing(row).items()
         ]
+        sharing.sort(key=lambda job: not job.complaint)  # those are told also where there are too many
         used_share = sum(used) / len(used) if row.utilisation is None else row.utilisation
         jobs = tuple(dict.fromkeys(process.job for process in guaranteed))
         return GpuNow(

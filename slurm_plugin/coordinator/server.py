@@ -37,10 +37,11 @@ from hetstream.hetjob.gpu.orders import JobClass, Order, Statistics
 from hetstream.hetjob.gpu.pages import VERSION, Page, make_orders, make_statistics, make_work
 from hetstream.hetjob.gpu.throttle import is_good_news
 from hetstream.slurm_plugin.coordinator.admission import Admission, Peer, check_rank
+from hetstream.slurm_plugin.coordinator.agentless import Agentless, agentless
 from hetstream.slurm_plugin.coordinator.crowds import Crowds
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState
 from hetstream.slurm_plugin.coordinator.gangs import decide_all
-from hetstream.slurm_plugin.coordinator.gpus import Gpu
+from hetstream.slurm_plugin.coordinator.gpus import Gpu, of_this_namespace
 from hetstream.slurm_plugin.coordinator.look import asks_to_look, sealed_file
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
 from hetstream.slurm_plugin.coordinator.table import TABLE_VERSION, GpuTable, Who, gpu_row, of_user
@@ -102,6 +103,8 @@ class _SharedGpu:
     decisions: dict[str, Decision] = field(default_factory=dict)
     is_reserved: bool = False
     is_awaited: bool = True  # its guaranteed job may have been there before the coordinator, and has not come to it
+    agentless: dict[int, Agentless] | None = None  # None: nobody has counted
+    complained: Collection[str] = ()  # jobs that are to be taken away for want of an agent
     work: tuple[int, int] = field(default_factory=make_work)
     num_works: int = 0  # pages of work so far, without the first
     is_work_written: bool = False
@@ -144,7 +147,12 @@ def _measured(shared: _SharedGpu, members: Sequence[_Member]) -> Measurements:
         )
         for member in members
     )
-    return Measurements(shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost, shared.is_awaited)
+    others = (shared.agentless or {}).values()
+    return Measurements(
+        shared.gpu.capacity_bytes, jobs, shared.is_reserved, reading.is_lost, shared.is_awaited,
+        agentless_bytes=sum(process.held_bytes for process in others),
+        is_hogged=any(process.is_hog for process in others),
+    )  # fmt: skip
 
 
 class Coordinator:
@@ -357,10 +365,10 @@ class Coordinator:
     def _table(self, uid: int | None) -> bytes:
         who = {member.name: Who(member.job, member.peer.uid, member.peer.pid, member.rank) for member in self._members}
         now_ns = time.monotonic_ns()
-        rows = [
-            gpu_row(shared.gpu, shared.state, shared.seen, shared.decisions, who, now_ns)
-            for shared in self._gpus.values()
-        ]
+        rows = []
+        for shared in self._gpus.values():
+            others = None if shared.agentless is None else shared.agentless.values()
+            rows.append(gpu_row(shared.gpu, shared.state, shared.seen, shared.decisions, who, others, now_ns))
         shown = tuple(rows) if uid is None else of_user(rows, uid)
         return encode(GpuTable(TABLE_VERSION, socket.gethostname(), time.time(), shown))
 
@@ -372,7 +380,7 @@ class Coordinator:
                 seen[name] = shared.seen = _measured(shared, members)
             else:
                 shared.state, shared.decisions = GpuState(), {}
-                shared.seen = Measurements(shared.gpu.capacity_bytes)
+                shared.seen = _measured(shared, ())
         if not seen:
             return
         now_ns = time.monotonic_ns()
@@ -403,8 +411,28 @@ class Coordinator:
             for name, shared in self._gpus.items():
                 shared.is_reserved = self._admission.is_reserved(name)
                 shared.is_awaited = shared.is_awaited and shared.is_reserved
+                self._look_for_agentless(name, shared)
             for member in list(self._members):
                 self._check_grant(member)
+
+    def _look_for_agentless(self, gpu: str, shared: _SharedGpu) -> None:
+        with_agent: dict[int, bool] = {}
+        for member in self._members:
+            if member.gpu:
+                with_agent[member.peer.pid] = member.gpu == gpu or with_agent.get(member.peer.pid, False)
+        now_ns = time.monotonic_ns()
+        shared.agentless = agentless(
+            of_this_namespace(shared.gpu.reading()), shared.gpu.capacity_bytes, with_agent, shared.agentless,
+            self._admission.holder_of, now_ns,
+        )  # fmt: skip
+        complaints = {
+            process.holder.job: complaint
+            for process in (shared.agentless or {}).values()
+            if process.holder and (complaint := process.complaint(now_ns))
+        }
+        for job in complaints.keys() - shared.complained:
+            _log.warning("GPU used without an agent gpu=%s job=%s: %s", gpu, job, complaints[job])
+        shared.complained = complaints.keys()
 
     def _check_grant(self, member: _Member) -> None:
         """A process that outlives its job, or whose job has become another, has lost its place."""

@@ -7,7 +7,7 @@ never given another meaning: another version says so, and a reader refuses it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from hetstream.base.errors import HetstreamError
 from hetstream.base.typed_json import decode
 from hetstream.hetjob.gpu.orders import FULL_SHARE, NO_LIMIT, Verdict
+from hetstream.slurm_plugin.coordinator.agentless import Agentless
 from hetstream.slurm_plugin.coordinator.decide import Decision, GpuState, believed
 from hetstream.slurm_plugin.coordinator.gpus import Gpu
 from hetstream.slurm_plugin.coordinator.measurements import Measurements, SharingJob
@@ -82,11 +83,14 @@ class GpuRow(msgspec.Struct, frozen=True):
         is_reserved: a guaranteed job has it, with or without an agent.
         idle_share: of the guaranteed job's mini-batches of late, in which it had nothing on the GPU, 0 to 1; None: no
             mini-batch was seen.
-        free_bytes: what the jobs with agents leave of its memory: by their peaks, not by what they hold at this moment.
+        free_bytes: what is left of its memory: by the peaks of the jobs with agents, not by what they hold at this
+            moment, and by what others hold.
         used_bytes: of its memory by its own count, by whomever; None: nobody counts.
         utilisation: share of the last ten seconds in which anything ran on it, 0 to 1; None: nobody counts.
         is_lost: it answers no more.
-        processes: on it, in the order in which they came; a user who may see his own alone has those.
+        processes: on it, in the order in which they came, and opportunistic ones that are to be taken away for want of
+            an agent; a user who may see his own alone has those.
+        agentless_bytes: of its memory that processes without an agent hold, whoever they are; None: nobody counts.
     """
 
     gpu: str
@@ -100,6 +104,7 @@ class GpuRow(msgspec.Struct, frozen=True):
     utilisation: float | None
     is_lost: bool
     processes: tuple[ProcessRow, ...]
+    agentless_bytes: int | None = None
 
 
 class GpuTable(msgspec.Struct, frozen=True):
@@ -134,6 +139,7 @@ def gpu_row(
     seen: Measurements,
     decisions: Mapping[str, Decision],
     who: Mapping[str, Who],
+    agentless: Collection[Agentless] | None,
     now_ns: int,
 ) -> GpuRow:
     """The row of one GPU.
@@ -143,13 +149,14 @@ def gpu_row(
         state, decisions: what `decide` returned last.
         seen: what it had seen.
         who: is behind each name that `seen` has.
+        agentless: processes that hold memory without an agent; None: nobody counts.
         now_ns: the time.
     """
     jobs = [believed(job, now_ns) for job in seen.jobs]
     recent = state.pacing.history.recent[-_RECENT:]
     reading = gpu.reading()
     total_ns = sum(batch.duration_ns for batch in recent)
-    needed_bytes = sum(_peak_bytes(job) for job in jobs)
+    needed_bytes = sum(_peak_bytes(job) for job in jobs) + seen.agentless_bytes
     return GpuRow(
         gpu=gpu.name,
         capacity_bytes=seen.capacity_bytes,
@@ -165,7 +172,9 @@ def gpu_row(
             _process_row(job, who[job.name], decisions[job.name], state, now_ns)
             for job in jobs
             if job.name in decisions and job.name in who
-        ),
+        )
+        + tuple(filter(None, (_agentless_row(process, now_ns) for process in agentless or ()))),
+        agentless_bytes=None if agentless is None else seen.agentless_bytes,
     )
 
 
@@ -202,6 +211,20 @@ class _Version(msgspec.Struct, frozen=True):
 def _peak_bytes(job: SharingJob) -> int:
     on_gpu_bytes = job.statistics.peak_bytes - job.statistics.host_bytes if job.statistics else 0
     return max(job.held_bytes, on_gpu_bytes)
+
+
+def _agentless_row(process: Agentless, now_ns: int) -> ProcessRow | None:
+    """Of a process that should wait, and nobody can tell it so; None of all that are let alone."""
+    complaint = process.complaint(now_ns)
+    if process.holder is None or not complaint:
+        return None
+    return ProcessRow(
+        job=process.holder.job, job_class=process.holder.job_class.value, uid=process.holder.uid, pid=process.pid,
+        verdict=Verdict.PAUSE.name.lower(), reason=complaint,
+        share=0.0, limit_bytes=0, held_bytes=process.held_bytes, peak_bytes=0, host_bytes=0, host_capacity_bytes=0,
+        num_batches=0, batch_s=None, alone_s=None, paused_s=0.0, said_ago_s=None,
+        is_disobedient=True,
+    )  # fmt: skip
 
 
 def _process_row(job: SharingJob, who: Who, decision: Decision, state: GpuState, now_ns: int) -> ProcessRow:

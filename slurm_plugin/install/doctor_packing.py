@@ -110,6 +110,13 @@ def _rules(config: Mapping[str, str]) -> Iterator[Finding]:
             "nobody holds opportunistic jobs, and keeps their owners from starting them",
             "JobSubmitPlugins=lua, and `opportunistic` in policy.lua",
         )  # fmt: skip
+    tracks = config.get("ProctrackType", "")
+    if tracks and tracks != "proctrack/cgroup":
+        yield Finding(
+            Level.WARNING, "ProctrackType", tracks,
+            "whose a process on a GPU is, it says itself: an opportunistic one without an agent may hide that",
+            "ProctrackType=proctrack/cgroup",
+        )  # fmt: skip
     kind, mode = config.get("PreemptType", ""), config.get("PreemptMode", "")
     if kind not in ("preempt/none", "(null)", "") and "REQUEUE" not in mode.upper():
         yield Finding(
@@ -165,6 +172,14 @@ def _node(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING, "coordinator", f"{path} of user {uid}", "jobs do not trust this user, and do not ask him",
             f"HETSTREAM_GPU_COORDINATOR_UID={uid} in /etc/hetstream/daemon.env on GPU nodes, if he is the right one",
+        )  # fmt: skip
+    if facts.uncounted_gpus:
+        yield Finding(
+            Level.WARNING, "coordinator", ", ".join(facts.uncounted_gpus),
+            "nobody counts which process holds memory of it: who drops its agent is not found, so only jobs that keep "
+            "theirs are held back",
+            "share it by its UUID (nvidia-smi -L), with hetstream[nvml]; of an instance (MIG) whose driver does not "
+            "tell that, the whole GPU",
         )  # fmt: skip
     if facts.is_sharing_closed:
         closed = f"{RUN_DIR}/grants-incomplete"

@@ -35,6 +35,7 @@ class Facts:
         is_gpu_node: whether this host is a node with shared GPUs.
         coordinator_socket: where a coordinator listens on such a node, and the user who does; None: nobody.
         coordinator_uid: the user that jobs here trust as a coordinator, beside root.
+        uncounted_gpus: shared here, of which nobody counts which process holds how much memory.
         is_sharing_closed: whether the Prolog has closed this node for sharing.
         lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
             read here.
@@ -55,6 +56,7 @@ class Facts:
     is_gpu_node: bool = False
     coordinator_socket: tuple[str, int | None] = ("", None)
     coordinator_uid: int | None = None
+    uncounted_gpus: tuple[str, ...] = ()
     is_sharing_closed: bool = False
     pyslurm: str | None = None
 

@@ -29,7 +29,8 @@ class GpuUse:
     Attributes:
         read_s: when, in seconds since the epoch.
         used_share: of the last ten seconds, in which something ran on it.
-        free_bytes: of its memory, without the most that the guaranteed job has needed. What others declare is in it.
+        free_bytes: of its memory, without the most that the guaranteed job has needed, and what processes without an
+            agent hold. What others declare is in it.
         wait_share: share of time in which the guaranteed job's trainers waited for data; None if nobody said so.
         closed: why an opportunistic job could do nothing there; empty if it could.
     """

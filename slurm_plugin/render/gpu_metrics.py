@@ -27,8 +27,13 @@ _log = logging.getLogger(__name__)
 
 _GPU: list[Column[GpuRow]] = [
     ("hetstream_gpu_memory_bytes", "Memory that the GPU's jobs may hold together.", lambda g: g.capacity_bytes),
-    ("hetstream_gpu_memory_free_bytes", "Of that, left by the peaks of its jobs.", lambda g: g.free_bytes),
+    ("hetstream_gpu_memory_free_bytes", "Of that, left by its jobs' peaks and by others.", lambda g: g.free_bytes),
     ("hetstream_gpu_memory_used_bytes", "Memory in use by whomever, as the driver counts it.", lambda g: g.used_bytes),
+    (
+        "hetstream_gpu_memory_agentless_bytes",
+        "Memory that processes without an agent hold, as the driver counts it.",
+        lambda g: g.agentless_bytes,
+    ),
     (
         "hetstream_gpu_utilisation_ratio",
         "Share of the last ten seconds in which anything ran on the GPU.",

@@ -54,6 +54,8 @@ def _gpu_words(row: GpuRow) -> str:
     if row.is_lost:
         return "it does not answer any more"
     facts = [f"{size_words(row.free_bytes)} of {size_words(row.capacity_bytes)} free", row.reason]
+    if row.agentless_bytes:
+        facts.append(f"{size_words(row.agentless_bytes)} held without an agent")
     if row.utilisation is not None:
         facts.append(f"{row.utilisation:.0%} in use over ten seconds")
     if row.idle_share is not None:

@@ -242,3 +242,32 @@ def test_a_node_that_is_lost_with_all_that_runs_there_loses_no_state(
     job.wait_for_end()
     assert list(differences(job, truth)) == []
     site.guaranteed_goes_on(5)
+
+
+# Holds memory of the emulated GPU as a CUDA program without torch would of a real one.
+HOG = """
+import signal, sys
+from hetstream.hetjob.gpu.devices.emulated_file import EmulatedGpuFile
+gpu = EmulatedGpuFile(sys.argv[1])
+assert gpu.take(gpu.capacity_bytes // 4)
+print("holds", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_drops_its_agent_is_taken_away(site: Site, chain: Callable[..., str]) -> None:
+    site.wait_until(lambda: site.is_told_of(site.guaranteed), 60, "the node's word")
+    (site.directory / "hog.py").write_text(HOG)
+    drops = "env -u PYTHONPATH -u HETSTREAM_GPU -u HETSTREAM_JOB_CLASS"
+    command = f"exec {drops} {sys.executable} hog.py {site.sharing}/gpu{site.number}"
+    words = ("--parsable", "--partition=opp", "--comment=hetstream:gpu-memory=128M", "--mem=1G", "--time=20")
+    job = site.run("sbatch", *words, "--requeue", "--output=hog.out", f"--wrap={command}").strip()
+    site.pack_until(lambda: site.happened("started"), "a start beside the guaranteed job")
+    site.wait_until(lambda: "holds" in (site.directory / "hog.out").read_text(), 30, "the memory to be taken")
+    site.pack_until(lambda: site.happened("evicted"), "its eviction")
+    (reason,) = (event.reason for event in site.events if (event.event, event.job) == ("evicted", job))
+    assert "bytes of the GPU without an agent" in reason
+    site.pack_until(lambda: "Restarts=1" in site.run("scontrol", "show", "job", job), "its requeueing", 150)
+    site.wait_until(lambda: site.gpu().agentless_bytes == 0, 30, "its memory to be free")
+    site.check_guaranteed()

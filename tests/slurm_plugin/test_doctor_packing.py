@@ -112,6 +112,14 @@ def test_scripts_of_nodes(option: str) -> None:
     assert found(node_scripts={**OURS, option: {"/p/site": "#!/bin/sh\n", "/p/ours": ours}}) == []
 
 
+def test_where_a_job_that_drops_its_agent_is_not_found_that_is_said() -> None:
+    uncounted = only(is_gpu_node=True, coordinator_socket=("/run/s", 0), uncounted_gpus=("GPU-1a2b", "MIG-5e6f"))
+    assert (uncounted.level, uncounted.seen) == (Level.WARNING, "GPU-1a2b, MIG-5e6f")
+    assert "only jobs that keep theirs are held back" in uncounted.text
+    assert only({"ProctrackType": "proctrack/linuxproc"}).fix == "ProctrackType=proctrack/cgroup"
+    assert found({"ProctrackType": "proctrack/cgroup"}) == []
+
+
 def test_what_slurm_runs_is_found_by_each_of_its_spellings(tmp_path: Path) -> None:
     for name in ("a.sh", "b.sh"):
         (tmp_path / name).write_text(name)

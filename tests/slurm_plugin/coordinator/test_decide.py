@@ -40,9 +40,11 @@ class Gpu:
 
     def decide(self, advance_ms: float = 0) -> dict[str, Decision]:
         self.now_ns += int(advance_ms * MS)
-        seen = Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost, self.is_awaited)
-        self.state, decisions = decide(self.state, seen, self.now_ns)
+        self.state, decisions = decide(self.state, self.measurements(), self.now_ns)
         return decisions
+
+    def measurements(self) -> Measurements:
+        return Measurements(CAPACITY, tuple(self.jobs.values()), self.is_reserved, self.is_lost, self.is_awaited)
 
     def batch(self, name: str, ms: float, *, gap_ms: float = 0, **record: int) -> dict[str, Decision]:
         """One mini-batch of a job, from boundary to boundary; the job is busy again when it returns."""

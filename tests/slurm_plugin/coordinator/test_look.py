@@ -67,7 +67,7 @@ def shared() -> GpuTable:
         gpu.batch("g", 100 if gpu.state.pacing.is_left_alone(number) else 110, gap_ms=40)
     decisions = gpu.decide()
     seen = Measurements(CAPACITY, tuple(gpu.jobs.values()))
-    row = gpu_row(StatedGpu(GPU, CAPACITY), gpu.state, seen, decisions, WHO, gpu.now_ns + 500 * MS)
+    row = gpu_row(StatedGpu(GPU, CAPACITY), gpu.state, seen, decisions, WHO, None, gpu.now_ns + 500 * MS)
     return GpuTable(TABLE_VERSION, "gpu0", 0.0, (row,))
 
 
@@ -97,6 +97,7 @@ def test_what_cannot_be_is_not_shown_as_if_it_had_been_said() -> None:
         Measurements(CAPACITY, tuple(gpu.jobs.values())),
         decisions,
         WHO,
+        None,
         gpu.now_ns,
     )
     (process,) = row.processes

@@ -29,6 +29,7 @@ class FakeNvml:
     def __init__(self) -> None:
         self.busy = 40
         self.is_lost = False
+        self.samples = [(70, 1, 30), (71, 2, 0)]
 
     def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
         if name not in (WHOLE, DIVIDED, INSTANCE):
@@ -51,6 +52,16 @@ class FakeNvml:
         if handle == INSTANCE:
             raise NVMLError("Not Supported")
         return SimpleNamespace(gpu=self.busy, memory=1)
+
+    def nvmlDeviceGetProcessUtilization(self, handle: str, since_us: int) -> list[SimpleNamespace]:
+        samples = [
+            SimpleNamespace(pid=pid, timeStamp=at_us, smUtil=busy)
+            for pid, at_us, busy in self.samples
+            if at_us > since_us
+        ]
+        if handle == INSTANCE or not samples:
+            raise NVMLError("Not Found")
+        return samples
 
     def _answer(self) -> None:
         if self.is_lost:
@@ -81,6 +92,17 @@ def test_a_gpu_says_who_holds_what_and_how_busy_it_was_for_ten_seconds(nvml: Fak
         nvml.busy = 100
         now_s[0] = 20.0
         assert gpu.read().utilisation == 1.0
+
+
+def test_a_gpu_says_who_has_computed_since_the_last_reading(nvml: FakeNvml) -> None:
+    with opened(WHOLE, nvml, [0.0]) as gpu:
+        gpu.close()
+        assert gpu.read().computing == frozenset()
+        nvml.samples += [(72, 3, 1), (70, 4, 0)]
+        assert gpu.read().computing == {72}
+        assert gpu.read().computing == frozenset()
+    with opened(INSTANCE, nvml, [0.0]) as gpu:
+        assert gpu.reading().computing == frozenset()
 
 
 def test_a_gpu_that_vanishes_is_lost_and_so_is_one_whose_driver_hangs(nvml: FakeNvml, wait_until: WaitUntil) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.process_connection import service_at
+from hetstream.mpi_dataworkers.loader.unseen import unseen_change
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
@@ -89,6 +90,10 @@ class SentPipelines:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
             self._said_kept = True
             return self.last
+        if not self._knows_hetstream:
+            objects = {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
+            if change := unseen_change(pickled.pipeline_id, objects):
+                raise PipelineError(f"the program has changed what data workers do not see: {change}")
         self.last = self._sent(pickled, pickled.buffers, self.last, pipeline.stages)
         return self.last
 

@@ -14,25 +14,27 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import hashlib
 import io
 import itertools
 import logging
 import mmap
 import os
+import random
 import reprlib
 import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetstream.mpi_dataworkers.ops.program import is_own, is_programs
-from hetstream.mpi_dataworkers.ops.reached import names_in
+from hetstream.mpi_dataworkers.ops.own_code import is_own, is_programs
+from hetstream.mpi_dataworkers.ops.reached import globals_in, names_in
 
 # What was found at each path: an immutable value, the length of a container, a digest.
 State = Mapping[str, Any]
@@ -43,6 +45,9 @@ _MOST_OBJECTS = 20_000
 # Of all arrays and tensors together; of others their shape, and of tensors the number of changes that torch counts.
 _MOST_BYTES = 64 << 20
 _VALUES = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+# What a program may put in the place of another one.
+_REPLACEABLE = (type, FunctionType, BuiltinFunctionType)
 _SIZED: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
 # Of packages with these names the methods that write an object down are called; they are not the user's.
 _THEIRS = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
@@ -51,13 +56,20 @@ _OF_LANGUAGE = frozenset(
 )
 
 
-def state_of(roots: Mapping[str, Any]) -> State:
+def state_of(roots: Mapping[str, Any], *, with_generators: bool = True) -> State:
     """What some objects hold now.
 
     Args:
         roots: by the names that paths begin with.
+        with_generators: of random numbers; each draw changes them.
     """
-    return dict(_Look(roots))
+    return dict(_Look(roots, with_generators))
+
+
+def digest_of_state(value: Any) -> bytes:
+    """Digest of what an object holds; the same in another process, and whatever the draws of generators."""
+    noted = ((path, _as_text(found)) for path, found in state_of({"": value}, with_generators=False).items())
+    return hashlib.blake2b(repr(sorted(noted)).encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def change_between(before: State, after: State) -> str:
@@ -93,10 +105,32 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value) if isinstance(value, _VALUES) else "something else"
 
 
+def _as_text(found: Any) -> str:
+    """What was noted, without what belongs to one process."""
+    if isinstance(found, tuple):
+        parts = (sorted(map(repr, part)) if isinstance(part, set) else part for part in found)
+        return repr([part for part in parts if not isinstance(part, _Same)])
+    return repr(found)
+
+
+class _Same:
+    """Is equal to another one of the very same object; a method of an object is made anew each time."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
 class _Look:
     """One look at some objects, the near ones first; iterates over paths and values."""
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, Any], with_generators: bool) -> None:
+        self._with_generators = with_generators
         self._waiting = deque((name, value) for name, value in roots.items())
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
         self._bytes_left = _MOST_BYTES
@@ -106,6 +140,8 @@ class _Look:
             path, value = self._waiting.popleft()
             if type(value) in _VALUES:
                 yield path, value
+            elif isinstance(value, _GENERATORS) and not self._with_generators:
+                continue
             elif id(value) not in self._seen and len(self._seen) < _MOST_OBJECTS:
                 self._seen[id(value)] = value
                 with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
@@ -128,7 +164,8 @@ class _Look:
             return len(value), {part for part in itertools.islice([*value], _MOST_ITEMS) if type(part) in _VALUES}
         # Not the user's own `__len__`: looking runs nobody's code.
         length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
-        return f"{kind.__module__}.{kind.__qualname__}", length
+        named = f"{kind.__module__}.{kind.__qualname__}"
+        return (named, _Same(value)) if isinstance(value, _REPLACEABLE) else (named, length)
 
     def _of_tensor(self, tensor: torch.Tensor) -> int:
         if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= self._bytes_left:
@@ -202,6 +239,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((".__defaults__", function.__defaults__), (".__kwdefaults__", function.__kwdefaults__))
     yield from ((f".{name}", part) for name, part in [*vars(function).items()])
     names = sorted({*names_in(function.__code__)})
+    read_here = globals_in(function.__code__)
     places, met = [function.__globals__], {function.__module__}
     for place in places:  # modules of the program in modules, and what is imported here alone
         for name in names:
@@ -210,4 +248,14 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
                 met.add(module.__name__)
                 places.append(vars(module))
     for place in places:
-        yield from ((f" {place.get('__name__')}.{name}", place[name]) for name in names if name in place)
+        read = read_here if place is function.__globals__ else names
+        found = [(f" {place.get('__name__')}.{name}", place[name]) for name in sorted(read) if name in place]
+        yield from found
+        # Of other packages' modules what this code names: `math.floor` may be the program's own by now.
+        for path, module in found:
+            if isinstance(module, ModuleType) and not is_own(module):
+                yield from (
+                    (f"{path}.{name}", value)
+                    for name in names
+                    if isinstance(value := vars(module).get(name), _REPLACEABLE)
+                )

@@ -25,7 +25,7 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.append_later import appends_to_nowhere, is_redirecting
-from hetstream.mpi_dataworkers.ops.program import is_own_file
+from hetstream.mpi_dataworkers.ops.own_code import is_own_file
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY  # leaves nothing

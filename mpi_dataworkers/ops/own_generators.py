@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.ops.origins import digest_of_state
-from hetstream.mpi_dataworkers.ops.program import is_programs
+from hetstream.mpi_dataworkers.ops.own_code import is_programs
 from hetstream.mpi_dataworkers.ops.reachable import reachable
 from hetstream.mpi_dataworkers.ops.reached import names_in
 from hetstream.mpi_dataworkers.order.sharding import derive_seed

@@ -11,9 +11,10 @@ import cloudpickle
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.handlers import others
+from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, digest_of_buffers, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
-from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
+from hetstream.mpi_dataworkers.ops.program import program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
 from hetstream.mpi_dataworkers.ops.shared_memory import PrivatePages
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
@@ -96,7 +97,7 @@ def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> Pickled
         ) from error
     try:
         reached = Reached(pickled.met, is_own)
-        program, settings = program_of(reached, knows_hetstream), settings_of(reached)
+        program, settings = program_of(reached, knows_hetstream), settings_of(reached, knows_hetstream)
     except others() as error:  # looking at a proxy runs user code, too
         raise PipelineError(
             f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"

@@ -17,17 +17,17 @@ import logging
 import os
 import pickle
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import hetstream
 from hetstream.base.access import owners_of, strange_here
 from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.ops.changes import digest_of_state
 from hetstream.mpi_dataworkers.ops.named_places import places_in, strange_variables
+from hetstream.mpi_dataworkers.ops.own_code import OURS, is_installed, is_own
 from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
 from hetstream.mpi_dataworkers.wire.messages import Program
@@ -36,9 +36,6 @@ _log = logging.getLogger(__name__)
 
 # Stands in `Program.sys_path` for the directories of the Python installation, each host's own.
 INSTALLATION = ""
-_STDLIB = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-_SITE = {"site-packages", "dist-packages"}
-_OURS = os.path.dirname(os.path.abspath(hetstream.__file__))
 
 # Settings of libraries that programs are told to change, and that decide about samples. Other modules of installed
 # packages are as they are when they are imported.
@@ -94,20 +91,12 @@ def _working_dir() -> str:
         return os.readlink("/proc/self/cwd")
 
 
-def _is_installed(path: str) -> bool:
-    """Whether a directory or file belongs to the Python installation, which each host has for itself."""
-    real = os.path.realpath(path)
-    inside = any(real == directory or real.startswith(directory + os.sep) for directory in _STDLIB)
-    zipped = real.endswith(".zip") and os.path.dirname(real) in map(os.path.dirname, _STDLIB)
-    return inside or zipped or not _SITE.isdisjoint(Path(path).parts)
-
-
 def _sys_path() -> list[str]:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
     entries = [os.path.normpath(os.path.join(_working_dir(), entry)) for entry in sys.path]
-    entries = [entry for entry in entries if not entry.startswith(_OURS + os.sep)]  # the start-up hook's
-    named = [INSTALLATION if _is_installed(entry) else entry for entry in entries]
+    entries = [entry for entry in entries if not entry.startswith(OURS + os.sep)]  # the start-up hook's
+    named = [INSTALLATION if is_installed(entry) else entry for entry in entries]
     # The script's directory is first anyway, unless the program took it out.
     return list(dict.fromkeys(named if script_dir and script_dir[0] in entries else [*script_dir, *named]))
 
@@ -128,24 +117,6 @@ class _Source:
 
 
 _sources: dict[str, _Source] = {}
-
-
-def is_own(module: ModuleType | None) -> bool:
-    """Whether a module is the program's own: Python source that lies outside of the installation and of hetstream."""
-    path = getattr(module, "__file__", None)
-    return isinstance(path, str) and is_own_file(path)
-
-
-def is_programs(value: Any) -> bool:
-    """The same of a class or a function; in a data worker code of the script has another module's name."""
-    name = value.__module__
-    return name in ("__main__", "__mp_main__") or is_own(sys.modules.get(name))
-
-
-def is_own_file(path: str) -> bool:
-    """The same of a module's file."""
-    path = os.path.abspath(path)
-    return path.endswith(".py") and not path.startswith(_OURS + os.sep) and not _is_installed(path)
 
 
 def _digests(reached: Iterable[str]) -> dict[str, str]:
@@ -217,6 +188,7 @@ class _Settings:
         in_force: settings of the whole process.
         digests: of the values in `values`, by module and name.
         values: the values, pickled together, so that what was one object stays one.
+        unsent: digests of what does not travel, by module and name: a network, a large table.
     """
 
     argv: list[str]
@@ -225,26 +197,43 @@ class _Settings:
     in_force: dict[str, Any]
     digests: dict[Place, bytes]
     values: bytes
+    unsent: dict[Place, bytes]
 
 
-def settings_of(reached: Reached) -> bytes:
-    """What this process has set that a pipeline's code may read."""
+def settings_of(reached: Reached, knows_hetstream: bool = True) -> bytes:
+    """What this process has set that a pipeline's code may read.
+
+    Args:
+        reached: what the pipeline's code reads.
+        knows_hetstream: see `Program`. Of another program data workers compare what does not travel.
+    """
     environment, removed = travelling_environment()
     places = dict(reached.values)
     for module, name in _LIBRARY_SETTINGS:
         if module in sys.modules:
             places[module, name] = getattr(sys.modules[module], name, None)
-    kept, digests = {}, {}
+    kept, digests, unsent = {}, {}, dict(reached.unsent)
     for place, value in sorted(places.items(), key=lambda item: item[0]):
         digest = reached.digest(value)
         if digest is not None:
             kept[place], digests[place] = value, digest
+        else:
+            unsent[place] = value
     try:
         values = reached.pickled(kept) if kept else b""
     except Exception as error:  # noqa: BLE001, user code runs, and does now what it did not a moment ago
         _log.warning("hetstream: values that the program has set do not travel: %s: %s", type(error).__name__, error)
         digests, values = {}, b""
-    return pickle.dumps(_Settings(list(sys.argv), environment, removed, settings_in_force(), digests, values))
+    states = (
+        {}
+        if knows_hetstream
+        else {place: digest_of_state(value) for place, value in sorted(unsent.items(), key=_place)}
+    )
+    return pickle.dumps(_Settings(list(sys.argv), environment, removed, settings_in_force(), digests, values, states))
+
+
+def _place(item: tuple[Place, Any]) -> Place:
+    return item[0]
 
 
 # --- in a data worker -----------------------------------------------------------------------------------------------
@@ -327,6 +316,16 @@ class SettingsInForce:
         put_in_force(settings.in_force)
         self._set_values(settings)
         self.blob = blob
+
+    def other_than_sent(self) -> str:
+        """What of the program's modules does not travel and is another one here, in a process that has made no sample;
+        "" for nothing."""
+        settings: _Settings | None = pickle.loads(self.blob) if self.blob else None
+        for place, digest in settings.unsent.items() if settings else ():
+            importlib.import_module(place[0])
+            if digest_of_state(_standing_at(place)) != digest:
+                return ".".join(place)
+        return ""
 
     def is_entered(self, pipeline_id: str, blob: bytes) -> bool:
         """Whether `enter` has nothing to do."""

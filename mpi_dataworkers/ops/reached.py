@@ -7,6 +7,7 @@ packages) is not seen. Used by `ops.program`.
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import hashlib
@@ -16,7 +17,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -31,10 +32,15 @@ Place = tuple[str, str]
 
 # A larger value is data that belongs into the dataset.
 _MAX_VALUE_BYTES = 64 << 10
+_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _SCRIPTS = ("__main__", "__mp_main__")
 _Cached: Any = type(functools.lru_cache(print))
 # Plain data of a class's body; what else stands there was made by the class statement.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+# What a class's statement makes of its body, and what describes its slots.
+_OF_CLASSES = (FunctionType, type, staticmethod, classmethod, property, functools.cached_property, MemberDescriptorType)
 # States of this process, or far too large: they are not what a program sets for its dataset.
 _LEFT_OUT = (
     torch.Tensor,
@@ -82,11 +88,13 @@ class Reached:
     Attributes:
         modules: names of the program's own modules.
         values: what stands in them under names that the code reads, by place.
+        unsent: what classes of these modules hold and does not travel, by place: it was made by the class statement.
     """
 
     def __init__(self, roots: Iterable[Any], is_own: Callable[[ModuleType | None], bool]) -> None:
         self.modules: set[str] = set()
         self.values: dict[Place, Any] = {}
+        self.unsent: dict[Place, Any] = {}
         self._is_own = functools.cache(is_own)
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
         self._waiting: list[Any] = list(roots)
@@ -125,6 +133,9 @@ class Reached:
                 self._visit_class(kind)
         elif isinstance(value, FunctionType):
             self._visit_function(value)
+        elif type(value) in _CONTAINERS:  # a registry's classes, say
+            held = [*value.values()] if isinstance(value, dict) else [*value]
+            self._waiting += [part for part in held if not isinstance(part, _ATOMS)]
         if isinstance(value, FunctionType | _Cached) and hasattr(value, "__wrapped__"):
             self._waiting.append(value.__wrapped__)
 
@@ -151,6 +162,8 @@ class Reached:
                 self._waiting.append(value)
                 if module is not None and self._is_foreign(value, module, f"{kind.__qualname__}.{name}"):
                     self.values[module, f"{kind.__qualname__}.{name}"] = value
+                elif module is not None and not (name.startswith("__") or isinstance(value, _OF_CLASSES)):
+                    self.unsent[module, f"{kind.__qualname__}.{name}"] = value
 
     def _visit_function(self, function: FunctionType) -> None:
         name = function.__globals__.get("__name__")
@@ -158,12 +171,12 @@ class Reached:
         is_script = name in _SCRIPTS
         if not is_script and not self._is_own(module):
             return
-        names = {*names_in(function.__code__)}
+        names, read_here = {*names_in(function.__code__)}, globals_in(function.__code__)
         # What a function of the script reads travels with it; so its values are followed, but not sent.
         holder = module if module is not None and vars(module) is function.__globals__ and not is_script else None
         if holder is not None:
             self.modules.add(holder.__name__)
-        for read in names & function.__globals__.keys():
+        for read in read_here & function.__globals__.keys():
             self._see(holder, read, function.__globals__[read], names, set())
         for cell in function.__closure__ or ():
             try:
@@ -213,6 +226,14 @@ def _is_found(value: Any) -> bool:
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is value
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: CodeType) -> frozenset[str]:
+    """Names of globals alone: an attribute may have the name of a global that has nothing to do with it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in _READS_GLOBAL}
+    nested = [globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(found.union(*nested))
 
 
 def names_in(code: CodeType) -> list[str]:

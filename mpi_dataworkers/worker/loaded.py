@@ -90,6 +90,10 @@ class LoadedProgram:
     def _load(self, pickled: PickledPipeline) -> Pipeline:
         program = pickled.program
         self.enter(pickled)
+        if other := self._in_force.other_than_sent():
+            raise PipelineError(
+                f"{other} is another one in data workers: the program has changed it, and it does not travel"
+            )
         changed = changed_since(program)
         if changed and not self._said_changed:
             self._said_changed = True

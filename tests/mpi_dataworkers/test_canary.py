@@ -31,6 +31,7 @@ UNRAISABLE = re.compile(r"Exception ignored in: .*__del__ .*\n(?:.+\n)*?.*can on
     [
         pytest.param("unsent.py", [], id="what it has set up"),
         pytest.param("left.py", [], id="how it reads"),
+        pytest.param("between_passes.py", [], id="what it changes between passes"),
         pytest.param("left.py", ["spawn"], id="how it starts processes", marks=pytest.mark.slow),
     ],
 )

@@ -24,6 +24,7 @@ import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
 from hetstream.mpi_dataworkers.ops import process_settings
+from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import pickle_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
@@ -31,7 +32,6 @@ from hetstream.mpi_dataworkers.ops.program import (
     SettingsInForce,
     changed_since,
     enter_program,
-    is_own,
     program_of,
     settings_of,
 )

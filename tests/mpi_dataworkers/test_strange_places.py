@@ -16,8 +16,9 @@ import pytest
 from hetstream.base.access import EVERYBODY, owners_of, strange_here, strange_value
 from hetstream.mpi_dataworkers.config import python_environment
 from hetstream.mpi_dataworkers.interpreter import Follower, PythonEnvironment
+from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.ops.pickling import digest_of
-from hetstream.mpi_dataworkers.ops.program import SettingsInForce, is_own, program_of, settings_of
+from hetstream.mpi_dataworkers.ops.program import SettingsInForce, program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
 from hetstream.mpi_dataworkers.wire.messages import Program
 from hetstream.slurm_plugin import program

@@ -1,0 +1,122 @@
+"""A program that changes, between two passes and before the first one, what its samples read. Prints its batches.
+
+What changes is read by few samples, and by late ones: steps that are compared by chance do not show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+# A module of the program, beside it.
+Path("tables.py").write_text("""
+import torch
+
+class Scale:
+    FACTOR = 1
+
+class Options:
+    offset = 0
+
+class Moved:
+    options = Options()
+
+KINDS = {"scale": Scale}
+NET = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(NET.weight, 2.0)
+MEAN = torch.zeros(3)
+LARGE = {number: 0 for number in range(40_000)}
+EARLY = torch.zeros(3)
+""")
+
+import tables  # type: ignore[import-not-found]  # noqa: E402
+
+STEPS, BATCH = 100, 2
+RARE = 2 * BATCH * STEPS // 3  # the one sample that reads what changes
+
+
+class Rare(Dataset[Any]):
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> float:
+        return index + (self.read() if index == RARE else 0.0)
+
+
+class Forgetful(Rare):
+    """What it is told later is not in its pickle."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+        self.told: dict[int, float] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"told": {}}
+
+    def __getitem__(self, index: int) -> float:
+        return super().__getitem__(index) + self.told.get(index, 0.0)
+
+
+def of_kind() -> float:
+    return float(tables.KINDS["scale"].FACTOR)
+
+
+def of_object() -> float:
+    return float(tables.Moved.options.offset)
+
+
+def of_net() -> float:
+    return float(tables.NET.weight.detach().sum())
+
+
+def of_tensor() -> float:
+    return float(tables.MEAN.sum())
+
+
+def of_table() -> float:
+    return float(tables.LARGE[7])
+
+
+def of_early() -> float:
+    return float(tables.EARLY.sum())
+
+
+def of_library() -> float:
+    return float(math.floor(1.5))
+
+
+def show(name: str, loader: Any) -> None:
+    batches = [batch.tolist() for batch in loader]
+    print(name, batches[RARE // BATCH], sum(map(sum, batches)), flush=True)
+
+
+def passes(name: str, dataset: Dataset[Any], change: Callable[[], object], *, anew: bool = False) -> None:
+    loader = DataLoader(dataset, batch_size=BATCH, num_workers=2)
+    show(name, loader)
+    change()
+    show(name, DataLoader(dataset, batch_size=BATCH, num_workers=2) if anew else loader)
+
+
+def put(place: Any, key: Any, value: Any) -> Callable[[], object]:
+    return lambda: place.__setitem__(key, value)
+
+
+if __name__ == "__main__":
+    tables.EARLY += 5
+    forgetful = Forgetful()
+    passes("class in a registry", Rare(of_kind), lambda: setattr(tables.Scale, "FACTOR", 3))
+    passes("object of a class", Rare(of_object), lambda: setattr(tables.Moved.options, "offset", 4))
+    passes("network", Rare(of_net), lambda: tables.NET.weight.data.add_(1))
+    passes("tensor", Rare(of_tensor), lambda: tables.MEAN.add_(1))
+    passes("tensor, a loader for each pass", Rare(of_tensor), lambda: tables.MEAN.add_(1), anew=True)
+    passes("large table", Rare(of_table), put(tables.LARGE, 7, 6))
+    passes("left out", forgetful, put(forgetful.told, RARE, 9.0))
+    passes("library", Rare(of_library), lambda: setattr(math, "floor", lambda value: 11))
+    passes("changed before the first pass", Rare(of_early), lambda: None)

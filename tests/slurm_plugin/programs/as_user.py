@@ -5,14 +5,20 @@ python as_user.py UID daemon --address ...; python as_user.py UID jobs --json
 
 from __future__ import annotations
 
+import contextlib
 import encodings.idna  # noqa: F401, looked up by name when a socket first meets a host name
 import logging
 import os
 import sys
 
+import hetstream.base.web
 import hetstream.slurm_plugin.daemon.server
 import hetstream.slurm_plugin.daemon.store  # noqa: F401
+from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.cli import build_parser
+
+with contextlib.suppress(HetstreamError):  # without prometheus-client
+    import hetstream.slurm_plugin.render.metrics
 
 if __name__ == "__main__":
     uid = int(sys.argv[1])

@@ -73,6 +73,8 @@ torch.manual_seed(1)
 random.seed(1)
 collate = Counting()
 print([list(DataLoader(range(8), batch_size=2, shuffle=True, collate_fn=collate)) for _ in range(2)], torch.rand(1))
+# In memory that no other process has.
+print([(batch.is_shared(), batch.resize_(3).shape) for batch in DataLoader(range(8), batch_size=2)])
 """
 # With processes of its own, which torch's worker processes cannot have (pytorch#15950).
 POOLED = """

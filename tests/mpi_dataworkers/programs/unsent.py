@@ -6,8 +6,10 @@ import codecs
 import contextvars
 import csv
 import decimal
+import io
 import json
 import math
+import mimetypes
 import os
 import pathlib
 import sys
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -144,6 +147,14 @@ def of_module(index: int) -> int:
     return int(made_up.VALUE) + index
 
 
+def open_own(file: Any, _: str) -> Image.Image:
+    return Image.new("L", (1, 1), file.read(4)[3])
+
+
+def register_opener() -> None:
+    Image.register_open("OWN", open_own, lambda prefix: prefix[:3] == b"OWN")  # type: ignore[arg-type]
+
+
 def numbers_of(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
@@ -185,6 +196,18 @@ def cases() -> Iterator[tuple[str, Any, Any, Any]]:
         "codec errors",
         once(lambda: codecs.register_error("own", lambda e: ("?", e.end))),
         Each(lambda i: f"é{i}".encode("ascii", "own")),
+        as_list,
+    )
+    yield (
+        "image opener",
+        once(register_opener),
+        Each(lambda i: Image.open(io.BytesIO(b"OWN" + bytes([i]))).getpixel((0, 0))),
+        as_list,
+    )
+    yield (
+        "type of file",
+        once(lambda: mimetypes.add_type("application/own", ".own")),
+        Each(lambda i: mimetypes.guess_type(f"{i}.own")),
         as_list,
     )
     yield (

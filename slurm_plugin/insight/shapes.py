@@ -20,6 +20,7 @@ from hetstream.slurm_plugin.client.model import PENDING_STATES, SHARING, Gres, J
 
 RESOURCES = ("GPUs", "CPUs", "memory")
 Layout = tuple[int, int, int]
+_CPUS_OF_PARTS = "22.05"
 # CPUs of a node that jobs without GPUs may have (RestrictedCoresPerGPU).
 _BESIDE_GPUS = "beside GPUs"
 
@@ -119,6 +120,8 @@ class Hardware:
     Attributes:
         unit: see `Shape`; by SelectType and SelectTypeParameters (slurm.conf(5)).
         counts_memory: whether Slurm keeps count of memory.
+        counts_whole_tasks: whether the CPUs that a node must have free at least are those of whole tasks. 22.05 looks
+            for as many as MaxMemPerCPU or `--mincpus` says, and may give fewer; 24.11 and 26.05 do not.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Hardware:
         if (config or {}).get("SelectType", "").endswith("linear"):
             self.unit = "node"
         self.counts_memory = "MEMORY" in kinds
+        self.counts_whole_tasks = not (config or {}).get("SLURM_VERSION", "").startswith(_CPUS_OF_PARTS)
         # Of each partition, and under the empty name of all: the most that a node has.
         self._most: dict[str, Counter[tuple[str, str]]] = {}
         limits = {partition.name: partition for partition in partitions}
@@ -245,6 +249,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
     types = [kind for name, kind in wanted if name == "gpu" and kind]
     cpus = tasks * job.cpus_per_task if tasks and _tasks_are_whole(job) else _share(job.num_cpus, nodes)
     cpus = max(cpus, job.cpus_per_gpu * gpus)
+    whole = job.cpus_per_task if hardware.counts_whole_tasks else 1
     per_cpu_mb = job.memory_per_cpu_mb or 0
     if not job.is_pending:
         memory_mb = _share(job.memory_mb, nodes)
@@ -268,8 +273,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
         all_memory=job.is_pending and job.all_memory and hardware.counts_memory,
         layout=job.layout if job.is_pending else (0, 0, 0),
         cores=_share(tasks, job.tasks_per_core) if job.tasks_per_core else 0,
-        # As many as whole tasks have, from 24.11 on.
-        min_cpus=_share(job.min_cpus_per_node, max(1, job.cpus_per_task)) * job.cpus_per_task if job.is_pending else 0,
+        min_cpus=_share(job.min_cpus_per_node, whole) * whole if job.is_pending else 0,
         unit=hardware.unit,
         tmp_disk_mb=job.tmp_disk_mb if job.is_pending else 0,
     )

@@ -145,6 +145,13 @@ def test_cores_are_whole(job: Job, free: int, has_room: bool) -> None:
     assert (kind(job, threads(used=16 - free)) == "scheduler") is has_room
 
 
+def test_cpus_that_memory_needs_are_those_of_whole_tasks_in_later_releases() -> None:
+    """-c4 --mem=20000 with MaxMemPerCPU=2000: 22.05 looks for 10 free CPUs, and gives 8."""
+    job = pending(num_cpus=4, cpus_per_task=4, min_cpus_per_node=10)
+    for version, free, found in (("22.05.8", 10, "scheduler"), ("22.05.8", 9, "CPUs"), ("24.11.5", 10, "CPUs")):
+        assert kind(job, node(used=16 - free), config={"SLURM_VERSION": version}) == found
+
+
 def test_what_a_core_is_depends_on_the_site() -> None:
     wanted = pending(num_cpus=1)
     assert kind(wanted, threads(used=15)) == "CPUs"

@@ -13,12 +13,12 @@ import sys
 
 import hetstream.base.web
 import hetstream.slurm_plugin.daemon.server
-import hetstream.slurm_plugin.daemon.store  # noqa: F401
+import hetstream.slurm_plugin.daemon.store
 from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.cli import build_parser
 
 with contextlib.suppress(HetstreamError):  # without prometheus-client
-    import hetstream.slurm_plugin.render.metrics
+    import hetstream.slurm_plugin.render.metrics  # noqa: F401
 
 if __name__ == "__main__":
     uid = int(sys.argv[1])

@@ -105,6 +105,12 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value) if isinstance(value, _VALUES) else "something else"
 
 
+def _is_the_only_one(value: Any) -> bool:
+    """Whether it is a function or class of another package, found there by its name: another one replaces it."""
+    is_such = isinstance(value, _REPLACEABLE) and "<locals>" not in value.__qualname__
+    return is_such and not is_programs(value)
+
+
 def _as_text(found: Any) -> str:
     """What was noted, without what belongs to one process."""
     if isinstance(found, tuple):
@@ -165,7 +171,7 @@ class _Look:
         # Not the user's own `__len__`: looking runs nobody's code.
         length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
         named = f"{kind.__module__}.{kind.__qualname__}"
-        return (named, _Same(value)) if isinstance(value, _REPLACEABLE) else (named, length)
+        return (named, _Same(value)) if _is_the_only_one(value) else (named, length)
 
     def _of_tensor(self, tensor: torch.Tensor) -> int:
         if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= self._bytes_left:

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hetstream.mpi_dataworkers.ops.own_code import is_own, is_programs
 from hetstream.mpi_dataworkers.ops.reached import globals_in, names_in
@@ -51,6 +52,8 @@ _REPLACEABLE = (type, FunctionType, BuiltinFunctionType)
 _SIZED: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
 # Of packages with these names the methods that write an object down are called; they are not the user's.
 _THEIRS = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+# What a loader keeps from one pass to the next.
+_OF_LOADERS = "hetstream.mpi_dataworkers.loader."
 _OF_LANGUAGE = frozenset(
     ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__slotnames__")
 )
@@ -188,7 +191,9 @@ class _Look:
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, with what is added to its path."""
-    if isinstance(value, torch.Tensor | ModuleType | logging.Logger):
+    if isinstance(value, torch.Tensor | ModuleType | logging.Logger | _BaseDataLoaderIter):
+        return
+    if type(value).__module__.startswith(_OF_LOADERS):  # a loader that collates with its own method holds them
         return
     if isinstance(value, np.ndarray):
         items = itertools.islice(value.flat, _MOST_ITEMS) if value.dtype.hasobject else ()

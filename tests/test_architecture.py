@@ -163,6 +163,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "slurm_plugin/coordinator/server.py": (540, "one loop: who comes, what they say, what they are told"),
     "slurm_plugin/packing/quota_packer.py": (530, "one pair of hands: each thing that becomes of a job with quota"),
     "slurm_plugin/packing/packer.py Packer.__init__ parameters": (9, "what a site tells it, each with a name"),
+    "mpi_dataworkers/loader/compared_pass.py": (560, "one pass: which steps are compared, by whom, and what follows"),
     "mpi_dataworkers/loader/client.py": (540, "one loader at its service: what it waits for, says and is told"),
     "mpi_dataworkers/sources/hdf5.py": (570, "one kind of file: which rows are read together, and where names lead"),
     "mpi_dataworkers/transports/mpi.py": (

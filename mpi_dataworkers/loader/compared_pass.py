@@ -355,7 +355,10 @@ class ComparedPass:
 
         def once_more_doubted() -> Made:
             self._doubted = step
-            return once_more()
+            made = once_more()
+            if found.failure is not None and made.outcome == found.outcome:
+                self._made = step, made  # it may be raised at times alone
+            return made
 
         try:
             difference = self._canary.difference(found, expected, once_more_doubted)
@@ -481,6 +484,10 @@ class ComparedPass:
         if difference is None:  # the process has ended, too, or nobody knows
             return "" if has_died else f"data workers cannot make step {step}: {summary_of(failure)}"
         return difference
+
+    def raised(self, step: int) -> Exception | None:
+        """What the program gets for a step that has `failed` as its own would; None where torch hands over nothing."""
+        return self._made[1].raised if self._made is not None and self._made[0] == step else None
 
     def restart(self, pipeline: Pipeline) -> None:
         """Go on with other stages, which the process does not have: compare no more in this pass but what raises."""

@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.hook.patch import MARK
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
+from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch
 from hetstream.mpi_dataworkers.loader.user_errors import made_at
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
@@ -70,12 +71,22 @@ class FailedStep:
         raise AssertionError("it raises")
 
 
-def is_of_sample(error: BaseException) -> bool:
-    """Whether torch's own loader raises it for a worker process that made a step: what user code raised there."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code is _ExceptionWrapper.reraise.__code__
+class FailedInTorch(FailedStep):
+    """The same for a program that only knows torch.
+
+    Args:
+        handed: what torch's worker process hands over.
+        error: what was raised, where it hands over nothing.
+        in_trainer: as above.
+    """
+
+    def __init__(self, handed: bytes, error: BaseException, in_trainer: bool) -> None:
+        super().__init__(error, in_trainer)
+        self._handed = handed
+
+    def raised(self, step: int) -> BaseException:
+        """The exception, as torch raises it."""
+        return raised_by_torch(self._handed) or super().raised(step)
 
 
 class ShardEnd:
@@ -115,7 +126,10 @@ class StepDataset(torch.utils.data.Dataset[Any]):
         try:
             return self.make(request)
         except SampleError as error:
-            return FailedStep(error.user_error(), in_trainer=self._entered is None)
+            in_trainer, (seeds, step, *_) = self._entered is None, request
+            if seeds.workers is None:
+                return FailedStep(error.user_error(), in_trainer)
+            return FailedInTorch(handed_over(error, self._pipeline, step), error.user_error(), in_trainer)
 
     def make(self, request: StepRequest) -> tuple[MadeStep, bytes]:
         """Make a step.

@@ -219,7 +219,9 @@ class RemoteSource:
                 self._taken = slot_index, number, step.snapshot, shards.position + 1
                 return step
             self._taken = slot_index, number, b"", shards.position + 1
-            return rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, number)
+            return self._as_torch_raises(number) or (
+                rebuild_error(step) if isinstance(step, BatchFailed) else made_at(step.error, number)
+            )
         return None
 
     def advance(self) -> None:
@@ -291,6 +293,12 @@ class RemoteSource:
         if why:
             self._connection.count(compared_steps=1, differing_steps=1)
             self._differ(step, why)
+
+    def _as_torch_raises(self, step: int) -> Exception | None:
+        """What a program that only knows torch gets for a step that has failed."""
+        if not self._connection.local_after_failure or self._compared is None:
+            return None
+        return self._compared.raised(step)
 
     def _take_from(self, sessions: list[LoaderSession]) -> tuple[int, Step | LocalFallback | Ended]:
         """Wait for the next step of one of the sessions, and count the steps that were lost before it.

@@ -26,13 +26,14 @@ from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.loader.canary import Canary, Differs
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
-from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, RedrawnSteps, is_of_sample
+from hetstream.mpi_dataworkers.loader.local_workers import CurrentSteps, PlainLoader, RedrawnSteps
 from hetstream.mpi_dataworkers.loader.pass_iterator import PassIterator, StepSource
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sent_pipelines import SentPipeline
 from hetstream.mpi_dataworkers.loader.step_indices import PartlyListedSteps
 from hetstream.mpi_dataworkers.loader.torch_calls import call_as_in
+from hetstream.mpi_dataworkers.loader.torch_errors import is_of_sample
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
@@ -278,8 +279,9 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         if self._is_lost:
             try:
                 self._next_step()
-            except StopIteration:
-                raise
+            except StopIteration as error:
+                if not is_of_sample(error):
+                    raise
             except others():  # whatever it was, nobody would have seen it
                 _log.debug("a step that torch loses could not be made", exc_info=True)
             self._is_lost = False
@@ -296,16 +298,15 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
     def _next_step(self) -> Any:
         if self._streamed is not None and self._left is None:
             try:
-                if self._kept.connection is not None or self._streamed.has_batch:
-                    return next(self._streamed)
-                # Another iterator of this loader has left the service, and has said why.
-                self._left = RedrawnSteps(self._order.from_step(self._streamed.shards.position)), ""
+                if self._kept.connection is None and not self._streamed.has_batch:
+                    # Another iterator of this loader has left the service, and has said why.
+                    self._left = RedrawnSteps(self._order.from_step(self._streamed.shards.position)), ""
+                elif self._streamed.wait() or self._order.unlisted is None:
+                    return next(self._streamed)  # a StopIteration of a sample, too, as in torch
+                else:
+                    self._left = RedrawnSteps(self._order.unlisted), self._order.reason
             except Differs as found:
                 self._left = RedrawnSteps(self._order.from_step(found.step)), str(found)
-            except StopIteration:
-                if self._order.unlisted is None:
-                    raise
-                self._left = RedrawnSteps(self._order.unlisted), self._order.reason
         if self._left is not None:
             # Here, where none of these is the context of what the program's own samples raise.
             self._go_on_locally(*self._left)

@@ -27,10 +27,11 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     no_collate,
 )
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
+from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.ops.changes import changed_by
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, describe_failure
 from hetstream.mpi_dataworkers.ops.private_memory import PrivateMemory
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.ops.tree import flatten, holds_objects
@@ -71,6 +72,7 @@ class Made(msgspec.Struct, frozen=True):
             before.
         repeated: of such a step, how the second making differs from the first one, `batch`, by field.
         written_bytes: by its samples to files, but for standard output and error.
+        handed_over: with `failure`, what the program gets in the place of the step; see `torch_errors`.
     """
 
     num_samples: int
@@ -81,11 +83,17 @@ class Made(msgspec.Struct, frozen=True):
     changes: str = ""
     repeated: Mapping[str, str] = {}
     written_bytes: int = 0
+    handed_over: bytes = b""
 
     @classmethod
     def of(cls, num_samples: int, payload: Any) -> Made:
         """A step that was made. What moved operators add to it may differ in its last bits from host to host."""
         return cls(num_samples, payload.batch if type(payload) is StagedBatch else payload, payload=payload)
+
+    @property
+    def raised(self) -> Exception | None:
+        """What torch raises in the place of the step; None where it raises nothing."""
+        return raised_by_torch(self.handed_over)
 
     @property
     def no_batch(self) -> str:
@@ -107,8 +115,6 @@ class Made(msgspec.Struct, frozen=True):
 
 def _made_of(answer: Any) -> Made:
     """A step from the answer of `_WitnessSteps`, a child of this process."""
-    if isinstance(answer, Failure):
-        return Made(0, None, answer)
     if isinstance(answer, Made):
         return answer
     num_samples, batch, other, written_bytes = answer
@@ -197,8 +203,15 @@ class _WitnessSteps(StepDataset):
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
             return made.num_samples, *_pickled(made.batch), written_bytes
+        except SampleError as error:
+            handed = handed_over(error, self._pipeline, request[1])  # before it is described, which adds a note
+            return Made(0, None, describe_failure(error), handed_over=handed)
         except Exception as error:  # noqa: BLE001, user code may raise anything
-            return describe_failure(error, is_final=is_made)
+            failure = describe_failure(error, is_final=is_made)
+            if is_made:
+                return Made(0, None, failure)
+            # torch raises it once in each process, and something else for the steps that follow.
+            return Made(0, None, changes=f"its worker_init_fn raises {failure.error_type[1]}: {summary_of(failure)}")
 
     def _twice(self, request: StepRequest) -> Made:
         """Make a sample twice; a collate function that needs several raises, and what samples change shows all the

@@ -1,0 +1,50 @@
+"""A program that only knows torch catches what torch's own worker process raises, and goes on as with torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.mpi_dataworkers.hook import environment
+
+PROGRAM = Path(__file__).parent / "programs" / "raising.py"
+
+
+@pytest.mark.parametrize(
+    ("part", "local"),
+    [
+        pytest.param("samples", 0, id="what samples raise"),
+        pytest.param("ends", 0, id="a StopIteration of a sample ends its epoch"),
+        pytest.param("others", 1, id="what else raises", marks=pytest.mark.slow),
+    ],
+)
+def test_what_user_code_raises_is_caught_word_for_word_as_from_torch_and_its_epochs_end_as_there(
+    part: str, local: int, three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    source = PROGRAM.read_text()
+    plain = run_program(source, tmp_path, part)
+    assert plain.returncode == (1 if part == "others" else 0), plain.stderr
+    found = run_program(source, tmp_path, part, **environment(three.name, {}))
+    assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr
+    assert found.returncode == plain.returncode, found.stderr
+    assert found.stderr.count("stays local") == local, found.stderr
+
+
+@pytest.mark.parametrize("part", ["ends", pytest.param("samples", marks=pytest.mark.slow)])
+def test_so_it_is_where_no_service_makes_its_batches(part: str, tmp_path: Path, run_program: Any) -> None:
+    source = PROGRAM.read_text()
+    plain, found = (run_program(source, tmp_path, part, **hook) for hook in ({}, environment(None, {})))
+    assert (found.returncode, plain.returncode) == (0, 0), found.stderr
+    assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr
+
+
+@pytest.mark.parametrize("is_served", [True, False], ids=["data workers", "no service"])
+def test_a_stop_iteration_of_the_programs_own_process_ends_its_epoch(
+    is_served: bool, three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    source, hook = PROGRAM.read_text(), environment(three.name if is_served else None, {}, in_process_loaders=True)
+    plain, found = (run_program(source, tmp_path, "in-process", **each) for each in ({}, hook))
+    assert (found.returncode, plain.returncode) == (0, 0), found.stderr
+    assert found.stdout.splitlines() == plain.stdout.splitlines(), found.stderr

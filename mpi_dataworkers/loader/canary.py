@@ -95,7 +95,7 @@ class Canary:
         self._kind: str | None = None
         self._varying: set[str] = set()  # of this pass; with kept processes, of the first one
         self._said: set[str] = set()
-        self._num_writing = 0  # steps
+        self._writing: set[tuple[int, int]] = set()  # steps whose samples write, each with the number of its pass
 
     @property
     def is_first(self) -> bool:
@@ -264,18 +264,25 @@ class Canary:
         if not self.is_kept:
             self._varying = set()
 
-    def writes(self, step: int, num_bytes: int) -> None:
+    @property
+    def samples_write(self) -> bool:
+        """Whether samples were seen to write to files in more than one step."""
+        return len(self._writing) > 1 or self._kind in _said_to_write
+
+    def writes(self, step: int, what: str) -> None:
         """Note that the samples of a step write to files. What one alone writes (a module that is compiled when it is
         imported, say) is not told."""
-        self._num_writing += 1
-        if self._num_writing > 1 and self._kind not in _said_to_write:
+        if not self.samples_write:
+            self._writing.add((self._num_passes, step))
+        if len(self._writing) > 1 and self._kind not in _said_to_write:
             _said_to_write.add(self._kind)
             _log.warning(
-                "hetstream: samples of a DataLoader write to files (step %d: %d bytes). So do data workers, and what "
+                "hetstream: samples of a DataLoader write to files (step %d: %s). So do data workers, and what "
                 "compares steps: what is appended may be there more than once, and what goes through the program's own "
-                "logging handlers is in the data workers' logs",
+                "logging handlers is in the data workers' logs.%s",
                 step,
-                num_bytes,
+                what,
+                " Data workers make its steps no further ahead than torch's own would" if self.makes_steps else "",
             )
 
     def say(self, line: str, about: str = "") -> None:

@@ -50,8 +50,6 @@ class ComparedPass:
     Attributes:
         due: a step from this one on is to be given to `difference`.
         has_ended: `instead` gave no step because that step alone has ended its process.
-        as_torch: data workers are to be no further ahead than torch's own would be, as nobody knows yet what samples do
-            outside: one that fills a directory must not fill more of it before the program breaks the loop.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class ComparedPass:
         self._shards, self._first = shards, shards.position
         self._process = os.getpid()
         self._num_to_prove = canary.num_to_prove(digest, pipeline.num_workers)
-        self.as_torch = self._num_to_prove > 0
+        self._is_unknown = self._num_to_prove > 0
         self._proved_since = math.inf  # on the monotonic clock, s
         steps = canary.steps_of_pass(self._first, pipeline.num_workers)
         # To compare one by one, in order.
@@ -104,6 +102,15 @@ class ComparedPass:
             )
             self._ask_workers(num_known)
         self._note_next()
+
+    @property
+    def as_torch(self) -> bool:
+        """Whether data workers are to be no further ahead than torch's own would be.
+
+        As long as nobody knows what samples do outside, and where they write: what fills a directory must not fill more
+        of it before the program leaves the loop.
+        """
+        return self._is_unknown or (self._canary.makes_steps and self._canary.samples_write)
 
     def _requests(self, num_known: int) -> list[StepRequest]:
         """Of the steps that can be asked for by now, and were not."""
@@ -271,8 +278,8 @@ class ComparedPass:
         """Whether enough steps were equal with this one, or so many as the time was for."""
         has_second = step >= self._first + 2 * self._pipeline.num_workers - 1
         if self._num_to_prove <= 0 or (has_second and time.monotonic() - self._proved_since > _PROVING_S):
-            self.as_torch = False
-        return not self.as_torch
+            self._is_unknown = False
+        return not self._is_unknown
 
     def _compared_alone(self, step: int, delivered: Delivered) -> str | None:
         """How a step differs from what a process makes of it that makes nothing else.
@@ -348,8 +355,8 @@ class ComparedPass:
     def _difference_from(self, step: int, found: Made, expected: Made, once_more: Callable[[], Made]) -> str:
         if expected.changes:
             return expected.changes
-        if expected.written_bytes:
-            self._canary.writes(step, expected.written_bytes)
+        if expected.wrote:
+            self._canary.writes(step, expected.wrote)
         expected = self._as_pinned(expected)
         self._made = step, expected
 

@@ -27,6 +27,7 @@ class Delivered(msgspec.Struct, frozen=True):
         left_out: how those of them failed that were tried at this step.
         snapshot: where the shard's reader is after the step; empty if it has not said so.
         held_bytes: memory of all that came for the step.
+        wrote: as in `wire.delivery_messages.Batch`.
     """
 
     payload: Any
@@ -38,6 +39,7 @@ class Delivered(msgspec.Struct, frozen=True):
     left_out: Sequence[Failure] = ()
     snapshot: bytes = b""
     held_bytes: int = 0
+    wrote: str = ""
 
     @classmethod
     def made_here(cls, batch: Any, made: MadeStep, snapshot: bytes = b"") -> Delivered:

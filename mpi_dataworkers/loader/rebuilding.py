@@ -118,4 +118,5 @@ def rebuild(batches: BatchBuilder, header: Batch, frames: Sequence[Buffer]) -> D
         header.left_out,
         header.snapshot,
         num_bytes + len(header.spec) if header.num_samples > 0 else 0,
+        header.wrote,
     )

@@ -214,6 +214,8 @@ class RemoteSource:
                 continue
             number = self._sessions[slot_index].buffer.next_step()
             if isinstance(step, Delivered):
+                if step.wrote and self._connection.canary is not None:
+                    self._connection.canary.writes(number, step.wrote)
                 if self._compared is not None and self._compared.due <= number:
                     step = self._as_compared(self._compared, number, step)
                 self._taken = slot_index, number, step.snapshot, shards.position + 1

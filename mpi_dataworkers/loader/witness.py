@@ -29,6 +29,7 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
 from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
+from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
 from hetstream.mpi_dataworkers.ops.changes import changed_by
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, describe_failure
@@ -71,7 +72,8 @@ class Made(msgspec.Struct, frozen=True):
             of a step with a negative number, a sample that was made twice, may depend on what their process has made
             before.
         repeated: of such a step, how the second making differs from the first one, `batch`, by field.
-        written_bytes: by its samples to files, but for standard output and error.
+        wrote: what its samples did to files, on one line: as in `wire.delivery_messages.Batch`, or how many bytes they
+            wrote but for standard output and error.
         handed_over: with `failure`, what the program gets in the place of the step; see `torch_errors`.
     """
 
@@ -82,7 +84,7 @@ class Made(msgspec.Struct, frozen=True):
     payload: Any = None
     changes: str = ""
     repeated: Mapping[str, str] = {}
-    written_bytes: int = 0
+    wrote: str = ""
     handed_over: bytes = b""
 
     @classmethod
@@ -117,11 +119,11 @@ def _made_of(answer: Any) -> Made:
     """A step from the answer of `_WitnessSteps`, a child of this process."""
     if isinstance(answer, Made):
         return answer
-    num_samples, batch, other, written_bytes = answer
+    num_samples, batch, other, wrote = answer
     # Now: what tensors share comes from the process, which may end.
     untouched = None if other is None else (pickle.loads(other),)
     made = Made.of(num_samples, pickle.loads(batch))
-    return msgspec.structs.replace(made, untouched=untouched, written_bytes=written_bytes)
+    return msgspec.structs.replace(made, untouched=untouched, wrote=wrote)
 
 
 def _pickled(batch: Any) -> tuple[bytes, bytes | None]:
@@ -197,12 +199,14 @@ class _WitnessSteps(StepDataset):
                 if request[1] < 0:
                     return self._twice(request)
                 self._output.written()
-                made, _ = self.make(request)
+                with acts_on_files() as found:
+                    made, _ = self.make(request)
                 # default_collate makes memory for each tensor by one byte at its end.
                 written_bytes = max(0, self._output.written() - len(_pytree.tree_leaves(made.batch)))
             is_made = True
             # Here, because torch's process says nothing of a batch that it cannot send, and its loader waits for it.
-            return made.num_samples, *_pickled(made.batch), written_bytes
+            wrote = found.act or (f"{written_bytes} bytes" if written_bytes else "")
+            return made.num_samples, *_pickled(made.batch), wrote
         except SampleError as error:
             handed = handed_over(error, self._pipeline, request[1])  # before it is described, which adds a note
             return Made(0, None, describe_failure(error), handed_over=handed)

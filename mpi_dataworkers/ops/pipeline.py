@@ -424,13 +424,14 @@ class MadeStep(msgspec.Struct, frozen=True):
     Attributes:
         batch: the batch; None when no sample is left.
         num_samples, num_skipped: samples of the step that are in it, and that are not.
-        left_out: those that failed now, as in `messages.Batch`.
+        left_out, wrote: those that failed now, and what samples did to files, as in `messages.Batch`.
     """
 
     batch: Any
     num_samples: int
     num_skipped: int
     left_out: list[Failure]
+    wrote: str = ""
 
     def pin_memory(self) -> MadeStep:
         """The same with its batch in pinned memory; torch's own loader calls it, in process."""

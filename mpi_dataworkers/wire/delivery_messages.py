@@ -54,6 +54,7 @@ class Batch(Message, frozen=True, omit_defaults=True):
         num_skipped: samples of the step that are not in it, for `on_error`.
         left_out: those of them that failed at this step, with what they did; index -1 stands for all.
         snapshot: of a shard whose dataset has a state: where its reader is after this step, see `snapshots`.
+        wrote: what its samples were seen to make or change in the file system, on one line.
     """
 
     session_id: str
@@ -67,6 +68,7 @@ class Batch(Message, frozen=True, omit_defaults=True):
     num_skipped: int = 0
     left_out: list[Failure] = []
     snapshot: bytes = b""
+    wrote: str = ""
 
 
 class Batches(Message, frozen=True):

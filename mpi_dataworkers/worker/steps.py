@@ -15,6 +15,7 @@ import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.forks import ForksEndHere
+from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
 from hetstream.mpi_dataworkers.ops.changes import changed_by
 from hetstream.mpi_dataworkers.ops.index_form import IndexForm
 from hetstream.mpi_dataworkers.ops.iterable import Shard
@@ -137,7 +138,7 @@ class StepMaker:
             places = gathered.place(buffers, time.monotonic())
             snapshot = reader.snapshot if reader is not None else b""
             report = made.num_skipped, made.left_out, snapshot
-            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *report))
+            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *report, wrote=made.wrote))
         return True
 
     def finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:
@@ -169,7 +170,10 @@ class StepMaker:
                     if made is None:
                         return None
                 else:
-                    made = self._make_of_indices(lease, step, lacking, pipeline)
+                    with acts_on_files() as found:
+                        made = self._make_of_indices(lease, step, lacking, pipeline)
+                    if found.act:
+                        made = msgspec.structs.replace(made, wrote=found.act)
                 return made, *flatten(made.batch)
             except (StepFailed, LeaseGone, HandoverFailed):  # of the stage before
                 raise

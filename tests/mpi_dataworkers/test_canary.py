@@ -47,19 +47,28 @@ def test_a_program_gets_its_own_batches_whatever_it_has_set_up(
     assert "Traceback" not in UNRAISABLE.sub("", found.stderr)
 
 
-@pytest.mark.parametrize("kind", ["file", "empty file"])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        pytest.param("file", ["6", "30"], id="a file, and the loader is not known yet"),
+        pytest.param("empty file", ["6", "90"], id="a file without a byte"),
+        pytest.param("directory", ["6", "90"], id="a directory", marks=pytest.mark.slow),
+        pytest.param("link", ["6", "90"], id="a link", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_that_make_something_outside_make_no_more_of_it_than_with_torch(
-    kind: str, three: Any, tmp_path: Path, run_program: Any
+    kind: str, steps: list[str], three: Any, tmp_path: Path, run_program: Any
 ) -> None:
     """A pass that ends early leaves what torch's workers would have left, and the next one finds that."""
     source, found = (PROGRAMS / "making.py").read_text(), {}
     for name, variables in {"plain": {}, "hooked": environment(three.name, {})}.items():
         place = tmp_path / name
         place.mkdir()
-        found[name] = run_program(source, place, kind, "6", "30", **variables)
+        found[name] = run_program(source, place, kind, *steps, **variables)
         assert found[name].returncode == 0, found[name].stderr
     assert found["hooked"].stdout.splitlines() == found["plain"].stdout.splitlines(), found["hooked"].stderr
     assert "local" not in found["hooked"].stderr
+    assert "write to files" in found["hooked"].stderr
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def _is_the_only_one(value: Any) -> bool:
 
 def _as_text(found: Any) -> str:
     """What was noted, without what belongs to one process."""
+    if isinstance(found, _Same):
+        return ""
     if isinstance(found, tuple):
         parts = (sorted(map(repr, part)) if isinstance(part, set) else part for part in found)
         return repr([part for part in parts if not isinstance(part, _Same)])
@@ -147,7 +149,7 @@ class _Look:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         while self._waiting:
             path, value = self._waiting.popleft()
-            if type(value) in _VALUES:
+            if type(value) in _VALUES or isinstance(value, _Same):
                 yield path, value
             elif isinstance(value, _GENERATORS) and not self._with_generators:
                 continue
@@ -266,7 +268,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         for path, module in found:
             if isinstance(module, ModuleType) and not is_own(module):
                 yield from (
-                    (f"{path}.{name}", value)
+                    (f"{path}.{name}", _Same(value))
                     for name in names
                     if isinstance(value := vars(module).get(name), _REPLACEABLE)
                 )

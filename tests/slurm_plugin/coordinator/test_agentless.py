@@ -247,8 +247,10 @@ def test_whose_a_process_is_says_its_control_group_and_else_itself_as_far_as_it_
     grant(grants, "9", "guaranteed", "GPU-a", uid=os.geteuid() + 1)
     said = {}
     for job in ("8", "9", "../8", ""):
-        argv = [sys.executable, "-c", "input()"]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, "SLURM_JOB_ID": job}) as process:
+        argv, pipe = [sys.executable, "-c", "print(flush=True); input()"], subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe, env={**os.environ, "SLURM_JOB_ID": job}) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # before it runs, its environment may not be there
             said[job] = GrantedJobs(grants, lambda _: None).holder_of(process.pid)
             told = GrantedJobs(grants, lambda _: "9").holder_of(process.pid)
             process.communicate(b"\n")

@@ -72,7 +72,7 @@ class Node:
         self.states, decisions = decide_all(self.states, seen, self.now_ns)
         who = {job.name: Who(job.name, 1000, 1) for measured in seen.values() for job in measured.jobs}
         rows = [
-            gpu_row(StatedGpu(gpu, CAPACITY), self.states[gpu], seen[gpu], decisions[gpu], who, self.now_ns)
+            gpu_row(StatedGpu(gpu, CAPACITY), self.states[gpu], seen[gpu], decisions[gpu], who, (), self.now_ns)
             for gpu in GPUS
         ]
         assert encode(GpuTable(TABLE_VERSION, "node", 0.0, tuple(rows)))

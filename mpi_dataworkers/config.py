@@ -251,11 +251,15 @@ def without_places_in_common(environ: Mapping[str, str], in_common: Callable[[st
     kept = dict(environ)
     for name, value in environ.items():
         if _is_named(name, _READ_AT_START) and value.strip():
-            entries = re.split(r"[:\s]+", value)
+            entries = re.split(r"[:\s]+" if name == "LD_PRELOAD" else os.pathsep, value)  # see ld.so(8)
             left = [entry for entry in entries if not (entry.startswith("/") and in_common(entry))]
-            if left != entries:
-                _log.info("data workers start without %s=%s: on their nodes it may be a stranger's", name, value)
-                kept.pop(name) if not any(left) else kept.update({name: os.pathsep.join(left)})
+            if left == entries:
+                continue
+            _log.info("data workers start without %s=%s: on their nodes it may be a stranger's", name, value)
+            if any(left):
+                kept[name] = os.pathsep.join(left)
+            else:
+                del kept[name]
     return kept
 
 

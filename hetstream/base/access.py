@@ -136,9 +136,11 @@ def is_in_common(path: str) -> bool:
     What is there belongs to this user on one node, and to anybody on the next.
     """
     way = _Trail()
-    with contextlib.suppress(OSError):
-        way.go(path)
-    os.close(way.descriptor)
+    try:
+        with contextlib.suppress(OSError):
+            way.go(path)
+    finally:
+        os.close(way.descriptor)
     return any(status.st_mode & stat.S_IWOTH and stat.S_ISDIR(status.st_mode) for _, status in way.seen)
 
 

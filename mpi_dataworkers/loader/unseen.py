@@ -10,7 +10,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from hetstream.mpi_dataworkers.ops.changes import State, change_between, state_of
+from hetstream.mpi_dataworkers.handlers import others
+from hetstream.mpi_dataworkers.ops.changes import State, change_between, objects_at, state_of
+from hetstream.mpi_dataworkers.ops.pickling import pickle_apart
 
 # Paths in all that is remembered: about 200 bytes each.
 _MOST_PATHS = 400_000
@@ -30,8 +32,21 @@ def unseen_change(pipeline_id: str, objects: Mapping[str, Any]) -> str:
     _seen.move_to_end(pipeline_id)
     while len(_seen) > 1 and sum(map(len, _seen.values())) > _MOST_PATHS:
         _seen.popitem(last=False)
-    # What is opened late (a file that pickling leaves out) is no change.
-    opened = tuple(path for path, value in now.items() if type(value) is tuple and before.get(path, 0) is None)
-    if opened:
-        before, now = ({path: state[path] for path in state if not path.startswith(opened)} for state in (before, now))
+    # What is opened late, and cannot be pickled, is no change: a file, a connection.
+    new = objects_at(objects, [path for path in now if before.get(path, now) is None and now[path] is not None])
+    opened = [path for path, value in new.items() if not _can_be_pickled(value)]
+    for path in opened:
+        below = tuple(f"{path}{mark}" for mark in (".", "[", " "))
+        before, now = (
+            {each: state[each] for each in state if each != path and not each.startswith(below)}
+            for state in (before, now)
+        )
     return change_between(before, now)
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle_apart(value)
+    except others():  # pickling runs user code; the question is only whether it raises
+        return False
+    return True

@@ -115,7 +115,7 @@ def _is_users(caller: FrameType) -> bool:
     frame: FrameType | None = caller
     doer = ""
     while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
+        name = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return False
         if not doer and name not in _HELPERS:

@@ -25,7 +25,7 @@ import reprlib
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -67,6 +67,13 @@ def state_of(roots: Mapping[str, Any], *, with_generators: bool = True) -> State
         with_generators: of random numbers; each draw changes them.
     """
     return dict(_Look(roots, with_generators))
+
+
+def objects_at(roots: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """What stands at some paths of `state_of`."""
+    look = _Look(roots, with_generators=False)
+    deque(look, maxlen=0)
+    return {path: look.objects[path] for path in paths if path in look.objects}
 
 
 def digest_of_state(value: Any) -> bytes:
@@ -144,6 +151,7 @@ class _Look:
         self._with_generators = with_generators
         self._waiting = deque((name, value) for name, value in roots.items())
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
+        self.objects: dict[str, Any] = {}
         self._bytes_left = _MOST_BYTES
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -154,7 +162,7 @@ class _Look:
             elif isinstance(value, _GENERATORS) and not self._with_generators:
                 continue
             elif id(value) not in self._seen and len(self._seen) < _MOST_OBJECTS:
-                self._seen[id(value)] = value
+                self._seen[id(value)] = self.objects[path] = value
                 with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
                     yield path, self._noted(value)
                     self._waiting += [(f"{path}{name}", part) for name, part in _parts_of(value)]

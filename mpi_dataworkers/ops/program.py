@@ -208,13 +208,12 @@ def settings_of(reached: Reached, knows_hetstream: bool = True) -> bytes:
         knows_hetstream: see `Program`. Of another program data workers compare what does not travel.
     """
     environment, removed = travelling_environment()
-    places = dict(reached.values)
     for module, name in _LIBRARY_SETTINGS:
         if module in sys.modules:
-            places[module, name] = getattr(sys.modules[module], name, None)
+            reached.add((module, name), getattr(sys.modules[module], name, None))
     kept, digests, unsent = {}, {}, dict(reached.unsent)
-    for place, value in sorted(places.items(), key=lambda item: item[0]):
-        digest = reached.digest(value)
+    for place, value in sorted(reached.values.items(), key=lambda item: item[0]):
+        digest = reached.digests[place]
         if digest is not None:
             kept[place], digests[place] = value, digest
         else:
@@ -224,16 +223,10 @@ def settings_of(reached: Reached, knows_hetstream: bool = True) -> bytes:
     except Exception as error:  # noqa: BLE001, user code runs, and does now what it did not a moment ago
         _log.warning("hetstream: values that the program has set do not travel: %s: %s", type(error).__name__, error)
         digests, values = {}, b""
-    states = (
-        {}
-        if knows_hetstream
-        else {place: digest_of_state(value) for place, value in sorted(unsent.items(), key=_place)}
-    )
+        unsent |= kept
+    compared = [] if knows_hetstream else sorted(unsent)
+    states = {place: digest_of_state(unsent[place]) for place in compared}
     return pickle.dumps(_Settings(list(sys.argv), environment, removed, settings_in_force(), digests, values, states))
-
-
-def _place(item: tuple[Place, Any]) -> Place:
-    return item[0]
 
 
 # --- in a data worker -----------------------------------------------------------------------------------------------

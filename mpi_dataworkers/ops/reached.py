@@ -32,9 +32,6 @@ Place = tuple[str, str]
 
 # A larger value is data that belongs into the dataset.
 _MAX_VALUE_BYTES = 64 << 10
-_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _SCRIPTS = ("__main__", "__mp_main__")
 _Cached: Any = type(functools.lru_cache(print))
 # Plain data of a class's body; what else stands there was made by the class statement.
@@ -70,9 +67,21 @@ class _Capped(io.BytesIO):
 
 
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what travels.
+
+    Attributes:
+        met: classes and functions in it.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.met: list[Any] = []
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _LEFT_OUT):
             raise pickle.PicklingError(f"{type(value).__qualname__} is not sent")
+        if isinstance(value, FunctionType | type):
+            self.met.append(value)
         if isinstance(value, CodeType):
             return reduce_code(value)
         return super().reducer_override(value)
@@ -88,12 +97,14 @@ class Reached:
     Attributes:
         modules: names of the program's own modules.
         values: what stands in them under names that the code reads, by place.
+        digests: of these, in pickled form; None of one that is not sent.
         unsent: what classes of these modules hold and does not travel, by place: it was made by the class statement.
     """
 
     def __init__(self, roots: Iterable[Any], is_own: Callable[[ModuleType | None], bool]) -> None:
         self.modules: set[str] = set()
         self.values: dict[Place, Any] = {}
+        self.digests: dict[Place, bytes | None] = {}
         self.unsent: dict[Place, Any] = {}
         self._is_own = functools.cache(is_own)
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
@@ -101,21 +112,34 @@ class Reached:
         while self._waiting:
             self._visit(self._waiting.pop())
 
+    def add(self, place: Place, value: Any) -> None:
+        """Note a value, and follow the classes and functions that it holds, as a registry does."""
+        self.values[place] = value
+        self.digests[place] = self.digest(value, self._waiting)
+
     @staticmethod
-    def digest(value: Any) -> bytes | None:
-        """Digest of a value's pickled form; None for one that is not sent."""
+    def digest(value: Any, met: list[Any] | None = None) -> bytes | None:
+        """Digest of a value's pickled form; None for one that is not sent.
+
+        Args:
+            value: any.
+            met: gets the classes and functions in one that is sent.
+        """
         stream = _Capped()
+        pickler = _ValuePickler(stream)
         try:
-            _ValuePickler(stream, protocol=5).dump(value)
+            pickler.dump(value)
         except Exception:  # noqa: BLE001, user code runs (__reduce__): what cannot be pickled is not sent
             return None
+        if met is not None:
+            met += pickler.met
         return hashlib.blake2b(stream.getvalue(), digest_size=8).digest()
 
     @staticmethod
     def pickled(values: Mapping[Place, Any]) -> bytes:
         """Values that have a digest, in one pickle."""
         stream = io.BytesIO()
-        _ValuePickler(stream, protocol=5).dump(dict(values))
+        _ValuePickler(stream).dump(dict(values))
         return stream.getvalue()
 
     def _visit(self, value: Any) -> None:
@@ -133,9 +157,6 @@ class Reached:
                 self._visit_class(kind)
         elif isinstance(value, FunctionType):
             self._visit_function(value)
-        elif type(value) in _CONTAINERS:  # a registry's classes, say
-            held = [*value.values()] if isinstance(value, dict) else [*value]
-            self._waiting += [part for part in held if not isinstance(part, _ATOMS)]
         if isinstance(value, FunctionType | _Cached) and hasattr(value, "__wrapped__"):
             self._waiting.append(value.__wrapped__)
 
@@ -157,11 +178,11 @@ class Reached:
             if isinstance(value, _PLAIN):
                 plain = not name.startswith("__") and not issubclass(kind, enum.Enum)
                 if module is not None and plain:
-                    self.values[module, f"{kind.__qualname__}.{name}"] = value
+                    self.add((module, f"{kind.__qualname__}.{name}"), value)
             else:
                 self._waiting.append(value)
                 if module is not None and self._is_foreign(value, module, f"{kind.__qualname__}.{name}"):
-                    self.values[module, f"{kind.__qualname__}.{name}"] = value
+                    self.add((module, f"{kind.__qualname__}.{name}"), value)
                 elif module is not None and not (name.startswith("__") or isinstance(value, _OF_CLASSES)):
                     self.unsent[module, f"{kind.__qualname__}.{name}"] = value
 
@@ -204,11 +225,11 @@ class Reached:
         if isinstance(value, FunctionType | type):
             self._waiting.append(value)
             if holder is not None and self._is_foreign(value, holder.__name__, name):
-                self.values[holder.__name__, name] = value
+                self.add((holder.__name__, name), value)
             return
         self._waiting += [value, type(value)]
         if holder is not None and not name.startswith("__"):
-            self.values[holder.__name__, name] = value
+            self.add((holder.__name__, name), value)
 
     def _is_foreign(self, value: Any, module: str, name: str) -> bool:
         """Whether a function or class stands where its own definition did not put it: the program may have done so."""
@@ -231,7 +252,8 @@ def _is_found(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: CodeType) -> frozenset[str]:
     """Names of globals alone: an attribute may have the name of a global that has nothing to do with it."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in _READS_GLOBAL}
+    read = (each for each in dis.get_instructions(code) if "GLOBAL" in each.opname or each.opname == "LOAD_NAME")
+    found = {each.argval for each in read}
     nested = [globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(found.union(*nested))
 

@@ -7,7 +7,8 @@ from it (`fork_server.py`): they go on with the object as it was left.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
@@ -31,6 +32,23 @@ def objects_bytes(pickled: PickledPipeline) -> int:
 
 def _imports_of(program: Program) -> AbstractContextManager[None]:
     return nullcontext() if program.knows_hetstream else without_effects()
+
+
+@contextmanager
+def _modules_of(program: Program) -> Iterator[None]:
+    """Import what the program imports.
+
+    Raises:
+        PipelineError: it cannot be imported.
+    """
+    try:
+        with _imports_of(program), imported_again(), importing():
+            yield
+    except PipelineError:
+        raise
+    except BaseException as error:  # the program's modules are imported: anything may come
+        text = f"{type(error).__name__}: {error}"
+        raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
 
 
 class OtherProgram(Exception):
@@ -60,15 +78,9 @@ class LoadedProgram:
         """
         if self._in_force.is_entered(pickled.pipeline_id, pickled.settings):
             return
-        try:
-            self._in_force.program = pickled.program
-            with _imports_of(pickled.program), imported_again(), importing():
-                self._in_force.enter(pickled.pipeline_id, pickled.settings)
-        except PipelineError:
-            raise
-        except BaseException as error:  # the program's modules are imported: anything may come
-            text = f"{type(error).__name__}: {error}"
-            raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
+        self._in_force.program = pickled.program
+        with _modules_of(pickled.program):
+            self._in_force.enter(pickled.pipeline_id, pickled.settings)
 
     def load(self, pickled: PickledPipeline) -> Pipeline:
         """Be a process of a pipeline's program, under its settings, and unpickle it.
@@ -90,7 +102,9 @@ class LoadedProgram:
     def _load(self, pickled: PickledPipeline) -> Pipeline:
         program = pickled.program
         self.enter(pickled)
-        if other := self._in_force.other_than_sent():
+        with _modules_of(program):
+            other = self._in_force.other_than_sent()
+        if other:
             raise PipelineError(
                 f"{other} is another one in data workers: the program has changed it, and it does not travel"
             )

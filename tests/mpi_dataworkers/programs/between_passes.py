@@ -25,7 +25,15 @@ class Options:
 class Moved:
     options = Options()
 
+class Rotate:
+    ANGLE = 1
+
+class Registry:
+    def __init__(self, *kinds):
+        self.kinds = {kind.__name__: kind for kind in kinds}
+
 KINDS = {"scale": Scale}
+REGISTRY = Registry(Rotate)
 NET = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.constant_(NET.weight, 2.0)
 MEAN = torch.zeros(3)
@@ -61,11 +69,30 @@ class Forgetful(Rare):
         return vars(self) | {"told": {}}
 
     def __getitem__(self, index: int) -> float:
-        return super().__getitem__(index) + self.told.get(index, 0.0)
+        return super().__getitem__(index) + (self.told or {}).get(index, 0.0)
+
+
+class Late(Forgetful):
+    """It opens a file late, which is no change, and is told later, which is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, float] | None = None  # type: ignore[assignment]
+        self.told_file: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"told_file": None}
+
+    def be_told(self) -> None:
+        self.told, self.told_file = {RARE: 7.0}, open(__file__)  # noqa: SIM115
 
 
 def of_kind() -> float:
     return float(tables.KINDS["scale"].FACTOR)
+
+
+def of_registry() -> float:
+    return float(tables.REGISTRY.kinds["Rotate"].ANGLE)
 
 
 def of_object() -> float:
@@ -112,11 +139,14 @@ if __name__ == "__main__":
     tables.EARLY += 5
     forgetful = Forgetful()
     passes("class in a registry", Rare(of_kind), lambda: setattr(tables.Scale, "FACTOR", 3))
+    passes("class in a registry's object", Rare(of_registry), lambda: setattr(tables.Rotate, "ANGLE", 3))
     passes("object of a class", Rare(of_object), lambda: setattr(tables.Moved.options, "offset", 4))
     passes("network", Rare(of_net), lambda: tables.NET.weight.data.add_(1))
     passes("tensor", Rare(of_tensor), lambda: tables.MEAN.add_(1))
     passes("tensor, a loader for each pass", Rare(of_tensor), lambda: tables.MEAN.add_(1), anew=True)
     passes("large table", Rare(of_table), put(tables.LARGE, 7, 6))
     passes("left out", forgetful, put(forgetful.told, RARE, 9.0))
+    late = Late()
+    passes("opened and told late", late, late.be_told)
     passes("library", Rare(of_library), lambda: setattr(math, "floor", lambda value: 11))
     passes("changed before the first pass", Rare(of_early), lambda: None)

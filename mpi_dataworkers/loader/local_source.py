@@ -21,6 +21,7 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     request_of,
 )
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.step_indices import Order
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 
@@ -56,7 +57,7 @@ class LocalSource:
         self._workers = connection.local_workers or LocalWorkers(connection.pipeline, options)
         if options.get("persistent_workers"):
             connection.local_workers = self._workers
-        steps = _StepsToMake(connection, shards.order, shards.seeds, shards.position)
+        steps = _StepsToMake(connection.skipped, shards.order, shards.seeds, shards.position)
         self._steps = self._workers.begin(self, steps)
 
     def restart(self) -> None:
@@ -134,15 +135,16 @@ class LocalSource:
         """Nothing: torch ends its processes with its iterator."""
 
 
-# No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.
+# No method: torch's kept processes hold it, and must hold neither the source, with which the iteration ends, nor the
+# connection, which holds them: torch ends processes that are in a cycle of references by force, after 5 s each.
 class _StepsToMake(Iterator[Any]):
     """What torch's processes are given for each step. No generator: an exception of a handler would end it."""
 
-    def __init__(self, connection: LoaderConnection, order: Order, seeds: PassSeeds, first_step: int) -> None:
-        self._connection, self._order, self._seeds, self._step = connection, order, seeds, first_step
+    def __init__(self, skipped: SkippedSamples, order: Order, seeds: PassSeeds, first_step: int) -> None:
+        self._skipped, self._order, self._seeds, self._step = skipped, order, seeds, first_step
 
     def __next__(self) -> Any:
-        request = request_of(self._order, self._step, self._seeds, self._connection.skipped.policy)
+        request = request_of(self._order, self._step, self._seeds, self._skipped.policy)
         if request is None:
             raise StopIteration
         self._step += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import multiprocessing
 import os
 import re
 import typing
@@ -192,6 +194,23 @@ def test_persistent_workers_live_from_epoch_to_epoch_and_make_the_same_batches()
     again.load_state_dict(state)
     assert [ids.tolist() for _, ids, _ in again] == [ids.tolist() for _, ids, _ in kept]
     assert pids_of(kept) == first
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_persistent_workers_end_by_themselves_with_the_last_reference_to_their_loader(num_steps: int) -> None:
+    gc.disable()
+    try:
+        loader = DataLoader(datasets.Augmented(12), 4, num_workers=2, persistent_workers=True)
+        before = set(multiprocessing.active_children())
+        steps = iter(loader)
+        for _ in range(num_steps):
+            next(steps)
+        workers = set(multiprocessing.active_children()) - before
+        assert len(workers) == 2
+        del loader, steps
+        assert [worker.exitcode for worker in workers] == [0, 0], "torch ended them by force, after 5 s each"
+    finally:
+        gc.enable()
 
 
 class WithPid(datasets.Augmented):

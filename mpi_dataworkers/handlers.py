@@ -51,8 +51,14 @@ def of_handler(error: BaseException) -> bool:
 
 
 def _arguments(frame: FrameType) -> list[Any]:
-    """What a frame's function was given, as far as it still has it."""
-    code, found = frame.f_code, frame.f_locals
+    """What a frame's function was given, as far as it still has it; nothing where it cannot be a handler.
+
+    Before Python 3.13 a frame that was asked for its variables keeps them in a dictionary.
+    """
+    code = frame.f_code
+    if code.co_argcount < 2 and not code.co_flags & 4:  # a handler is called with two arguments
+        return []
+    found = frame.f_locals
     num_named = code.co_argcount + code.co_kwonlyargcount
     several = num_named if code.co_flags & 4 else None  # CO_VARARGS
     given = [found.get(name) for name in code.co_varnames[:num_named]]

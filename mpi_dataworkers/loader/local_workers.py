@@ -29,7 +29,7 @@ from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.hook.patch import MARK
 from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
-from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch
+from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch, reraised
 from hetstream.mpi_dataworkers.loader.user_errors import made_at
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
@@ -64,11 +64,7 @@ class FailedStep:
         """The exception, with its own type; it is of this step."""
         if isinstance(self._error, BaseException):
             return made_at(self._error, step) if isinstance(self._error, Exception) else self._error
-        try:
-            self._error.reraise()
-        except others() as error:
-            return made_at(error, step)
-        raise AssertionError("it raises")
+        return made_at(reraised(self._error), step)
 
 
 class FailedInTorch(FailedStep):

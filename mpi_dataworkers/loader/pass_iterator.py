@@ -129,31 +129,30 @@ class PassIterator(Iterator[Any]):
             Whether there is one; False at the end.
         """
         while not self._batch:
-            if self._step is None:
-                self._step = self._next_step()
-            if self._step is None:
+            if self._step is None and not self._take_step():
                 return False
             self._source.advance()
             self._batch, self._step = self._batch_of(self._step), None
         return True
 
-    def _next_step(self) -> Delivered | BaseException | None:
-        """Wait for the next step; None where there is none."""
+    def _take_step(self) -> bool:
+        """Wait for the next step; whether there is one. No variable has it: frames of an exception stay with it."""
         if not self._is_open:
-            return None
+            return False
         if not same_stages(stages := self._connection.pipeline.stages, self._stages):
             self._source.restart()
             self._stages = stages
         self._source.prepare()
         started = time.monotonic()
         try:
-            step = self._source.take()
+            self._step = self._source.take()
         finally:
             self._waited_s += time.monotonic() - started
-        if step is None:
+        if self._step is None:
             self._connection.count(epochs=1)
             self.close()
-        return step
+            return False
+        return True
 
     def _batch_of(self, step: Delivered | BaseException) -> list[Any]:
         """What the program gets of a step; nothing where all its samples were skipped."""

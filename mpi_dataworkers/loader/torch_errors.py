@@ -57,21 +57,35 @@ def raised_by_torch(handed: bytes) -> Exception | None:
             return given
     except others():  # the module of its class is not here
         return None
-    if given is None:
-        return None
+    return None if given is None else reraised(given)
+
+
+def reraised(wrapper: Any) -> Exception:
+    """What torch's `ExceptionWrapper` raises.
+
+    Its frame refers to the exception, which refers to the frame: in such a cycle, whoever iterates would stay until
+    the garbage collector comes, and torch's worker processes would be ended by force then, after 5 s each.
+    """
     try:
-        given.reraise()
+        wrapper.reraise()
     except others() as error:
+        last_of(error).tb_frame.clear()
         return error
     raise AssertionError("it raises")
 
 
+def last_of(error: BaseException) -> types.TracebackType:
+    """Where an exception was raised, that was caught here."""
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    return last
+
+
 def is_of_sample(error: BaseException) -> bool:
     """Whether torch's own loader raises it for a worker process that made a step: what user code raised there."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code is _ExceptionWrapper.reraise.__code__
+    return last_of(error).tb_frame.f_code is _ExceptionWrapper.reraise.__code__
 
 
 def without_own_notes(error: BaseException) -> None:

@@ -18,6 +18,7 @@ import hashlib
 import io
 import itertools
 import logging
+import marshal
 import mmap
 import os
 import random
@@ -35,6 +36,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hetstream.mpi_dataworkers.ops.own_code import is_own, is_programs
+from hetstream.mpi_dataworkers.ops.pickling import digest_of_buffers
 from hetstream.mpi_dataworkers.ops.reached import globals_in, names_in
 
 # What was found at each path: an immutable value, the length of a container, a digest.
@@ -45,13 +47,20 @@ _MOST_ITEMS = 1_000
 _MOST_OBJECTS = 20_000
 # Of all arrays and tensors together; of others their shape, and of tensors the number of changes that torch counts.
 _MOST_BYTES = 64 << 20
+# Of a value that is looked at to its end: about a second of each. More is nothing that a program only reads.
+_MOST_WHOLE_OBJECTS = 200_000
+_MOST_WHOLE_VALUES = 10_000_000
+_MOST_WHOLE_BYTES = 8 << 30
 _VALUES = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 # What a program may put in the place of another one.
 _REPLACEABLE = (type, FunctionType, BuiltinFunctionType)
 _SIZED: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+_NESTED = frozenset((dict, list, tuple, set, frozenset))
 # Of packages with these names the methods that write an object down are called; they are not the user's.
 _THEIRS = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+_BY_VALUE = 2  # the version of marshal that writes equal values alike, whichever of them are one object
 # What a loader keeps from one pass to the next.
 _OF_LOADERS = "hetstream.mpi_dataworkers.loader."
 _OF_LANGUAGE = frozenset(
@@ -76,9 +85,18 @@ def objects_at(roots: Mapping[str, Any], paths: Collection[str]) -> dict[str, An
     return {path: look.objects[path] for path in paths if path in look.objects}
 
 
+class TooLarge(Exception):
+    """An object holds more than is looked at."""
+
+
 def digest_of_state(value: Any) -> bytes:
-    """Digest of what an object holds; the same in another process, and whatever the draws of generators."""
-    noted = ((path, _as_text(found)) for path, found in state_of({"": value}, with_generators=False).items())
+    """Digest of all that an object holds; the same in another process, and whatever the draws of generators.
+
+    Raises:
+        TooLarge: it holds too much.
+    """
+    look = _Look({"": value}, with_generators=False, is_whole=True)
+    noted = ((path, _as_text(found)) for path, found in look)
     return hashlib.blake2b(repr(sorted(noted)).encode(errors="surrogatepass"), digest_size=8).digest()
 
 
@@ -145,14 +163,22 @@ class _Same:
 
 
 class _Look:
-    """One look at some objects, the near ones first; iterates over paths and values."""
+    """One look at some objects, the near ones first; iterates over paths and values.
 
-    def __init__(self, roots: Mapping[str, Any], with_generators: bool) -> None:
-        self._with_generators = with_generators
+    Args:
+        roots: as `state_of`.
+        with_generators: as `state_of`.
+        is_whole: look at all that they hold, or raise `TooLarge`.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], with_generators: bool, is_whole: bool = False) -> None:
+        self._with_generators, self._is_whole = with_generators, is_whole
+        self._most_objects = _MOST_WHOLE_OBJECTS if is_whole else _MOST_OBJECTS
+        self._values_left = _MOST_WHOLE_VALUES
         self._waiting = deque((name, value) for name, value in roots.items())
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
         self.objects: dict[str, Any] = {}
-        self._bytes_left = _MOST_BYTES
+        self._bytes_left = _MOST_WHOLE_BYTES if is_whole else _MOST_BYTES
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         while self._waiting:
@@ -161,11 +187,48 @@ class _Look:
                 yield path, value
             elif isinstance(value, _GENERATORS) and not self._with_generators:
                 continue
-            elif id(value) not in self._seen and len(self._seen) < _MOST_OBJECTS:
+            elif id(value) not in self._seen:
+                if len(self._seen) >= self._most_objects:
+                    self._stop()
+                    continue
                 self._seen[id(value)] = self.objects[path] = value
-                with contextlib.suppress(Exception):  # a proxy asks for its object, and there is none
+                try:
                     yield path, self._noted(value)
                     self._waiting += [(f"{path}{name}", part) for name, part in _parts_of(value)]
+                    if self._is_whole and (beyond := _beyond_look(value)):
+                        yield f"{path}[...]", self._digest_of_all(path, beyond)
+                except TooLarge:
+                    raise
+                except Exception:  # noqa: BLE001, a proxy asks for its object, and there is none
+                    continue
+
+    def _stop(self) -> None:
+        """There is more than is looked at."""
+        if self._is_whole:
+            raise TooLarge
+
+    def _digest_of_all(self, path: str, items: list[Any]) -> str:
+        """Digest of many items, layer by layer: each layer at once is a hundred times as fast as one by one.
+
+        What is neither a plain value nor a plain container is left to wait, to be looked at by itself.
+        """
+        digests, layer = [], items
+        while layer:
+            self._values_left -= len(layer)
+            if self._values_left < 0:
+                raise TooLarge
+            kinds = set(map(type, layer))
+            if not kinds <= _PLAIN:
+                digests.append(digest_of_buffers([repr([kind.__qualname__ for kind in map(type, layer)]).encode()]))
+            plain = layer if kinds <= _PLAIN else [item for item in layer if type(item) in _PLAIN]
+            nested = [item for item in layer if type(item) in _NESTED]
+            values = [plain, list(map(len, nested))]
+            digests.append(digest_of_buffers([marshal.dumps(values, _BY_VALUE)]))
+            if kinds - _PLAIN - _NESTED:
+                others = (item for item in layer if type(item) not in _PLAIN | _NESTED)
+                self._waiting += [(f"{path}[...{number}]", item) for number, item in enumerate(others)]
+            layer = list(itertools.chain.from_iterable(map(_items_in_order, nested)))
+        return " ".join(digests)
 
     def _noted(self, value: Any) -> Any:
         kind = type(value)
@@ -180,23 +243,53 @@ class _Look:
         if isinstance(value, io.BytesIO | io.StringIO):
             return value.tell(), value.getvalue()
         if isinstance(value, set | frozenset):
+            if self._is_whole:
+                return len(value), self._digest_of_all("", _items_in_order(value))
             return len(value), {part for part in itertools.islice([*value], _MOST_ITEMS) if type(part) in _VALUES}
         # Not the user's own `__len__`: looking runs nobody's code.
         length = next((base.__len__(value) for base in _SIZED if isinstance(value, base)), -1)
         named = f"{kind.__module__}.{kind.__qualname__}"
         return (named, _Same(value)) if _is_the_only_one(value) else (named, length)
 
-    def _of_tensor(self, tensor: torch.Tensor) -> int:
+    def _of_tensor(self, tensor: torch.Tensor) -> int | str:
         if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= self._bytes_left:
             return self._digest(tensor.detach().flatten().view(torch.uint8).numpy())
+        self._stop()
         return tensor._version
 
-    def _digest(self, array: np.ndarray[Any, Any]) -> int:
+    def _digest(self, array: np.ndarray[Any, Any]) -> str:
         is_file = isinstance(array, np.memmap) and array.mode != "c"
-        if array.dtype.hasobject or array.nbytes > self._bytes_left or is_file:
-            return 0
+        if array.dtype.hasobject or is_file:
+            return ""
+        if array.nbytes > self._bytes_left:
+            self._stop()
+            return ""
         self._bytes_left -= array.nbytes
-        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest_of_buffers([np.ascontiguousarray(array).reshape(-1).view(np.uint8).data])
+
+
+def _beyond_look(value: Any) -> list[Any]:
+    """What `_parts_of` leaves out of a long container."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return value.reshape(-1)[_MOST_ITEMS:].tolist() if value.size > _MOST_ITEMS else []
+    base = next((base for base in (dict, list, tuple, deque) if isinstance(value, base)), None)
+    if base is None or base.__len__(value) <= _MOST_ITEMS:
+        return []
+    beyond = itertools.islice(dict.items(value) if base is dict else base.__iter__(value), _MOST_ITEMS, None)
+    return list(beyond)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _items_in_order(container: Any) -> list[Any]:
+    """What a plain container holds; of a set the plain values, in an order that is the same in another process."""
+    if isinstance(container, dict):
+        return list(itertools.chain.from_iterable(container.items()))
+    if isinstance(container, set | frozenset):
+        return sorted(filter(_is_plain, container), key=lambda item: (type(item).__qualname__, repr(item)))
+    return list(container)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -98,6 +98,8 @@ def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> Pickled
     try:
         reached = Reached(pickled.met, is_own)
         program, settings = program_of(reached, knows_hetstream), settings_of(reached, knows_hetstream)
+    except PipelineError:
+        raise
     except others() as error:  # looking at a proxy runs user code, too
         raise PipelineError(
             f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"

@@ -25,7 +25,8 @@ from typing import Any
 
 from hetstream.base.access import owners_of, strange_here
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.ops.changes import digest_of_state
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.changes import TooLarge, digest_of_state
 from hetstream.mpi_dataworkers.ops.named_places import places_in, strange_variables
 from hetstream.mpi_dataworkers.ops.own_code import OURS, is_installed, is_own
 from hetstream.mpi_dataworkers.ops.process_settings import put_in_force, settings_in_force
@@ -225,8 +226,18 @@ def settings_of(reached: Reached, knows_hetstream: bool = True) -> bytes:
         digests, values = {}, b""
         unsent |= kept
     compared = [] if knows_hetstream else sorted(unsent)
-    states = {place: digest_of_state(unsent[place]) for place in compared}
+    states = {place: _state_digest(place, unsent[place]) for place in compared}
     return pickle.dumps(_Settings(list(sys.argv), environment, removed, settings_in_force(), digests, values, states))
+
+
+def _state_digest(place: Place, value: Any) -> bytes:
+    try:
+        return digest_of_state(value)
+    except TooLarge as error:
+        raise PipelineError(
+            f"{'.'.join(place)} is too large to be sent to data workers, and to be compared with theirs: give it to "
+            "the dataset"
+        ) from error
 
 
 # --- in a data worker -----------------------------------------------------------------------------------------------
@@ -316,7 +327,11 @@ class SettingsInForce:
         settings: _Settings | None = pickle.loads(self.blob) if self.blob else None
         for place, digest in settings.unsent.items() if settings else ():
             importlib.import_module(place[0])
-            if digest_of_state(_standing_at(place)) != digest:
+            try:
+                is_same = digest_of_state(_standing_at(place)) == digest
+            except TooLarge:
+                is_same = False
+            if not is_same:
                 return ".".join(place)
         return ""
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.changes import changed_by, state_of
+from hetstream.mpi_dataworkers.ops.changes import TooLarge, changed_by, digest_of_state, state_of
 
 COUNT = 0
 READ: list[int] = []
@@ -241,3 +241,27 @@ def test_our_own_loader_refuses_a_dataset_that_its_samples_change(three: Any) ->
     said = r"samples of Counting change what makes them \(dataset\.count: \d+, then \d+\)"
     with DataLoader(Counting(), batch_size=2, service=three.name) as loader, pytest.raises(PipelineError, match=said):
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        pytest.param([0] * 5000, lambda value: value.__setitem__(4000, 1), id="list"),
+        pytest.param({n: n for n in range(5000)}, lambda value: value.__setitem__(4000, 1), id="dict"),
+        pytest.param([{"a": [n]} for n in range(5000)], lambda value: value[4000]["a"].append(1), id="nested"),
+        pytest.param([Slotted() for _ in range(5000)], lambda value: setattr(value[4000], "count", 1), id="objects"),
+        pytest.param({(n, "a") for n in range(5000)}, lambda value: value.remove((4000, "a")), id="set"),
+        pytest.param(np.zeros(20 << 20), lambda value: value.__setitem__(-1, 1), id="large array"),
+        pytest.param(np.array([{}] * 5000), lambda value: value.__setitem__(4000, 1), id="array of objects"),
+    ],
+)
+def test_a_digest_sees_a_value_to_its_end(value: Any, change: Callable[[Any], object]) -> None:
+    before = digest_of_state(value)
+    assert digest_of_state(value) == before
+    change(value)
+    assert digest_of_state(value) != before
+
+
+def test_what_is_too_large_for_a_digest_says_so() -> None:
+    with pytest.raises(TooLarge):
+        digest_of_state([0] * 10_002_000)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 # A module of the program, beside it.
 Path("tables.py").write_text("""
+import numpy
 import torch
 
 class Scale:
@@ -39,6 +40,9 @@ torch.nn.init.constant_(NET.weight, 2.0)
 MEAN = torch.zeros(3)
 LARGE = {number: 0 for number in range(40_000)}
 EARLY = torch.zeros(3)
+LABELS = [0] * 40_000
+ROWS = [(number, {"name": "plain"}) for number in range(20_000)]
+VECTORS = numpy.zeros(18 << 20, numpy.float32)
 """)
 
 import tables  # type: ignore[import-not-found]  # noqa: E402
@@ -111,6 +115,18 @@ def of_table() -> float:
     return float(tables.LARGE[7])
 
 
+def of_labels() -> float:
+    return float(tables.LABELS[30_000])
+
+
+def of_rows() -> float:
+    return float(len(tables.ROWS[15_000][1]["name"]))
+
+
+def of_vectors() -> float:
+    return float(tables.VECTORS[-1])
+
+
 def of_early() -> float:
     return float(tables.EARLY.sum())
 
@@ -145,6 +161,9 @@ if __name__ == "__main__":
     passes("tensor", Rare(of_tensor), lambda: tables.MEAN.add_(1))
     passes("tensor, a loader for each pass", Rare(of_tensor), lambda: tables.MEAN.add_(1), anew=True)
     passes("large table", Rare(of_table), put(tables.LARGE, 7, 6))
+    passes("late in a list", Rare(of_labels), put(tables.LABELS, 30_000, 6))
+    passes("late in a table of tables", Rare(of_rows), put(tables.ROWS[15_000][1], "name", "corrected"))
+    passes("late in an array", Rare(of_vectors), put(tables.VECTORS, -1, 6))
     passes("left out", forgetful, put(forgetful.told, RARE, 9.0))
     late = Late()
     passes("opened and told late", late, late.be_told)

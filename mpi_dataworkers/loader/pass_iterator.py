@@ -131,6 +131,7 @@ class PassIterator(Iterator[Any]):
         while not self._batch:
             if self._step is None and not self._take_step():
                 return False
+            assert self._step is not None
             self._source.advance()
             self._batch, self._step = self._batch_of(self._step), None
         return True

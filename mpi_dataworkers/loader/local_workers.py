@@ -31,6 +31,7 @@ from hetstream.mpi_dataworkers.loader.pass_shards import PassShards
 from hetstream.mpi_dataworkers.loader.step_indices import Order
 from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch, reraised
 from hetstream.mpi_dataworkers.loader.user_errors import made_at
+from hetstream.mpi_dataworkers.loader.waiting_workers import Start
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline, enter_worker, with_origins_of
 from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
@@ -174,6 +175,8 @@ def _iterator_class(kind: Any) -> Any:
         of_kind["_reset"](iterator, loader, *args, **keywords)
 
     def put_index(iterator: Any) -> None:
+        if iterator._start is not None:
+            return
         if iterator._send_idx == 0 and iterator._first_step:
             # torch begins with worker 0. The first step here has been made by others up to now, and goes where it would
             # have gone.
@@ -182,9 +185,14 @@ def _iterator_class(kind: Any) -> Any:
             iterator._worker_queue_idx_cycle = itertools.islice(workers, first, None)
         of_kind["_try_put_index"](iterator)
 
+    def shut_down(iterator: Any) -> None:
+        if iterator._start is not None:
+            iterator._start.close()
+        of_kind["_shutdown_workers"](iterator)
+
     methods: dict[str, Any] = of_kind | ({"__del__": end} if hasattr(kind, "__del__") else {})
     if "_try_put_index" in of_kind:
-        methods |= {"_reset": reset, "_try_put_index": put_index}
+        methods |= {"_reset": reset, "_try_put_index": put_index, "_shutdown_workers": shut_down, "_start": None}
     # Behind `kind`, whose `super()` looks for the next class: there the methods of torch's base hide what it has now.
     return type(kind.__name__, (kind, type(base.__name__, (base,), of_base)), methods)
 
@@ -197,12 +205,14 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
     """
 
     _iterator: Any
+    _waiting: Any = None  # an iterator whose worker processes wait
     first_step = 0
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self, start: Start | None = None) -> Any:
         several, single = torch_dataloader._MultiProcessingDataLoaderIter, torch_dataloader._SingleProcessDataLoaderIter
         kind: Any = _iterator_class(several if self.num_workers else single)
         iterator = kind.__new__(kind)
+        iterator._start = start
         try:
             iterator.__init__(self)
             iterator._of_process = os.getpid()
@@ -215,14 +225,51 @@ class PlainLoader(_TorchLoader):  # type: ignore[misc]
             raise
         return iterator
 
+    def start_workers(self) -> None:
+        """Start the worker processes of the next iteration now; they wait until it begins."""
+        start = Start()
+        asked: Any = self.multiprocessing_context  # type: ignore[has-type]
+        self.multiprocessing_context = start.context()
+        try:
+            self._waiting = self._get_iterator(start)
+        except BaseException:
+            start.close()
+            raise
+        finally:
+            self.multiprocessing_context = asked
+        # The death of a process that waits is not the program's.
+        _signals._remove_worker_pids(id(self._waiting))
+        self._waiting._worker_pids_set = False
+
+    def end_waiting(self) -> None:
+        """End the worker processes that still wait."""
+        self._waiting = None
+
+    def _started(self) -> Any:
+        """The iterator whose worker processes were waiting, and begin now; None where there is none any more."""
+        iterator, self._waiting = self._waiting, None
+        if iterator is None or not all(worker.is_alive() for worker in iterator._workers):
+            return None
+        start, iterator._start = iterator._start, None
+        _signals._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+        iterator._worker_pids_set = True
+        start.give()
+        iterator._first_step = self.first_step
+        iterator._sampler_iter = iter(iterator._index_sampler)
+        for _ in range(iterator._prefetch_factor * iterator._num_workers):
+            iterator._try_put_index()
+        return iterator
+
     def __iter__(self) -> Any:
-        if not self.persistent_workers:
-            return self._get_iterator()
-        if self._iterator is None:
-            self._iterator = self._get_iterator()
-        else:
+        if self.persistent_workers and self._iterator is not None:
             self._iterator._reset(self)
-        return self._iterator
+            return self._iterator
+        iterator = self._started()
+        if iterator is None:
+            iterator = self._get_iterator()
+        if self.persistent_workers:
+            self._iterator = iterator
+        return iterator
 
 
 @dataclass(frozen=True)

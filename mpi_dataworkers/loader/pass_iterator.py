@@ -129,17 +129,19 @@ class PassIterator(Iterator[Any]):
             Whether there is one; False at the end.
         """
         while not self._batch:
-            if self._step is None and not self._take_step():
+            if self._step is None:
+                self._take_step()
+            if self._step is None:
                 return False
             assert self._step is not None
             self._source.advance()
             self._batch, self._step = self._batch_of(self._step), None
         return True
 
-    def _take_step(self) -> bool:
-        """Wait for the next step; whether there is one. No variable has it: frames of an exception stay with it."""
+    def _take_step(self) -> None:
+        """Wait for the next step, if there is one. No variable here has it: frames of an exception stay with it."""
         if not self._is_open:
-            return False
+            return
         if not same_stages(stages := self._connection.pipeline.stages, self._stages):
             self._source.restart()
             self._stages = stages
@@ -152,8 +154,6 @@ class PassIterator(Iterator[Any]):
         if self._step is None:
             self._connection.count(epochs=1)
             self.close()
-            return False
-        return True
 
     def _batch_of(self, step: Delivered | BaseException) -> list[Any]:
         """What the program gets of a step; nothing where all its samples were skipped."""

@@ -6,6 +6,7 @@ the samples come in the order that they have without hetstream, and the program'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -42,6 +43,7 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     torch_options,
     why_not_streamable,
 )
+from hetstream.mpi_dataworkers.loader.waiting_workers import forks
 from hetstream.mpi_dataworkers.ops.reachable import device_of
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.wire.messages import WorkerSeeds
@@ -267,6 +269,9 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         )
         source: StepSource
         if connection.client is not None:
+            if self._num_workers > 0 and self._torchs is None and forks(loader.multiprocessing_context):
+                with contextlib.suppress(OSError):  # they are not needed yet
+                    self._of_torch()[0].start_workers()
             source = RemoteSource(connection, shards, look_ahead_of(loader), self._sent)
         else:
             source = LocalSource(connection, shards, self._options)
@@ -302,6 +307,8 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
                     # Another iterator of this loader has left the service, and has said why.
                     self._left = RedrawnSteps(self._order.from_step(self._streamed.shards.position)), ""
                 elif self._streamed.wait() or self._order.unlisted is None:
+                    if not self._streamed.has_batch and self._torchs is not None and not self._persistent_workers:
+                        self._torchs[0].end_waiting()
                     return next(self._streamed)  # a StopIteration of a sample, too, as in torch
                 else:
                     self._left = RedrawnSteps(self._order.unlisted), self._order.reason
@@ -349,6 +356,12 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
 
     def _made_by_torch(self, steps: Iterator[Any], first: int) -> Iterator[Any]:
         """Steps from a number on, each by the worker process that makes it where all are torch's."""
+        torchs, current = self._of_torch()
+        current.steps, torchs.first_step = steps, first
+        return iter(torchs)
+
+    def _of_torch(self) -> tuple[PlainLoader, CurrentSteps]:
+        """The loader as it is without us, and what it is to make."""
         if self._torchs is None:
             generator = torch.Generator()
             generator.set_state(self._before_base_seed)  # it gives torch's worker processes the base seed of this pass
@@ -356,6 +369,4 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             sampler = {"batch_sampler": current} if self._auto_collation else {"batch_size": None, "sampler": current}
             options = self._options | {"generator": generator, "collate_fn": self._collate_fn}
             self._torchs = PlainLoader(self._dataset, **sampler, **options), current
-        torchs, current = self._torchs
-        current.steps, torchs.first_step = steps, first
-        return iter(torchs)
+        return self._torchs

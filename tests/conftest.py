@@ -70,6 +70,21 @@ def pytest_configure() -> None:
         raise OSError(error.errno, f"{problem}: {error.strerror}") from error
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `slow.txt` names."""
+    slow = slow_tests()
+    for item in items:
+        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.slow)
+
+
+def slow_tests() -> frozenset[str]:
+    """The lines of `slow.txt`."""
+    lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
+    return frozenset(line for line in lines if not line.startswith("#"))
+
+
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several test processes, one of them has the files that boot Slurm."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.conftest import slow_tests
 from tests.skips import EXPECTED, expected_reasons
 
 TESTS = Path(__file__).parent
@@ -112,3 +113,9 @@ def test_expected_reasons_are_patterns_of_a_line_each() -> None:
     patterns = expected_reasons(EXPECTED.read_text())
     assert any(pattern.search("no CUDA device") for pattern in patterns)
     assert not any(pattern.search("lua5.4 is not here: apt-get install lua5.4") for pattern in patterns)
+
+
+def test_what_is_called_slow_is_there() -> None:
+    for line in slow_tests():
+        path, _, name = line.partition("[")[0].partition("::")
+        assert f"def {name}(" in (TESTS.parent / path).read_text(), line

@@ -45,6 +45,9 @@ _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _TorchLoader: Any = torch.utils.data.DataLoader
 _signals: Any = signal_handling
 
+# For a process that waits and is told to end.
+_ENDS_IN_S = 5.0
+
 
 class FailedStep:
     """In the place of a step: user code raised while torch's own DataLoader made it.
@@ -186,8 +189,16 @@ def _iterator_class(kind: Any) -> Any:
         of_kind["_try_put_index"](iterator)
 
     def shut_down(iterator: Any) -> None:
-        if iterator._start is not None:
-            iterator._start.close()
+        start, iterator._start = iterator._start, None
+        if start is not None:
+            # Nothing was put into their queues, and nothing is: the collector of garbage may be closing these.
+            start.close()
+            for worker in iterator._workers:
+                worker.join(_ENDS_IN_S)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+            iterator._workers = []
         of_kind["_shutdown_workers"](iterator)
 
     methods: dict[str, Any] = of_kind | ({"__del__": end} if hasattr(kind, "__del__") else {})

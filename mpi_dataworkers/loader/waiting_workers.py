@@ -8,7 +8,6 @@ start, and cost what torch's own cost at the start of a pass: a fork each.
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import select
@@ -35,8 +34,8 @@ class Start:
 
     def make(self, *args: Any, **keywords: Any) -> Any:
         """A process that waits when it is started."""
-        process: Any = multiprocessing.Process(*args, **keywords)
-        process.run = functools.partial(_run, process, self)
+        process = Process(*args, **keywords)
+        process.waits_for = self
         self._num_waiting += 1
         return process
 
@@ -82,10 +81,14 @@ class _Context(context.ForkContext):
         return self._start.make(*args, **keywords)
 
 
-def _run(process: Any, start: Start) -> None:
-    start.wait()
-    del process.run  # as of any process
-    process.run()
+class Process(multiprocessing.Process):  # the name is seen by the program
+    waits_for: Start
+
+    def run(self) -> None:
+        self.waits_for.wait()
+        del self.waits_for
+        self.__class__ = multiprocessing.Process  # type: ignore[assignment]  # as user code knows it
+        self.run()
 
 
 def forks(multiprocessing_context: Any) -> bool:

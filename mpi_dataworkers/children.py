@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +24,7 @@ HELD_SIGNALS = (*END_SIGNALS, signal.SIGCHLD)
 # makes room for a fresh process, because what Python has loaded stays loaded.
 _NO_WORD = 2
 FRESH_PROCESS = 4
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 def fork_child(run: Callable[[], int]) -> int:
@@ -112,7 +113,20 @@ def go_first() -> None:
     process that makes it, and not the supervisor, the dispatcher or the trainer beside it.
     """
     with contextlib.suppress(OSError):  # a container may not let it
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        _OOM_SCORE.write_text("1000")
+
+
+@contextlib.contextmanager
+def going_first() -> Iterator[None]:
+    """Be so for a while."""
+    before = None
+    with contextlib.suppress(OSError):
+        before = _OOM_SCORE.read_text()
+    go_first()
+    yield
+    with contextlib.suppress(OSError):
+        if before is not None:
+            _OOM_SCORE.write_text(before)
 
 
 def adopt_orphans(adopts: bool) -> None:

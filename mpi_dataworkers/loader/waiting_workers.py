@@ -14,7 +14,7 @@ import select
 from multiprocessing import context
 from typing import Any, Final
 
-from hetstream.mpi_dataworkers.children import go_first
+from hetstream.mpi_dataworkers.children import going_first
 
 _LOOKS_EACH_S: Final = 5.0  # for the parent, as torch's workers do
 _BEGIN, _END = b"b", b"e"
@@ -59,10 +59,10 @@ class Start:
     def wait(self) -> None:
         """In a worker process: come back when it is to begin; else the process ends here."""
         os.close(self._ours)
-        go_first()
         waiting = select.poll()
         waiting.register(self._theirs, select.POLLIN)
-        with contextlib.suppress(KeyboardInterrupt):  # the trainer's; torch's workers are silent about it, too
+        # An interrupt is the trainer's; torch's workers are silent about it, too.
+        with contextlib.suppress(KeyboardInterrupt), going_first():
             while os.getppid() == self._parent:
                 if waiting.poll(_LOOKS_EACH_S * 1000):
                     if os.read(self._theirs, 1) != _BEGIN:

@@ -35,8 +35,10 @@ import os, signal, sys, time
 import multiprocessing
 from hetstream.mpi_dataworkers.loader.waiting_workers import Start
 
+score = open("/proc/self/oom_score_adj").read()
+
 def work():
-    print(type(multiprocessing.current_process()).__module__)
+    print(type(multiprocessing.current_process()).__module__, open("/proc/self/oom_score_adj").read() == score)
 
 start = Start()
 workers = [start.context().Process(target=work, daemon=True) for _ in range(2)]

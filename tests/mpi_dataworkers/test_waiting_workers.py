@@ -69,7 +69,7 @@ print([worker.exitcode for worker in workers] == [0, 0])
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("given", ["multiprocessing.context", "multiprocessing.context", "True", "True"]),
+        ("given", ["multiprocessing.context True", "multiprocessing.context True", "True", "True"]),
         ("closed", ["True", "True"]),
         ("killed", []),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.process_connection import service_at
-from hetstream.mpi_dataworkers.loader.unseen import unseen_change
+from hetstream.mpi_dataworkers.loader.unseen import left_out, unseen_change
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     PickledPipeline,
@@ -23,6 +23,8 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     pickle_pipeline,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, Stages, same_stages
+from hetstream.mpi_dataworkers.ops.program import LIBRARY_SETTINGS
+from hetstream.mpi_dataworkers.ops.registries import registered
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.codec import Buffer, aligned
 from hetstream.mpi_dataworkers.wire.messages import ProvidePipeline
@@ -92,6 +94,10 @@ class SentPipelines:
             return self.last
         if not self._knows_hetstream:
             objects = {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
+            if found := registered(pickled.program.modules, LIBRARY_SETTINGS):
+                raise PipelineError(f"{found}. A module that the dataset's own imports can do it")
+            if path := left_out(pickled, objects):
+                raise PipelineError(f"data workers would have another {path}: its class leaves it out of its pickle")
             if change := unseen_change(pickled.pipeline_id, objects):
                 raise PipelineError(f"the program has changed what data workers do not see: {change}")
         self.last = self._sent(pickled, pickled.buffers, self.last, pipeline.stages)

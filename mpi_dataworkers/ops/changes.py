@@ -85,6 +85,25 @@ def objects_at(roots: Mapping[str, Any], paths: Collection[str]) -> dict[str, An
     return {path: look.objects[path] for path in paths if path in look.objects}
 
 
+def look_at(roots: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+    """`state_of` without generators, and the objects at its paths."""
+    look = _Look(roots, with_generators=False)
+    return dict(look), look.objects
+
+
+def is_alike(before: Any, after: Any) -> bool:
+    """Whether what `state_of` noted of an object and of its copy is alike; how often a tensor was changed is not."""
+    if isinstance(after, tuple) and len(after) == 4 and isinstance(before, tuple):
+        return before[:3] == after[:3]
+    return _is_same(before, after)
+
+
+def writes_itself(kind: type) -> bool:
+    """Whether a class of the program says how its objects are pickled."""
+    names = ("__getstate__", "__reduce__", "__reduce_ex__")
+    return any(names_of.keys() & {*names} and is_programs(base) for base in kind.__mro__ for names_of in [vars(base)])
+
+
 class TooLarge(Exception):
     """An object holds more than is looked at."""
 

@@ -40,7 +40,7 @@ INSTALLATION = ""
 
 # Settings of libraries that programs are told to change, and that decide about samples. Other modules of installed
 # packages are as they are when they are imported.
-_LIBRARY_SETTINGS = (
+LIBRARY_SETTINGS = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     ("PIL.Image", "MAX_IMAGE_PIXELS"),
     ("torch.utils.data._utils.collate", "default_collate_fn_map"),
@@ -209,7 +209,7 @@ def settings_of(reached: Reached, knows_hetstream: bool = True) -> bytes:
         knows_hetstream: see `Program`. Of another program data workers compare what does not travel.
     """
     environment, removed = travelling_environment()
-    for module, name in _LIBRARY_SETTINGS:
+    for module, name in LIBRARY_SETTINGS:
         if module in sys.modules:
             reached.add((module, name), getattr(sys.modules[module], name, None))
     kept, digests, unsent = {}, {}, dict(reached.unsent)

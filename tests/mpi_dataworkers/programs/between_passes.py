@@ -6,10 +6,13 @@ What changes is read by few samples, and by late ones: steps that are compared b
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 # A module of the program, beside it.
@@ -135,6 +138,31 @@ def of_library() -> float:
     return float(math.floor(1.5))
 
 
+def of_registry_elsewhere() -> float:
+    return float("OWN" in Image.OPEN)
+
+
+def of_made_module() -> float:
+    try:
+        import made_up  # type: ignore[import-not-found]
+    except ImportError:
+        return 0.0
+    return float(made_up.VALUE)
+
+
+def register_opener() -> None:
+    Image.register_open("OWN", Own)  # type: ignore[arg-type]
+
+
+def make_module() -> None:
+    made = sys.modules["made_up"] = ModuleType("made_up")
+    made.VALUE = 5  # type: ignore[attr-defined]
+
+
+class Own:
+    """Opens files of its own."""
+
+
 def show(name: str, loader: Any) -> None:
     batches = [batch.tolist() for batch in loader]
     print(name, batches[RARE // BATCH], sum(map(sum, batches)), flush=True)
@@ -153,6 +181,9 @@ def put(place: Any, key: Any, value: Any) -> Callable[[], object]:
 
 if __name__ == "__main__":
     tables.EARLY += 5
+    told_before = Forgetful()
+    told_before.told[RARE] = 4.0
+    passes("left out of the first pickle", told_before, lambda: None)
     forgetful = Forgetful()
     passes("class in a registry", Rare(of_kind), lambda: setattr(tables.Scale, "FACTOR", 3))
     passes("class in a registry's object", Rare(of_registry), lambda: setattr(tables.Rotate, "ANGLE", 3))
@@ -167,5 +198,10 @@ if __name__ == "__main__":
     passes("left out", forgetful, put(forgetful.told, RARE, 9.0))
     late = Late()
     passes("opened and told late", late, late.be_told)
+    floor = math.floor
     passes("library", Rare(of_library), lambda: setattr(math, "floor", lambda value: 11))
+    math.floor = floor  # type: ignore[assignment]
     passes("changed before the first pass", Rare(of_early), lambda: None)
+    passes("registered elsewhere", Rare(of_registry_elsewhere), register_opener)
+    del Image.OPEN["OWN"]
+    passes("a module that was made", Rare(of_made_module), make_module)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.loader.live_objects import ask_apart
 from hetstream.mpi_dataworkers.loader.process_connection import service_at
 from hetstream.mpi_dataworkers.loader.unseen import left_out, unseen_change
 from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
@@ -80,7 +81,10 @@ class SentPipelines:
         Raises:
             PipelineError: it cannot be pickled, or not be handed over.
         """
+        objects = {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
         try:
+            if not self._knows_hetstream:
+                ask_apart(objects, lambda: pickle_pipeline(pipeline, knows_hetstream=False))
             pickled = pickle_pipeline(pipeline, self._knows_hetstream)
         except PipelineError as error:
             if self.last is None:
@@ -93,7 +97,6 @@ class SentPipelines:
             self._said_kept = True
             return self.last
         if not self._knows_hetstream:
-            objects = {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
             if found := registered(pickled.program.modules, LIBRARY_SETTINGS):
                 raise PipelineError(f"{found}. A module that the dataset's own imports can do it")
             if path := left_out(pickled, objects):

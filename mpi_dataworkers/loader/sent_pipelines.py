@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.live_objects import ask_apart
@@ -23,6 +24,7 @@ from hetstream.mpi_dataworkers.ops.pickled_pipeline import (
     has_changed,
     pickle_pipeline,
 )
+from hetstream.mpi_dataworkers.ops.pickling import RunsUserCode
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, Stages, same_stages
 from hetstream.mpi_dataworkers.ops.program import LIBRARY_SETTINGS
 from hetstream.mpi_dataworkers.ops.registries import registered
@@ -81,11 +83,9 @@ class SentPipelines:
         Raises:
             PipelineError: it cannot be pickled, or not be handed over.
         """
-        objects = {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
+        objects = _objects_of(pipeline)
         try:
-            if not self._knows_hetstream:
-                ask_apart(objects, lambda: pickle_pipeline(pipeline, knows_hetstream=False))
-            pickled = pickle_pipeline(pipeline, self._knows_hetstream)
+            pickled = self._pickled(pipeline)
         except PipelineError as error:
             if self.last is None:
                 raise
@@ -137,7 +137,7 @@ class SentPipelines:
         if self._restaged is not None and self._restaged[0] is sent and same_stages(self._restaged[1].stages, stages):
             return self._restaged[1]
         try:
-            as_sent = pickle_pipeline(pipeline.with_stages(sent.stages), self._knows_hetstream)
+            as_sent = self._pickled(pipeline.with_stages(sent.stages))
             is_as_sent = as_sent.pipeline_id
         except PipelineError:
             is_as_sent = ""  # it holds an open file by now, say
@@ -148,10 +148,24 @@ class SentPipelines:
                     "holds shared memory, of which they would get a copy. Change them between two iterations"
                 )
             pipeline = copy_of(self._private(sent))[0].with_stages(stages)
-        pickled = pickle_pipeline(pipeline, self._knows_hetstream)
+        pickled = self._pickled(pipeline)
         self.last = self._sent(pickled, pickled.buffers, sent, stages)
         self._restaged = sent, self.last
         return self.last
+
+    def _pickled(self, pipeline: Pipeline) -> PickledPipeline:
+        """A pipeline in pickled form. A program that only knows torch has its objects afterwards as before.
+
+        Raises:
+            PipelineError: it cannot be pickled, or that would change it.
+        """
+        if self._knows_hetstream:
+            return pickle_pipeline(pipeline)
+        try:
+            return pickle_pipeline(pipeline, knows_hetstream=False, runs_user_code=False)
+        except RunsUserCode:
+            ask_apart(_objects_of(pipeline), lambda: pickle_pipeline(pipeline, knows_hetstream=False))
+            return pickle_pipeline(pipeline, knows_hetstream=False)
 
     @contextlib.contextmanager
     def entered(self, sent: SentPipeline) -> Iterator[EnteredPipeline]:
@@ -211,6 +225,10 @@ class SentPipelines:
         room = aligned(places_of(contents.sizes)[-1]).data
         read_into(room, contents, self._directory)
         return buffers_in(room, contents)[int(contents.with_blob) :]
+
+
+def _objects_of(pipeline: Pipeline) -> dict[str, Any]:
+    return {**pipeline.user_objects, "worker_init_fn": pipeline.worker_init_fn}
 
 
 def _change_since(pickled: PickledPipeline, pipeline: Pipeline) -> str:

@@ -22,7 +22,7 @@ from hetstream.mpi_dataworkers.ops.changes import (
     writes_itself,
 )
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline, copy_of
-from hetstream.mpi_dataworkers.ops.pickling import pickle_apart
+from hetstream.mpi_dataworkers.ops.pickling import RunsUserCode, pickle_apart
 from hetstream.mpi_dataworkers.ops.pipeline import generators_kept
 
 # Paths in all that is remembered: about 200 bytes each.
@@ -84,8 +84,11 @@ def left_out(pickled: PickledPipeline, objects: Mapping[str, Any]) -> str:
 
 
 def _can_be_pickled(value: Any) -> bool:
+    """As far as can be said without calling user code."""
     try:
-        pickle_apart(value)
-    except others():  # pickling runs user code; the question is only whether it raises
+        pickle_apart(value, runs_user_code=False)
+    except RunsUserCode:
+        return True
+    except others():  # the question is only whether it raises
         return False
     return True

@@ -12,7 +12,7 @@ import cloudpickle
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.ops.own_code import is_own
-from hetstream.mpi_dataworkers.ops.pickling import digest_of, digest_of_buffers, pickle_apart, unpickle
+from hetstream.mpi_dataworkers.ops.pickling import RunsUserCode, digest_of, digest_of_buffers, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
@@ -77,20 +77,24 @@ def _copy_of(buffer: Buffer) -> Buffer:
     return copied
 
 
-def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True) -> PickledPipeline:
+def pickle_pipeline(pipeline: Pipeline, knows_hetstream: bool = True, runs_user_code: bool = True) -> PickledPipeline:
     """Pickle a pipeline. Classes and functions of `__main__` travel by value, those of modules by name.
 
     Args:
         pipeline: the pipeline.
         knows_hetstream: see `Program`.
+        runs_user_code: see `pickle_apart`.
 
     Raises:
         PipelineError: something in it cannot be pickled; the message names the object.
+        RunsUserCode: see `pickle_apart`.
     """
     try:
-        pickled = pickle_apart(pipeline)
+        pickled = pickle_apart(pipeline, runs_user_code)
+    except RunsUserCode:
+        raise
     except others() as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
-        where = find_unpicklable(pipeline)
+        where = find_unpicklable(pipeline, runs_user_code=runs_user_code)
         raise PipelineError(
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
@@ -174,7 +178,7 @@ def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str
     return ""
 
 
-def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> str:
+def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = (), runs_user_code: bool = True) -> str:
     """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`, or of a script
     `dataset.__getitem__ -> global LOCK (_thread.lock)`."""
     above = (*above, value)
@@ -184,10 +188,12 @@ def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> s
         parts = []
     for name, part in parts:
         try:
-            pickle_apart(part)
+            pickle_apart(part, runs_user_code)
+        except RunsUserCode:
+            continue
         except others():  # the question is only whether it raises
             if not any(part is parent for parent in above):
-                return find_unpicklable(part, path + name, above)
+                return find_unpicklable(part, path + name, above, runs_user_code)
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
 
 

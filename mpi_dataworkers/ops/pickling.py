@@ -8,6 +8,7 @@ device) goes torch's own way, in which storages of the CPU are what is kept apar
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import importlib
 import io
 import linecache
@@ -42,10 +43,17 @@ _cloud: Any = cloudpickle.cloudpickle
 _Cached: Any = type(lru_cache(print))
 _new_type: Any = NewType
 _rebuild_typed_storage: Any = torch.multiprocessing.reductions.rebuild_typed_storage
+# What of a class is called when its object is pickled, and packages whose functions of these names change nothing.
+_CALLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__")
+_CHANGE_NOTHING = frozenset((*sys.stdlib_module_names, "numpy", "torch", "cloudpickle", "hetstream"))
 # Kinds of arrays that only look at their memory in another way.
 _VIEWS = (np.memmap, np.recarray)
 # Classes that `unpickle` has made. The next pickle that names one of them gets another.
 _made: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+class RunsUserCode(Exception):
+    """To pickle an object would run code of the user's, or of a package that he has installed."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,9 @@ class _Bytes:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with some buffers apart; see `Pickled`."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, runs_user_code: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._stays)
+        self._runs_user_code = runs_user_code
         self.buffers: list[memoryview] = []
         self.shared: list[int] = []
         self.met: dict[int, Any] = {}
@@ -139,6 +148,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, _Bytes):
             return _aligned, (value.numbers,)
         if type(value) is not torch.Tensor or not _is_plain(value):
+            if not self._runs_user_code and not isinstance(value, type | FunctionType) and _is_user_code(type(value)):
+                raise RunsUserCode(f"{type(value).__module__}.{type(value).__qualname__}")
             return super().reducer_override(value)
         place = value.storage_offset(), tuple(value.size()), value.stride()
         return _rebuild_tensor, (self._bytes_of(value.untyped_storage()), value.dtype, *place)
@@ -148,6 +159,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages:
             self._storages[key] = _Bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
         return self._storages[key]
+
+
+def _is_user_code(kind: type) -> bool:
+    """Whether pickling an object of a class calls a function that may change something."""
+    found = [next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) for name in _CALLED]
+    for function in (*found, copyreg.dispatch_table.get(kind)):
+        if isinstance(function, FunctionType) and (function.__module__ or "").split(".")[0] not in _CHANGE_NOTHING:
+            return True
+    return False
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -263,10 +283,19 @@ def _script_by_value() -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(script)
 
 
-def pickle_apart(value: Any) -> Pickled:
-    """Pickle anything. Classes and functions of the script travel by value, those of modules by name."""
+def pickle_apart(value: Any, runs_user_code: bool = True) -> Pickled:
+    """Pickle anything. Classes and functions of the script travel by value, those of modules by name.
+
+    Args:
+        value: it.
+        runs_user_code: call what a class says about how its objects are pickled.
+
+    Raises:
+        RunsUserCode: that is to be called, and must not.
+        Exception: whatever that code raises, and what pickle says of what cannot be pickled.
+    """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _Pickler(stream, runs_user_code)
     with _script_by_value():
         pickler.dump(value)
     return Pickled(stream.getvalue(), pickler.buffers, pickler.shared, list(pickler.met.values()))

@@ -41,6 +41,9 @@ _OUTSIDE = pickle.PickleBuffer(bytearray())
 _item: Any = operator.getitem
 _stays_inside = functools.partial(operator.is_not, _OUTSIDE)
 _NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+# Of pickles before protocol 5: NumPy reads an array of this size, and one of another byte order, by copying its bytes.
+_COPIED_UP_TO_BYTES = 1000
+_OTHER_BYTE_ORDER = ">" if sys.byteorder == "little" else "<"
 # torch's own ways to make a tensor of a storage.
 _OF_STORAGE = {torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3}
 _rebuild_subclass: Any = torch._tensor._rebuild_from_type_v2
@@ -55,7 +58,8 @@ class Structure:
         stream: what holds them.
         tensors: those with a storage of the CPU: the item `number` of what lies outside.
         wholes: numbers of the tensors that stand for a whole storage.
-        arrays: type, shape and whether the first dimension is the innermost in memory, of the item `-1 - number`.
+        arrays: type, shape, whether the first dimension is the innermost in memory, and whether the array has memory of
+            its own, of the item `-1 - number`.
         buffers: the bytes of the arrays.
         holds_objects: reading the stream runs code of classes that hetstream does not know.
     """
@@ -63,7 +67,7 @@ class Structure:
     stream: bytes = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
     wholes: set[int] = field(default_factory=set)
-    arrays: list[tuple[str, Sequence[int], bool]] = field(default_factory=list)
+    arrays: list[tuple[str, Sequence[int], bool, bool]] = field(default_factory=list)
     buffers: list[Leaf] = field(default_factory=list)
     holds_objects: bool = False
 
@@ -88,6 +92,8 @@ class Structure:
             _raise_if_without_memory(value)
             self.wholes.add(len(self.tensors))  # which is the number that its bytes get next
             return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(value),)
+        if isinstance(value, np.ndarray) and _is_pickled_as_array(kind) and _is_copied(value):
+            return value.__reduce__()
         if kind is np.ndarray and not value.dtype.hasobject and value.nbytes:
             # Of a type that only its own pickled form names: ml_dtypes', structured, text, time.
             is_turned = value.flags.f_contiguous and not value.flags.c_contiguous
@@ -100,10 +106,14 @@ class Structure:
         return _reduce_for_trainer(value)
 
     def _array(self, array: np.ndarray[Any, Any], name: str) -> Any:
+        is_copied = _is_copied(array)
+        if is_copied and array.dtype.byteorder == _OTHER_BYTE_ORDER:
+            array = pickle.loads(pickle.dumps(array, protocol=4))
+            name = array.dtype.str
         flags = array.flags
         is_turned = not flags.c_contiguous and flags.f_contiguous
         rows = array if flags.c_contiguous else np.ascontiguousarray(array.T if is_turned else array)
-        self.arrays.append((name, array.shape, is_turned))
+        self.arrays.append((name, array.shape, is_turned, is_copied))
         self.buffers.append(rows.reshape(-1).view(np.uint8).data if array.size else b"")
         return _item, (_OUTSIDE, -len(self.arrays))
 
@@ -121,6 +131,14 @@ class Structure:
                 _raise_if_without_memory(arguments[0]._untyped_storage)
                 return _rebuild_subclass, (_itself, kind, (plain,), state)
         return reduced
+
+
+def _is_copied(array: np.ndarray[Any, Any]) -> bool:
+    """Whether what torch's worker process sends is copied where it is read: in that host's byte order, and with memory
+    of its own."""
+    # By protocol 5, Python's default from 3.14 on, what is in order comes as a view of its bytes.
+    is_view = pickle.DEFAULT_PROTOCOL >= 5 and type(array) is np.ndarray and array.flags.forc
+    return not is_view and (array.nbytes <= _COPIED_UP_TO_BYTES or array.dtype.byteorder == _OTHER_BYTE_ORDER)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -189,9 +207,9 @@ def _array_of(
 
 
 def _is_pickled_as_array(kind: type) -> bool:
-    """Whether a subclass is pickled by NumPy's own code, as `numpy.memmap` is: with its bytes and no attributes."""
+    """Whether arrays of a class are pickled by NumPy's own code, as `numpy.memmap` is: as bytes, without attributes."""
     methods = "__reduce__", "__reduce_ex__", "__setstate__"
-    return kind is not np.ndarray and all(getattr(kind, name) is getattr(np.ndarray, name) for name in methods)
+    return all(getattr(kind, name) is getattr(np.ndarray, name) for name in methods)
 
 
 def _array_as(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
@@ -204,19 +222,29 @@ def _named_tuple(kind: type[tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[
     return tuple.__new__(kind, values)
 
 
-def number_arrays(arrays: Sequence[tuple[str, Sequence[int], bool]], next_buffer: Any) -> list[np.ndarray[Any, Any]]:
-    """The arrays of a structure, as views of their buffers, in the order in which they lie outside of the stream.
+def number_arrays(
+    arrays: Sequence[tuple[str, Sequence[int], bool, bool]], next_buffer: Any
+) -> list[np.ndarray[Any, Any]]:
+    """The arrays of a structure, in the order in which they lie outside of the stream: views of their buffers, but for
+    those with memory of their own.
 
     Raises:
         ProtocolError: a name is not of a type of numbers. NumPy reads a dtype as a small language of its own.
         ValueError, TypeError: a buffer does not fit.
     """
     found = []
-    for name, shape, is_turned in arrays:
+    for name, shape, is_turned, is_copied in arrays:
         if not _NUMBERS.fullmatch(name):
             raise ProtocolError(f"a batch's structure names an array of {name!r}")
-        numbers = np.frombuffer(next_buffer(), dtype=np.dtype(name))
-        found.append(numbers.reshape(shape[::-1]).T if is_turned else numbers.reshape(shape))
+        buffer = next_buffer()
+        if is_copied and 0 in shape:  # NumPy has other strides for one that was made than for one that was read
+            empty: Any = np.ndarray((0,), np.dtype(name))
+            empty.__setstate__((1, tuple(shape), empty.dtype, is_turned, b""))
+            found.append(empty)
+            continue
+        numbers = np.frombuffer(buffer, dtype=np.dtype(name))
+        array = numbers.reshape(shape[::-1]).T if is_turned else numbers.reshape(shape)
+        found.append(array.copy(order="K") if is_copied else array)
     return found[::-1]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +72,18 @@ print([worker.exitcode for worker in workers] == [0, 0])
         ("killed", []),
     ],
 )
-def test_processes_that_wait_begin_or_end(what: str, says: list[str]) -> None:
+def test_processes_that_wait_begin_or_end(what: str, says: list[str], wait_until: Any) -> None:
     done = subprocess.run([sys.executable, "-c", WAITING, what], capture_output=True, text=True, timeout=60)
     pids, *lines = done.stdout.splitlines()
     assert (lines, done.stderr) == (says, "")
     assert done.returncode == (-signal.SIGKILL if what == "killed" else 0)
-    until = time.monotonic() + 20
     for pid in map(int, pids.split()):
-        while Path(f"/proc/{pid}").exists() and "hetstream" in Path(f"/proc/{pid}/cmdline").read_text():
-            assert time.monotonic() < until, "it outlives its parent"
-            os.sched_yield()
+        wait_until(lambda pid=pid: not _runs(pid), 20, "it ends with its parent")
+
+
+def _runs(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline")
+    return command.exists() and "hetstream" in command.read_text()
 
 
 def test_processes_that_are_not_forked_do_not_wait() -> None:

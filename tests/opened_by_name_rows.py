@@ -91,7 +91,7 @@ ROWS: dict[str, dict[str, str]] = {
         "hetstream/base/signals.py": "is_of_step",
         "mpi_dataworkers/children.py": "_state_of adopt_orphans begin_child go_first going_first*2",
         "mpi_dataworkers/config.py": "environment_at_start",
-        "mpi_dataworkers/loader/live_objects.py": "_answer",
+        "mpi_dataworkers/loader/live_objects.py": "_answer _part_with_files*2",
         "mpi_dataworkers/loader/steps_apart.py": "_left_bytes",
         "mpi_dataworkers/loader/witness.py": "_Output._all",
         "mpi_dataworkers/memory.py": "give_back_freed_memory keep_freed_memory",

@@ -227,11 +227,11 @@ class Interrupting(Sound):
 
     met = 0
 
-    def __reduce__(self) -> Any:
+    def __len__(self) -> int:  # asked before it is pickled
         Interrupting.met += 1
         if Interrupting.met == 1:
             raise KeyboardInterrupt
-        return Interrupting, ()
+        return super().__len__()
 
 
 def test_a_loader_that_was_interrupted_when_it_began_streams_when_it_begins_again(

@@ -31,8 +31,9 @@ def in_a_pass(kept: bool) -> None:
             data.level = 1000 * epoch + step
             if step == 90:
                 data.flag.add_(1)
-            # What torch's workers have made ahead shows no write into shared memory; how much that is, varies.
-            print(epoch, step, index.tolist(), level.tolist(), flag.tolist() if not 80 < step < 100 else "")
+            # What torch's workers have made ahead shows no write into shared memory; how much that is, varies. And the
+            # trainer looks at that memory less often where a look takes long.
+            print(epoch, step, index.tolist(), level.tolist(), flag.tolist() if not 80 < step < 115 else "")
 
 
 def grown() -> None:

@@ -374,7 +374,6 @@ def _trail(path: str) -> list[_Step]:
         os.close(way.descriptor)
 
 
-@functools.lru_cache(maxsize=1)
 def _uid_without_number() -> int | None:
     """The id that stands for all users without one in this user namespace, root among them; None if root has one.
 

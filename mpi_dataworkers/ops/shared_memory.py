@@ -22,6 +22,8 @@ from hetstream.mpi_dataworkers.wire.codec import Buffer
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 # Looking takes no more than this share of the time, but for the first time, and where it is short.
 _LOOK_SHARE = 0.01
+# What may be saved up of that: one look that takes long by chance does not delay the next ones.
+_MOST_CREDIT_S = 0.01
 # Of an entry of pagemap, see https://docs.kernel.org/admin-guide/mm/pagemap.html: the page is in memory, and of a file.
 _IS_THERE, _IS_OF_FILE = 1 << 63, 1 << 61
 
@@ -98,7 +100,7 @@ class WriteWatch:
     Args:
         look: gives something of that memory that is another one when somebody has written.
         before: what it gave at first; None to look now.
-        short_s: a look that takes less is taken each time.
+        short_s: looks that take less on average are taken each time.
         clock: seconds.
         cpu_clock: seconds of this thread, which other processes do not prolong.
     """
@@ -113,17 +115,18 @@ class WriteWatch:
     ) -> None:
         self._look, self._short_s, self._clock, self._cpu_clock = look, short_s, clock, cpu_clock
         self._before = look() if before is None else before
-        self._look_at = clock()
+        self._asked_at, self._credit_s = clock(), 0.0
 
     def has_written(self) -> bool:
-        """Look, unless it has just been looked, and that takes long."""
-        if self._clock() < self._look_at:
+        """Look, unless looking has taken too much of the time."""
+        now = self._clock()
+        earned_s = self._short_s + _LOOK_SHARE * (now - self._asked_at)
+        self._asked_at, self._credit_s = now, min(self._credit_s + earned_s, _MOST_CREDIT_S)
+        if self._credit_s < 0:
             return False
         began_s = self._cpu_clock()
         has_written = self._look() != self._before
-        took_s = self._cpu_clock() - began_s
-        if took_s >= self._short_s:
-            self._look_at = self._clock() + took_s / _LOOK_SHARE
+        self._credit_s -= self._cpu_clock() - began_s
         return has_written
 
     def check(self) -> None:

@@ -57,7 +57,7 @@ def test_a_data_worker_that_drains_leaves_nothing_to_make_again(service: Any, lo
 def test_an_idle_data_worker_takes_what_a_slow_one_has_not_begun(service: Any, loaders: Any, tmp_path: Path) -> None:
     service.start_workers(2)
     # All of the epoch fits the window, so all is leased before it shows that one worker has become slow.
-    loader = loaders(datasets.Counted(800, tmp_path, 0.0005), service=service.name)
+    loader = loaders(datasets.Counted(800, tmp_path, 0.002), service=service.name)
     passing = iter(loader)
     seen = [as_bytes(next(passing)) for _ in range(40)]
     slow = datasets.reads(tmp_path)[-1][1]

@@ -323,7 +323,7 @@ def test_the_transport_is_the_best_that_is_allowed(
     monkeypatch.setenv("HETSTREAM_TRANSPORT", transports)
     loader = loaders(datasets.Augmented(80), service=three.name)
     assert len(list(loader)) == 10
-    assert loader.stats()["transport"] == {transport: 10}
+    assert [*loader.stats()["transport"]] == [transport]
 
 
 @pytest.mark.slow  # 5 s until a batch counts as not received, 10 s until the next try

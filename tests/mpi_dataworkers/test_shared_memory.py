@@ -187,6 +187,22 @@ def test_looking_for_writes_takes_little_time() -> None:
         watch.check()
 
 
+def test_one_look_that_takes_long_by_chance_delays_no_other() -> None:
+    now, took_s, looks = 0.0, 1e-5, []
+
+    def look() -> str:
+        nonlocal now
+        now += took_s
+        looks.append(now)
+        return "a"
+
+    watch = WriteWatch(look, "a", 5e-5, clock=lambda: now, cpu_clock=lambda: now)
+    for step in range(100):
+        took_s = 1e-3 if step == 50 else 1e-5
+        assert not watch.has_written()
+    assert len(looks) == 100
+
+
 def test_views_of_one_shared_storage_stay_views_of_one() -> None:
     whole = torch.arange(4.0).share_memory_()
     pickled = pickle_apart([whole, whole[1:], torch.ones(4)])

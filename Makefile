@@ -17,7 +17,7 @@ CLUSTER_BENCHMARKS := sched opp simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
-# Folders of peers' files: some that are given, and those that test-peers collects; CLONES=DIR: from clones.
+# Folders of peers' files: some that are given, and those that test-peers collects; CLONES=DIR: from clones (test-all, too).
 PEERS ?= ../shared/peers build/peers
 PEERS_VENV := .venv-peers-tests
 # torchrec for TORCH, and what it imports that depends on torch.
@@ -79,9 +79,11 @@ test: venv slurm programs style
 	  $(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"; tests=$$?; \
 	  wait $$types; types=$$?; cat build/mypy.txt; [ $$types = 0 ] && exit $$tests
 
-# The tests of a site with accounting need slurmdbd and MariaDB, too.
+# The tests of a site with accounting need slurmdbd and MariaDB, too. Public scripts that cannot be had are named, and
+# where too few can, the test that needs them is skipped.
 test-all: venv slurm all-programs lint compiled test-oldest-torch
 	@$(BIN)/hetstream devcluster install --site accounting || echo "slurmdbd is not installed: its tests fail" >&2
+	-$(BIN)/python tests/peers/sbatch_corpus.py $(if $(CLONES),--clones $(CLONES))
 	$(BIN)/pytest
 
 ifeq ($(TORCH),$(OLDEST_TORCH))

@@ -58,6 +58,7 @@ def test_own_scripts_are_the_same_job_converted(gate_on: GateOn, release: str) -
 
 @pytest.mark.slurm
 @pytest.mark.slow
+@pytest.mark.every_release
 @pytest.mark.timeout(3600)
 def test_public_scripts_are_the_same_jobs_converted(gate_on: GateOn) -> None:
     addresses = sbatch_corpus.stored_addresses()

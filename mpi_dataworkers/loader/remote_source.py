@@ -34,7 +34,7 @@ from hetstream.mpi_dataworkers.ops.iterable import Shard
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, SampleError, Watched, describe_failure, generators_kept
 from hetstream.mpi_dataworkers.ops.round_reader import RankReader, open_shard, read_step
 from hetstream.mpi_dataworkers.ops.shard_reader import ShardReader
-from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
 from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
@@ -102,7 +102,9 @@ class RemoteSource:
         connection, order = self._connection, self.shards.order
         if connection.canary is not None and connection.canary.makes_steps and self._sent.pickled.shared:
             # torch's workers see at once what the program writes there.
-            self._writes = WriteWatch(self._sent.pickled.digest_of_shared, self._sent.shared_digest, _SHORT_LOOK_S)
+            self._writes = WriteWatch(
+                self._sent.pickled.digest_of_shared, self._sent.shared_digest, Looking(each_s=_SHORT_LOOK_S)
+            )
         if connection.canary is not None and order is not None:
             policy, num_known = connection.skipped.policy, order.num_known
             self._compared = ComparedPass(

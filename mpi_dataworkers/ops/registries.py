@@ -17,9 +17,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from hetstream.mpi_dataworkers.ops.own_code import is_own
+from hetstream.mpi_dataworkers.ops.shared_memory import Looking
 
 _TABLES = frozenset((dict, list, set, OrderedDict, defaultdict))
 _SCRIPTS = ("__main__", "__mp_main__")
+# Of all looks; beyond that they take a hundredth of the time.
+_LOOKS_TAKE_S = 2.0
 # Longer ones are data.
 _MOST_ENTRIES = 20_000
 # Of one process, sent by `process_settings`, or of training and compilers, which data workers do not run.
@@ -40,18 +43,20 @@ _OF_COMPILED = ("cython_runtime", "_cython_")
 
 @dataclass
 class _Looked:
-    """What was found to be nobody's but the installation's, so that it is looked at once.
+    """What was found beside some modules of the program.
 
     Attributes:
-        modules: of the program, that data workers import.
-        places: objects in each module, and its tables, as ids; these are quickly compared.
+        places: objects in each module that is nobody's but the installation's, and its tables, as ids; these are
+            quickly compared.
+        found: as `registered` gives it; None before the first look.
     """
 
-    modules: frozenset[str] = frozenset()
     places: dict[str, tuple[int, list[tuple[Any, int]]]] = field(default_factory=dict)
+    found: str | None = None
 
 
-_looked = _Looked()
+_looking = Looking(_LOOKS_TAKE_S)
+_looked_beside: dict[frozenset[str], _Looked] = {}  # by the program's modules that loaders' datasets are of
 
 
 def registered(modules: Collection[str], sent: Collection[tuple[str, str]] = ()) -> str:
@@ -61,22 +66,32 @@ def registered(modules: Collection[str], sent: Collection[tuple[str, str]] = ())
         modules: of the program, that data workers import: what they register is registered there.
         sent: tables that data workers are sent, by module and name.
     """
-    if _looked.modules != frozenset(modules):
-        _looked.modules, _looked.places = frozenset(modules), {}
+    looked = _looked_beside.setdefault(frozenset(modules), _Looked())
+    look = functools.partial(_look, looked.places, modules, sent)
+    found = look() if looked.found is None else _looking.look(look)
+    if found is not None:
+        looked.found = found
+    return looked.found or ""
+
+
+def _look(
+    places: dict[str, tuple[int, list[tuple[Any, int]]]], modules: Collection[str], sent: Collection[tuple[str, str]]
+) -> str:
     for name, module in [*sys.modules.items()]:
         if _is_made(name, module):
             return f"the program has made the module {name}, and data workers cannot import it"
-        if not isinstance(module, ModuleType) or _is_passed_over(name) or is_own(module):
+        if not isinstance(module, ModuleType) or _is_passed_over(name):
             continue
-        members = [*vars(module).items()]
         ids = _ids(vars(module).values())
-        known = _looked.places.get(name)
+        known = places.get(name)
         if known is not None and known[0] == ids and all(_ids_in(table) == then for table, then in known[1]):
             continue
+        if is_own(module):
+            continue
+        members = [*vars(module).items()]
         if found := _in_module(name, members, modules, sent):
             return found
-        tables = [(value, _ids_in(value)) for _, value in members if type(value) in _TABLES]
-        _looked.places[name] = ids, tables
+        places[name] = ids, [(value, _ids_in(value)) for _, value in members if type(value) in _TABLES]
     return ""
 
 

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 
+_T = TypeVar("_T")
+
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 # Looking takes no more than this share of the time, but for the first time, and where it is short.
 _LOOK_SHARE = 0.01
 # What may be saved up of that: one look that takes long by chance does not delay the next ones.
-_MOST_CREDIT_S = 0.01
+_MOST_LEFT_S = 0.01
 # Of an entry of pagemap, see https://docs.kernel.org/admin-guide/mm/pagemap.html: the page is in memory, and of a file.
 _IS_THERE, _IS_OF_FILE = 1 << 63, 1 << 61
 
@@ -94,40 +96,56 @@ class PrivatePages:
         return [*self.own(), *(end.tobytes() for end in self._ends)]
 
 
-class WriteWatch:
-    """Finds out that somebody writes into memory which is shared in the trainer.
+class Looking:
+    """How often something may be looked at: what that takes is a small share of the time.
 
     Args:
-        look: gives something of that memory that is another one when somebody has written.
-        before: what it gave at first; None to look now.
-        short_s: looks that take less on average are taken each time.
+        saved_s: what looks may take beyond that.
+        each_s: what they may take each time that is asked.
         clock: seconds.
         cpu_clock: seconds of this thread, which other processes do not prolong.
     """
 
     def __init__(
         self,
-        look: Callable[[], object],
-        before: str | None = None,
-        short_s: float = 0.0,
+        saved_s: float = 0.0,
+        each_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._look, self._short_s, self._clock, self._cpu_clock = look, short_s, clock, cpu_clock
+        self._each_s, self._clock, self._cpu_clock = each_s, clock, cpu_clock
+        self._left_s, self._most_s, self._asked_at = saved_s, max(saved_s, _MOST_LEFT_S), clock()
+
+    def look(self, look: Callable[[], _T]) -> _T | None:
+        """What a look gives; None if looks have taken too much of the time."""
+        now = self._clock()
+        earned_s = self._each_s + _LOOK_SHARE * (now - self._asked_at)
+        self._asked_at, self._left_s = now, min(self._left_s + earned_s, self._most_s)
+        if self._left_s < 0:
+            return None
+        began_s = self._cpu_clock()
+        found = look()
+        self._left_s -= self._cpu_clock() - began_s
+        return found
+
+
+class WriteWatch:
+    """Finds out that somebody writes into memory which is shared in the trainer.
+
+    Args:
+        look: gives something of that memory that is another one when somebody has written.
+        before: what it gave at first; None to look now.
+        looking: how often it may be looked.
+    """
+
+    def __init__(self, look: Callable[[], object], before: object = None, looking: Looking | None = None) -> None:
+        self._look, self._looking = look, looking or Looking()
         self._before = look() if before is None else before
-        self._asked_at, self._credit_s = clock(), 0.0
 
     def has_written(self) -> bool:
-        """Look, unless looking has taken too much of the time."""
-        now = self._clock()
-        earned_s = self._short_s + _LOOK_SHARE * (now - self._asked_at)
-        self._asked_at, self._credit_s = now, min(self._credit_s + earned_s, _MOST_CREDIT_S)
-        if self._credit_s < 0:
-            return False
-        began_s = self._cpu_clock()
-        has_written = self._look() != self._before
-        self._credit_s -= self._cpu_clock() - began_s
-        return has_written
+        """Look, unless that has taken too much of the time."""
+        found = self._looking.look(self._look)
+        return found is not None and found != self._before
 
     def check(self) -> None:
         """The same in a data worker, when samples were made.

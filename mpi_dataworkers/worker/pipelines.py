@@ -11,7 +11,7 @@ from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.origins import PassSeeds
 from hetstream.mpi_dataworkers.ops.pickled_pipeline import PickledPipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
-from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
 from hetstream.mpi_dataworkers.wire.messages import Device, Failure, GrantLease, SessionSpec
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.acted_process import act
@@ -191,7 +191,7 @@ class Pipelines:
             pipeline = self._loaded.load(found)
         self._in_use[pipeline_id] = found
         if found.shared:
-            self._write_watches[pipeline_id] = WriteWatch(found.look_at_shared(), short_s=_SHORT_LOOK_S)
+            self._write_watches[pipeline_id] = WriteWatch(found.look_at_shared(), looking=Looking(each_s=_SHORT_LOOK_S))
         return pipeline if self._device == "gpu" else pipeline.before_gpu
 
     def _wait_for_fork(self, pipeline_id: str, lease: GrantLease) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart, unpickle
-from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.shared_memory import Looking, WriteWatch
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import IN_MESSAGE_BYTES
 
 LENGTH = 4
@@ -173,7 +173,7 @@ def test_looking_for_writes_takes_little_time() -> None:
         digests.append(digests[-1])
         return digests[-1]
 
-    watch = WriteWatch(digest, clock=lambda: now, cpu_clock=lambda: now)
+    watch = WriteWatch(digest, looking=Looking(clock=lambda: now, cpu_clock=lambda: now))
     for _ in range(3):
         watch.check()
     assert len(digests) == 3, "when it is made, and after the first step"
@@ -196,7 +196,7 @@ def test_one_look_that_takes_long_by_chance_delays_no_other() -> None:
         looks.append(now)
         return "a"
 
-    watch = WriteWatch(look, "a", 5e-5, clock=lambda: now, cpu_clock=lambda: now)
+    watch = WriteWatch(look, "a", Looking(each_s=5e-5, clock=lambda: now, cpu_clock=lambda: now))
     for step in range(100):
         took_s = 1e-3 if step == 50 else 1e-5
         assert not watch.has_written()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from hetstream.base.errors import OptionsError, UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.site.address import site_value
+from hetstream.slurm_plugin.cli.input_files import read_text
 from hetstream.slurm_plugin.prices import Prices, parse_prices
 
 PRICES = "HETSTREAM_PRICES"
@@ -40,8 +40,7 @@ def prices_of(args: argparse.Namespace) -> Prices | None:
         return None
     text = named
     if "=" not in named:
-        with Path(named).open(encoding="utf-8-sig", errors="backslashreplace") as file:
-            text = file.read(_MOST_CHARACTERS)
+        text = read_text(named, "list of prices", _MOST_CHARACTERS)
     try:
         return parse_prices(text)
     except OptionsError as error:

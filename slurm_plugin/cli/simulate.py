@@ -15,6 +15,7 @@ import numpy as np
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
+from hetstream.slurm_plugin.cli.input_files import read_text
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
 from hetstream.slurm_plugin.cli.pricing import add_prices_argument, prices_of
 from hetstream.slurm_plugin.cli.report import check_page, write_whole
@@ -67,6 +68,7 @@ _HOUR_S = 3600.0
 # Nodes that fail more often are taken out of any cluster, and make more events than a simulation comes to an end with.
 _LEAST_NODE_MTBF_HOURS = 1.0
 _MOST_SEEDS = 10_000
+_MOST_OF_TRACE, _MOST_OF_CLUSTER, _MOST_OF_SETTINGS = 512 << 20, 64 << 20, 1 << 20  # characters
 _ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # Options that take any number from 0 on, and the most that each may be.
@@ -314,7 +316,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _traces(args: argparse.Namespace) -> list[Trace]:
-    text = Path(args.trace).read_text(encoding="utf-8-sig", errors="backslashreplace")
+    text = read_text(args.trace, "list of jobs", _MOST_OF_TRACE)
     options = ReadOptions(args.seed, args.skip_bad, args.list, Assumptions(gpu_share=args.gpu_busy))
     if not 0 < args.gpu_busy <= 1:
         raise UsageError(f"--gpu-busy={args.gpu_busy}: must be above 0 and at most 1")
@@ -332,7 +334,7 @@ def _settings(path: str | None) -> PolicySettings | None:
     if path is None:
         return None
     try:
-        return decode_settings(Path(path).read_bytes())
+        return decode_settings(read_text(path, "settings of a policy", _MOST_OF_SETTINGS))
     except PolicyError as error:
         raise UsageError(f"--policy-settings={printable(path)}: {error}") from error
 
@@ -355,7 +357,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise UsageError("--cluster is empty: must be a file, or text such as 8*gpus=8,cpus=64")
     # A text of many groups is longer than the name of a file may be, and os.path says then that there is none.
     is_text = args.cluster.lstrip().startswith("{") or ("=" in args.cluster and not os.path.exists(args.cluster))
-    text = args.cluster if is_text else Path(args.cluster).read_text(encoding="utf-8-sig", errors="backslashreplace")
+    text = args.cluster if is_text else read_text(args.cluster, "list of nodes", _MOST_OF_CLUSTER)
     return read_openb_nodes(args.cluster, text) if text.startswith("sn,") else parse(text)
 
 

@@ -38,6 +38,8 @@ JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY
 HISTORY_FILE, KEY_FILE = "job-history.sqlite", "job-history.key"
 # A job of a year ago says little of one of today, and the last ten thousand say all that more of them would.
 KEEP_S, KEEP_JOBS = 366 * 86400.0, 10_000
+# Bytes; one has a few hundred.
+_MOST_OF_RECORD = 1 << 20
 # What records of older releases do not say of a job.
 _NEWER_FIELDS = ("directory", "commands", "files")
 # Marks the file as ours (pragma application_id): "hetj".
@@ -183,8 +185,13 @@ class JobHistory(HistoryFile):
             HistoryError: it cannot be read.
         """
         with self._named():
-            rows = self._database.execute("select cast(record as blob) from jobs order by ended_s, job").fetchall()
-        found = [job for (text,) in rows if (job := _decoded(text)) is not None]
+            # It may be another user's, who puts anything there: the newest count, and no record of megabytes.
+            rows = self._database.execute(
+                "select cast(case when length(record) <= ? then record else '' end as blob) from jobs "
+                "order by ended_s desc, job limit ?",
+                (_MOST_OF_RECORD, self._keep_jobs),
+            ).fetchall()
+        found = [job for (text,) in reversed(rows) if (job := _decoded(text)) is not None]
         self.num_unreadable = len(rows) - len(found)
         # Of a file of an older release, which kept every copy of a record.
         first: dict[tuple[object, ...], PastJob] = {}

@@ -100,6 +100,18 @@ def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
         assert history.num_unreadable == 2
 
 
+def test_no_more_is_read_than_a_history_has(tmp_path: Path) -> None:
+    """The file may be another user's: the newest jobs count, and no record of megabytes."""
+    with JobHistory(tmp_path) as history:
+        history.add([past(str(number), 1000.0 + number) for number in range(9)], 2000.0)
+    with sqlite3.connect(tmp_path / HISTORY_FILE) as database:
+        database.execute("update jobs set record = json_set(record, '$.job', hex(zeroblob(1000000))) where job = '7'")
+    database.close()
+    with JobHistory(tmp_path, keep_jobs=4) as history:
+        assert [one.job for one in history.jobs()] == ["5", "6", "8"]
+        assert history.num_unreadable == 1
+
+
 def test_it_is_in_wal_mode_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     with JobHistory(tmp_path) as history:
         history.add([past("1")], 1000.0)

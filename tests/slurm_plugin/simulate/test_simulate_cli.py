@@ -231,6 +231,26 @@ def test_wrong_words_are_refused(jobs: str, words: list[str], said: str, capsys:
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "limit", "what"),
+    [
+        ("", "simulate._MOST_OF_TRACE", "list of jobs"),
+        ("--cluster", "simulate._MOST_OF_CLUSTER", "list of nodes"),
+        ("--policy-settings", "simulate._MOST_OF_SETTINGS", "settings of a policy"),
+        ("--prices", "pricing._MOST_CHARACTERS", "list of prices"),
+    ],
+)
+def test_of_a_file_without_end_no_more_is_read_than_such_a_file_has(
+    jobs: str, option: str, limit: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"hetstream.slurm_plugin.cli.{limit}", 2000)
+    words = {"": jobs, "--cluster": CLUSTER} | {option: "/dev/zero"}
+    assert main(["simulate", *(word for pair in words.items() for word in pair if word)]) == 2
+    assert capsys.readouterr().err == (
+        f"hetstream simulate: UsageError: /dev/zero: more than 2,000 characters are no {what}. Check its name\n"
+    )
+
+
 def test_slurms_latencies_and_a_placement_are_options_and_in_the_answer(
     jobs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.advise import advise
-from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation, measure
 from hetstream.slurm_plugin.insight.observation import observe
 from hetstream.slurm_plugin.render.page import page
 
@@ -68,6 +69,16 @@ def would_help(node: Node, jobs: list[Job]) -> list[str]:
     return [what for what, more in tries.items() if any(can_start(job, more) for job in jobs)]
 
 
+def would_unlock(node: Node, row: NodeFragmentation, jobs: list[Job], snapshot: Snapshot) -> int:
+    """How many stranded GPUs would be of use if the node's job gave back the CPUs that its trainer need not have."""
+    gpus = node.gpus - node.gpus_free()
+    freed = node.cpus_allocated - DEFAULT_TRAINER_CPUS_PER_GPU * gpus
+    if row.lacking != "CPUs" or not row.stranded_gpus or not gpus or freed <= 0:
+        return 0
+    (lighter,) = measure([replace(node, cpus_allocated=node.cpus_allocated - freed)], jobs, snapshot.partitions).nodes
+    return max(0, row.stranded_gpus - lighter.stranded_gpus)
+
+
 sizes = st.tuples(st.integers(1, 16), st.integers(1, 4), st.sampled_from([100, 300, 500, 900]))
 nodes_used = st.tuples(st.integers(0, 16), st.integers(0, 4), st.sampled_from([0, 200, 600, 1000]))
 
@@ -88,12 +99,24 @@ def test_lacks_is_what_lets_a_waiting_job_start(
         for (cpus, gpus, memory_mb), count in wanted
         for _ in range(count)
     ]  # fmt: skip
-    snapshot = Snapshot(1.0, "24.11", "test", tuple(jobs), tuple(nodes), (Partition("gpu", ()),))
+    # Each node's own job has all that is in use there.
+    holders = [
+        replace(pending(node.cpus_allocated, node.gpus - node.gpus_free(), job_id=100 + number),
+                state="RUNNING", reason="", start_s=0.0, nodes=(node.name,))
+        for number, node in enumerate(nodes) if node.cpus_allocated
+    ]  # fmt: skip
+    snapshot = Snapshot(1.0, "24.11", "test", (*jobs, *holders), tuple(nodes), (Partition("gpu", ()),))
     seen = observe(snapshot, {})
-    shown = {row.node: row.lacking for row in seen.fragmentation.nodes}
+    shown, text = {row.node: row.lacking for row in seen.fragmentation.nodes}, page(seen, [seen.sample])
+    advised = {one.job: one.gpus_unlocked for one in advise(snapshot, {}) if one.basis == "shape"}
     for row in measure(nodes, jobs, snapshot.partitions).nodes:
+        number = next(place for place, node in enumerate(nodes) if node.name == row.node)
+        node = nodes[number]
         assert shown[row.node] == row.lacking
-        node = next(node for node in nodes if node.name == row.node)
+        wanted = f" for want of {row.lacking}" if row.lacking else ""
+        assert f"{node.name}: {node.cpus_free} of 16 CPUs and {node.gpus_free()} of 4 GPUs free, " in text
+        assert f", {row.stranded_gpus} GPU(s) stranded{wanted}" in text
+        assert advised.get(str(100 + number), 0) == would_unlock(node, row, jobs, snapshot)
         if not row.stranded_gpus:
             continue
         # Without a waiting job, one of a GPU and a CPU is assumed.

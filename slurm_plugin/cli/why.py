@@ -23,7 +23,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
 from hetstream.slurm_plugin.insight.het_job import explain_together
 from hetstream.slurm_plugin.insight.job_names import find_jobs
-from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker
+from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker, memory_words
 from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.shapes import gres_in_doubt, gres_words
 from hetstream.slurm_plugin.insight.told_by_job import told_by_job
@@ -205,7 +205,7 @@ def _lines(explanation: Explanation, now_s: float) -> list[str]:
     waiting: Any = facts["waiting_s"]
     lines = [
         f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",
-        f"asks for  {asks} and {shape.memory_mb:,} MB"
+        f"asks for  {asks} and {memory_words(shape)}"
         + (f"; {job.num_records} tasks are pending" if job.num_records > 1 else ""),
         f"room now  {_room_now(explanation)}",
     ]
@@ -249,7 +249,7 @@ def _het_lines(parts: Sequence[Explanation], named: Sequence[tuple[str, Blocker]
         lines.append(f"waits for {blocker.kind} (job {label}): {blocker.text}{step}")
     lines += [
         f"job {part.job.label} in {partition_words(part.job.partitions)}: {part.shape.num_nodes} node(s), each with "
-        f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {part.shape.memory_mb:,} MB; room now "
+        f"{part.shape.gpus} GPU(s), {part.shape.cpus} CPU(s), {memory_words(part.shape)}; room now "
         f"{_room_now(part)}"
         for part in parts
     ]

@@ -13,10 +13,10 @@ from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
 from hetstream.slurm_plugin.insight.lacking import NOT_LOOKED_AT, Blocker
 from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS
 from hetstream.slurm_plugin.insight.shapes import Shape
-from hetstream.slurm_plugin.insight.why import HIDDEN, SOCKETS, Explainer, Explanation
+from hetstream.slurm_plugin.insight.why import HIDDEN, NODE_COUNT, SOCKETS, Explainer, Explanation
 
 # What nothing changes comes first, then what somebody must do or end, then what is not free; a turn comes last.
-_NEVER, _TURNS = ("size",), ("backfill", "priority", NOT_LOOKED_AT, SOCKETS, HIDDEN, "scheduler")
+_NEVER, _TURNS = ("size",), ("backfill", "priority", NOT_LOOKED_AT, NODE_COUNT, SOCKETS, HIDDEN, "scheduler")
 _FREE = ("GPUs", "CPUs", "memory", "gang", "whole nodes", OTHER_USERS, COMPLETING, "nodes")
 
 

@@ -11,7 +11,7 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import RESOURCE_REASONS, Job, Node
 from hetstream.slurm_plugin.insight.node_table import Mask
 from hetstream.slurm_plugin.insight.room import COMPLETING, OTHER_USERS, Free, Room
-from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape, gres_words
+from hetstream.slurm_plugin.insight.shapes import RESOURCES, Least, Shape, gres_words, is_free
 from hetstream.slurm_plugin.render.report import duration
 
 # Slurm finds no room, and nothing that is looked at here is lacking.
@@ -70,17 +70,20 @@ def too_large(least: Least, floor: Room, job: Job) -> Blocker:
     return Blocker("size", text, "ask for less, or for another partition: hetstream frag")
 
 
-def lack_together(kind: str, shape: Shape, least: Least, floor: Room) -> Blocker:
+def lack_together(kind: str, shape: Shape, most: int | None, least: Least, floor: Room) -> Blocker:
     """What is short where no even share of it has room.
 
     Args:
         kind: the resource.
         shape: its even share.
+        most: how many nodes it may get; None where there is no limit.
         least: what it needs at least.
         floor: room for `least.of_node`.
     """
     where = f"about {shape.num_nodes} node(s)" if shape.is_guess else f"{shape.num_nodes} node(s)"
     text = f"it needs {_all_of(least)} on {where}, divided as Slurm likes; so much is not free on so many"
+    if most is None:
+        text = f"it needs {_all_of(least)}, on as many nodes and divided as Slurm likes; so much is not free"
     free = ", ".join(_free_words(free) for free in floor.free_in_all())
     return Blocker(
         kind, f"{text}: of {count(floor.possible)} node(s) that could give a part{_kept(floor)}, free in all: {free}"
@@ -115,7 +118,12 @@ def _asks(shape: Shape) -> str:
     typed = f" {shape.gpu_type}" if shape.gpu_type else ""
     parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
     disk = [f"{shape.tmp_disk_mb:,} MB of disk (--tmp)"] if shape.tmp_disk_mb else []
-    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB", *disk])
+    return ", ".join([*parts, *map(gres_words, shape.gres), f"{shape.cpus} CPU(s)", memory_words(shape), *disk])
+
+
+def memory_words(shape: Shape) -> str:
+    """What it asks of a node's memory."""
+    return "all memory" if shape.all_memory else f"{shape.memory_mb:,} MB"
 
 
 def _all_of(least: Least) -> str:
@@ -146,11 +154,11 @@ def still_completing(nodes: Sequence[Node]) -> Blocker:
 def at_once(job: Job, shape: Shape) -> str:
     """On how many nodes it needs what each of them must have; empty of one."""
     if shape.num_nodes < 2:
-        return ""
-    # Slurm gives each node as many tasks as it has room for, unless each has one or --ntasks-per-node says how many,
-    # which makes as many CPUs the least of a node.
-    is_free = shape.is_guess or (job.num_tasks > shape.num_nodes and job.min_cpus_per_node < shape.cpus)
-    return f", on {shape.num_nodes} at once" + (" if it is divided evenly, which Slurm need not do" if is_free else "")
+        # Whether --nodes=1 was said is not to be known of all releases.
+        is_on_one = job.max_nodes == 1 or job.num_tasks < 2 or not is_free(job, shape)
+        return "" if is_on_one else " if it gets one alone"
+    even = " if it is divided evenly, which Slurm need not do" if is_free(job, shape) else ""
+    return f", on {shape.num_nodes} at once{even}"
 
 
 def lack(resource: str, room: Room, at_once: str) -> Blocker:

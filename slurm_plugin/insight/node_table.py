@@ -316,7 +316,7 @@ class NodeTable:
             rounded = -(-cpus // np.maximum(1, units[shape.unit])) * np.maximum(1, units[shape.unit])
             # What the system keeps for itself leaves less than whole units.
             cpus = np.where((rounded > self.cpus) & (cpus <= self.cpus), self.cpus, rounded)
-        memory_mb = shape.memory_mb + shape.memory_per_cpu_mb * np.maximum(0, cpus - asked)
+        memory_mb = shape.memory_mb + shape.memory_per_cpu_mb * np.maximum(0, cpus - shape.cpus)
         # Cores of sockets must be free that it need not be given.
         cores_free = max(1, shape.layout[0]) * max(1, shape.layout[1]) if max(shape.layout[:2]) > 1 else 0
         cpus = np.maximum(cpus, cores_free * self.cpus_per_core)

@@ -216,14 +216,13 @@ class Room:
         found = [kind for kind, number, has in wanted if _most_of(has, self.possible, least.max_nodes) < number]
         return tuple(dict.fromkeys(found))
 
-    def lacks_together_now(self, least: Least, likely_nodes: int) -> tuple[str, ...]:
-        """What is too little of what is free on them now; where nothing limits their number, of so many as are likely.
+    def lacks_together_now(self, least: Least, most: int | None) -> tuple[str, ...]:
+        """What is too little of what is free on them now; see `most_nodes_of`.
 
         Nothing said means that the nodes with most of one thing have enough of all.
         """
         if self._is_contiguous or not self.is_enough(self.fits):
             return (self.scarcest,)
-        most = likely_nodes if least.max_nodes is None else least.max_nodes
         wanted = self._together(least, now=True)
         for mask in self._in_one_way(self.fits):
             for _, _, order in wanted:
@@ -245,6 +244,12 @@ class Room:
         tasks = cpus // max(1, shape.cpus)
         if least.task_memory_mb:
             tasks = np.minimum(tasks, memory_mb // least.task_memory_mb)
+        for gres in least.task_gres:
+            counts = table.devices(gres.type) if gres.name == "gpu" else table.gres(gres.name, gres.type)
+            tasks = np.minimum(tasks, counts[now] // gres.count)
+        if now and (per_node := shape.min_cpus // max(1, shape.cpus)) > 1:
+            # As --ntasks-per-node says it: so many at the most, and where there is no memory for as many, none.
+            tasks = np.where(memory_mb < per_node * least.task_memory_mb, 0, np.minimum(tasks, per_node))
         if now and least.tasks_per_core:
             tasks = np.minimum(tasks, cpus // table.cpus_per_core * least.tasks_per_core)
         wanted = [("CPUs", least.cpus, cpus), ("CPUs", least.tasks, tasks), ("memory", least.memory_mb, memory_mb)]

@@ -94,6 +94,7 @@ class Least:
         gres: likewise, by name and type.
         tasks: likewise, each of them on one node with the CPUs of `of_node`; 0 where its tasks say nothing.
         task_memory_mb: that goes with each of these; 0 where it goes with something else.
+        task_gres: likewise.
         tasks_per_core: how many of these have a core at the most; 0 where nothing is said.
     """
 
@@ -106,6 +107,7 @@ class Least:
     gres: tuple[Gres, ...]
     tasks: int
     task_memory_mb: int
+    task_gres: tuple[Gres, ...]
     tasks_per_core: int
 
 
@@ -250,12 +252,14 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
     cpus = tasks * job.cpus_per_task if tasks and _tasks_are_whole(job) else _share(job.num_cpus, nodes)
     cpus = max(cpus, job.cpus_per_gpu * gpus)
     whole = job.cpus_per_task if hardware.counts_whole_tasks else 1
+    # A job that says no number of nodes asks for one; so does --nodes=1, which Slurm does not tell apart.
+    may_be_more = job.max_nodes is None and job.num_nodes <= 1 < job.num_tasks and job.min_cpus_per_node < cpus
     per_cpu_mb = job.memory_per_cpu_mb or 0
     if not job.is_pending:
         memory_mb = _share(job.memory_mb, nodes)
     else:
         memory_mb = 0 if _is_by_gpus(job) else per_cpu_mb * cpus or _share(job.memory_mb, max(1, job.num_nodes))
-        memory_mb = max(memory_mb, job.memory_per_gpu_mb * gpus)
+        memory_mb = 0 if job.all_memory else max(memory_mb, job.memory_per_gpu_mb * gpus)
     return Shape(
         cpus=cpus,
         gpus=gpus,
@@ -267,7 +271,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
         features=job.features if nodes > 1 else for_one_node(job.features),
         excluded_nodes=job.excluded_nodes,
         num_nodes=nodes,
-        is_guess=job.is_pending and (nodes != max(1, job.num_nodes) or (job.max_nodes or 0) > nodes),
+        is_guess=job.is_pending and (nodes != max(1, job.num_nodes) or (job.max_nodes or 0) > nodes or may_be_more),
         gres=_others(wanted) if job.is_pending else (),
         memory_per_cpu_mb=per_cpu_mb if job.is_pending and job.layout[2] == 0 and hardware.counts_memory else 0,
         all_memory=job.is_pending and job.all_memory and hardware.counts_memory,
@@ -290,7 +294,7 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
     has_tasks = job.num_tasks >= max(1, job.num_nodes)
     per_task = job.gres_per_task if has_tasks else ()
     of_node = _by_type(job.gres_per_node) | _by_type(per_task) | _by_type(job.gres_per_socket)
-    of_node |= Counter((name, "") for name in {gres.name for gres in job.gres_per_job if gres.count})
+    of_node |= _one_of_each(job.gres_per_job)
     is_whole = has_tasks and _tasks_are_whole(job)
     cpus = job.cpus_per_task if is_whole else 1
     gpus, per_cpu_mb = min(of_node["gpu", ""], job.count("gpu")), job.memory_per_cpu_mb or 0
@@ -311,7 +315,7 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
     together = _by_type(job.gres_per_job)
     for gres, number in ((job.gres_per_node, job.num_nodes), (job.gres_per_task, job.num_tasks)):
         together |= Counter({key: count * max(1, number) for key, count in _by_type(gres).items()})
-    kinds = [kind for name, kind in of_node if name == "gpu" and kind]
+    types = [kind for name, kind in of_node if name == "gpu" and kind]
     return Least(
         num_nodes=max(1, job.num_nodes),
         max_nodes=job.max_nodes,
@@ -320,7 +324,7 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
             cpus=cpus,
             gpus=gpus,
             memory_mb=memory_mb,
-            gpu_type=kinds[0] if len(kinds) == 1 else "",
+            gpu_type=types[0] if len(types) == 1 else "",
             gres=_others(of_node),
             memory_per_cpu_mb=0,
             cores=0,
@@ -337,7 +341,47 @@ def least_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Least:
         tasks=job.num_tasks if is_whole else 0,
         tasks_per_core=job.tasks_per_core,
         task_memory_mb=per_cpu_mb * cpus if is_whole and not job.memory_per_gpu_mb else 0,
+        task_gres=tuple(gres for gres in job.gres_per_task if gres.count) if is_whole else (),
     )
+
+
+def is_free(job: Job, shape: Shape) -> bool:
+    """Whether Slurm may give the nodes of a job other numbers of tasks than an even share.
+
+    It gives each node as many as it has room for, unless each has one or --ntasks-per-node says how many, which makes
+    as many CPUs the least of a node.
+    """
+    return shape.is_guess or (job.num_tasks > shape.num_nodes and job.min_cpus_per_node < shape.cpus)
+
+
+def may_divide(job: Job, shape: Shape) -> bool:
+    """Whether room in uneven parts is room for a job as far as `least_of` knows: what ties one thing to another on a
+    node (GPUs to CPUs or memory, tasks to nodes or sockets) is not in there."""
+    return is_free(job, shape) and not (
+        job.cpus_per_gpu
+        or job.memory_per_gpu_mb
+        or job.gres_per_socket
+        or job.tasks_per_socket
+        or job.min_cpus_per_node > job.cpus_per_task
+        or (job.gres_per_task and not _tasks_are_whole(job))
+    )
+
+
+def most_nodes_of(job: Job, shape: Shape, can_be_even: bool) -> int | None:
+    """The most nodes that a pending job may get; None where there is no limit.
+
+    Of a job without a limit Slurm tells the likely number in its place (see `most_nodes`). It is taken for one, unless
+    the job asks for one node at least (as a job does that says nothing), and cannot have all on one.
+
+    Args:
+        job: who asks.
+        shape: its even share.
+        can_be_even: so many nodes could give that, if they were empty.
+    """
+    if job.max_nodes is not None:
+        return job.max_nodes
+    is_unlimited = job.num_nodes <= 1 and (shape.num_nodes > 1 or not can_be_even)
+    return None if is_unlimited else shape.num_nodes
 
 
 def gres_in_doubt(shape: Shape) -> str:
@@ -396,6 +440,16 @@ def _by_type(gres: Iterable[Gres]) -> Counter[tuple[str, str]]:
         if resource.type:
             found[resource.name, resource.type] += resource.count
     return +found
+
+
+def _one_of_each(gres: Iterable[Gres]) -> Counter[tuple[str, str]]:
+    """One of each name, and of its type where there is but one."""
+    types: dict[str, set[str]] = {}
+    for resource in gres:
+        if resource.count:
+            types.setdefault(resource.name, set()).add(resource.type)
+    found = Counter((name, "") for name in types)
+    return found | Counter((name, min(kinds)) for name, kinds in types.items() if len(kinds) == 1)
 
 
 def _others(wanted: Mapping[tuple[str, str], int]) -> tuple[Gres, ...]:

@@ -44,6 +44,8 @@ from hetstream.slurm_plugin.insight.shapes import (
     alike_jobs,
     gres_in_doubt,
     least_of,
+    may_divide,
+    most_nodes_of,
     request_of,
     shape_of,
 )
@@ -54,6 +56,8 @@ from hetstream.slurm_plugin.render.report import duration
 HIDDEN = "hidden"
 # There is room by CPUs, and only Slurm knows which sockets have them.
 SOCKETS = "sockets"
+# There is room on more nodes than are likely, and only Slurm knows whether it may have so many.
+NODE_COUNT = "node count"
 
 
 @dataclass(frozen=True)
@@ -318,6 +322,8 @@ class Explainer:
             return self._of_uneven_parts(room, job)
         if room.needs_whole_nodes:
             return ("whole nodes",)
+        if may_divide(job, room.shape) and not self._short_in_parts(room, job):
+            return ()
         return room.short_alone() or (room.scarcest,)
 
     def _of_uneven_parts(self, room: Room, job: Job) -> tuple[str, ...]:
@@ -327,15 +333,31 @@ class Explainer:
         if not floor.is_enough(floor.possible) or floor.lacks_together(least):
             others = out.possible.any() or floor.reserved.any() or not self._not_shown.isdisjoint(job.partitions)
             return ("nodes",) if others else ("size",)
-        lacking = floor.lacks_together_now(least, room.shape.num_nodes)
+        lacking = self._short_in_parts(room, job)
         if lacking and (room.reserved.any() or Room(self._unusable, room.shape, job, None).possible.any()):
             return ("nodes",)
         return lacking
 
-    def _least(self, job: Job) -> tuple[Least, Room]:
+    def _least(self, job: Job, without: Sequence[Plan] = ()) -> tuple[Least, Room]:
         """What a job needs at least, and the nodes that can give it."""
         least = least_of(job, self._hardware)
-        return least, self._room_of(least.of_node, job)
+        return least, self._room_of(least.of_node, job, without=without)
+
+    def _short_in_parts(self, room: Room, job: Job, without: Sequence[Plan] = ()) -> tuple[str, ...]:
+        """What is short however Slurm divides a job; nothing if it has room in some division."""
+        least, floor = self._least(job, without)
+        return floor.lacks_together_now(least, most_nodes_of(job, room.shape, room.is_enough(room.possible)))
+
+    def _may_have_too_few_nodes(self, job: Job) -> bool:
+        """Whether it has room only if the likely number of nodes is no limit of its own."""
+        shape = self._shape(job)
+        if job.max_nodes is not None or shape.num_nodes != job.likely_nodes:
+            return False
+        room = self._room_of(shape, job)
+        if room.is_enough(room.fits) or not room.is_enough(room.possible):
+            return False
+        least, floor = self._least(job)
+        return bool(floor.lacks_together_now(least, shape.num_nodes))
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
@@ -383,11 +405,10 @@ class Explainer:
             room = self._room_of(shape, job)
             left = ~self._kept_by(plans, self._in_reservations(job).reservation)
             found = room.is_enough(room.fits & left)
-            if not found and not room.is_enough(room.possible & left):
-                least = least_of(job, self._hardware)
-                floor = self._room_of(least.of_node, job, without=plans)
+            if not found and (may_divide(job, shape) or not room.is_enough(room.possible & left)):
+                least, floor = self._least(job, plans)
                 is_possible = floor.is_enough(floor.possible) and not floor.lacks_together(least)
-                found = is_possible and not floor.lacks_together_now(least, shape.num_nodes)
+                found = is_possible and not self._short_in_parts(room, job, plans)
             self._beside_plans[key] = found
         return self._beside_plans[key]
 
@@ -429,6 +450,7 @@ class Explainer:
         ) and not (
             self._snapshot.hidden
             or self._kind_not_looked_at(job)
+            or self._may_have_too_few_nodes(job)
             or self._sockets_in_doubt(job)
             or gres_in_doubt(self._shape(job))
         )
@@ -496,7 +518,8 @@ class Explainer:
             elif kind == COMPLETING:
                 blockers.append(still_completing(self._table.chosen(room.enough_but(kind) & ~room.enough[kind])))
             elif not is_even:
-                blockers.append(lack_together(kind, shape, *self._least(job)))
+                most = most_nodes_of(job, shape, False)
+                blockers.append(lack_together(kind, shape, most, *self._least(job)))
             elif room.short_alone():
                 blockers.append(lack(kind, room, at_once(job, shape)))
             else:
@@ -558,6 +581,9 @@ class Explainer:
             return Blocker("GRES", f"{room}; no job is ahead", "scontrol --details show node")
         if self._finds_none(job):
             return found_none(job, now_s)
+        if self._may_have_too_few_nodes(job):
+            text = f"on more than the {job.likely_nodes} node(s) that are likely; only Slurm knows whether it may have"
+            return Blocker(NODE_COUNT, f"{room} {text} them; no job is ahead", f"scontrol show job {job.job_id}")
         if option := self._sockets_in_doubt(job):
             text = f"by its CPUs; which sockets have them, as {option} asks, only Slurm weighs"
             return Blocker(SOCKETS, f"{room} {text}; no job is ahead", f"scontrol show job {job.job_id}")
@@ -645,6 +671,8 @@ class Explainer:
             return "GRES"
         if self._finds_none(job):
             return NOT_LOOKED_AT
+        if self._may_have_too_few_nodes(job):
+            return NODE_COUNT
         if self._sockets_in_doubt(job):
             return SOCKETS
         return HIDDEN if self._snapshot.hidden else "scheduler"

@@ -234,6 +234,59 @@ def test_an_even_division_is_no_fact_where_slurm_may_divide_otherwise() -> None:
         assert "it needs 14 CPUs on a node, on 3 at once;" in explain(each, *nodes).blockers[0].text
 
 
+def test_room_in_uneven_parts_is_room() -> None:
+    """Of 16 CPUs of each node 3, 8, 1 and none are in use, as in `test_there_is_room_where_slurm_would_start_it`."""
+    nodes = tuple(node(f"n{number}", used=used) for number, used in enumerate((3, 8, 1, 0)))
+    twenty = pending(num_cpus=40, num_tasks=20, cpus_per_task=2, min_cpus_per_node=2, likely_nodes=2)
+    nine = pending(num_cpus=33, num_tasks=33, gres_per_job=(Gres("gpu", "", 9),))
+    some = pending(num_cpus=48, num_tasks=48, max_nodes=4, likely_nodes=3)
+    for job in (twenty, nine, some):
+        assert kind(job, *nodes) == "scheduler"
+        assert kind(job, *(replace(each, cpus_allocated=14) for each in nodes)) == "CPUs"
+    # Of three nodes of these four Slurm tells both of a job that says no number and of one that may have three.
+    found = explain(replace(some, max_nodes=None), *nodes).blockers[0]
+    assert (found.kind, found.text) == (
+        "node count", "there is room now on more than the 3 node(s) that are likely; only Slurm knows whether it may "
+        "have them; no job is ahead"
+    )  # fmt: skip
+    assert kind(replace(some, num_nodes=3, max_nodes=None), *nodes) == "CPUs"
+    # No part of it is where none of its GPUs is.
+    typed = pending(num_cpus=30, num_tasks=30, gres_per_job=(Gres("gpu", "a100", 2),))
+    assert (
+        kind(typed, *nodes[:2], *(replace(each, gres=(Gres("gpu", "a100", 2),)) for each in nodes[2:])) == "scheduler"
+    )
+    assert kind(typed, *nodes[:2], replace(nodes[2], gres=(Gres("gpu", "a100", 2),))) != "scheduler"
+    # GPUs with their CPUs, and tasks of which each node has as many, are no parts that can be had anywhere.
+    assert kind(replace(some, cpus_per_gpu=4), *nodes) == "CPUs"
+    assert kind(replace(some, min_cpus_per_node=12), *nodes) == "CPUs"
+
+
+def test_four_gpus_for_four_tasks_need_not_be_on_one_node() -> None:
+    job = pending(num_cpus=4, num_tasks=4, gres_per_job=(Gres("gpu", "", 4),))
+    taken = (Gres("gpu", "", 2),)
+    found = explain(job, *(replace(each, gres_used=taken) for each in FOUR))
+    assert found.shape.is_guess
+    assert found.blockers[0].text == (
+        "it needs 4 GPUs on a node if it gets one alone; of 4 node(s) with enough CPUs and memory the most free is 2 "
+        "(n0)"
+    )
+    alone = explain(replace(job, num_tasks=1, cpus_per_task=4), *(replace(each, gres_used=taken) for each in FOUR))
+    assert not alone.shape.is_guess
+    assert "it needs 4 GPUs on a node; of 4" in alone.blockers[0].text
+
+
+def test_all_memory_is_that_of_each_node_and_tasks_of_a_node_need_theirs() -> None:
+    """--mem=0 with 256,000 MB on one node and 64,000 on the others; --ntasks-per-node=4 -c2 --mem-per-cpu=8000."""
+    large, small = node("large", memory_mb=256000, memory_allocated_mb=4000), node("small")
+    job = pending(num_cpus=8, num_tasks=8, all_memory=True, memory_mb=256000)
+    assert explain(job, large, small).fits_on == ("small",)
+    four = pending(num_cpus=18, num_tasks=9, cpus_per_task=2, min_cpus_per_node=8, likely_nodes=3,
+                   memory_per_cpu_mb=8000, memory_mb=144000)  # fmt: skip
+    assert kind(four, *FOUR) == "scheduler"
+    assert kind(four, *FOUR[:2], *(replace(each, memory_allocated_mb=8000) for each in FOUR[2:])) == "memory"
+    assert kind(replace(four, likely_nodes=2), *FOUR[:2], replace(FOUR[2], memory_allocated_mb=8000)) != "scheduler"
+
+
 def test_no_more_nodes_have_too_little_than_there_are() -> None:
     job = pending(num_nodes=1, likely_nodes=1, max_nodes=4, num_cpus=40, num_tasks=40)
     (found,) = explain(job, *FOUR[:2]).blockers

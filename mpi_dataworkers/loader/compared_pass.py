@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -24,6 +25,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.staged import StagedBatch
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _NEVER = sys.maxsize
@@ -50,6 +52,7 @@ class ComparedPass:
     Attributes:
         due: a step from this one on is to be given to `difference`.
         has_ended: `instead` gave no step because that step alone has ended its process.
+        was_late: `instead` gave no step because it was not made in time.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class ComparedPass:
         self._twice = MadeTwice(canary, pipeline)
         self._witness: Witness | None = None
         self._began = time.monotonic()
-        self.has_ended = False
+        self.has_ended = self.was_late = False
         self._is_kept = False  # for more failures, and steps that data workers do not deliver
         self._made_instead: list[int] = []
         self._made: tuple[int, Made] | None = None  # what was compared last
         self._looked_at: tuple[int, str | None] | None = None  # a step, and how it differs
         self._doubted = -1  # a step that differs, and was being made once more
+        self._death: RuntimeError | None = None  # of the process that has ended last, as torch tells it
+        self._died: tuple[int, RuntimeError] | None = None  # a step that ends each process
         num_known = self._askable(num_known)
         if self._steps:
             self._witness = canary.witness(pipeline)
@@ -142,6 +147,8 @@ class ComparedPass:
         except NotMade as error:
             if isinstance(error, NotInTime) and self._canary.makes_steps:
                 raise
+            if isinstance(error, HasEnded):
+                self._death = error.as_torch
             self._give_up(error)
             return None
         self._drop()
@@ -408,11 +415,15 @@ class ComparedPass:
         Returns:
             The step; or why it cannot make it, on one line.
         """
-        self._is_kept = True
+        self._is_kept, self.was_late = True, False
         if (workers := self._own_workers()) is not None and workers.has(step):
             try:
                 made = self._as_pinned(workers.made(step, limit_s))
                 return made.no_batch or made
+            except NotInTime as error:  # nor is it where there are no data workers
+                self.was_late = True
+                self._give_up(error)
+                return str(error)
             except NotMade:
                 self._end_workers()  # a process of its own says what that step does
         try:
@@ -437,6 +448,7 @@ class ComparedPass:
                 made = self._alone(step, limit_s)
             except NotMade as last:
                 self.has_ended = isinstance(last, HasEnded) and not self._canary.is_kept
+                self.was_late = isinstance(last, NotInTime)
                 self._give_up(last)
                 return str(last)
         return made.no_batch or made
@@ -473,8 +485,15 @@ class ComparedPass:
         Returns:
             Why it may not be raised, on one line; "" where the program would raise the same.
         """
+        if is_alone and self._canary.is_kept and self._canary.has_passes:
+            # One that is begun now would have what the program has changed since the first pass.
+            return (
+                f"data workers and torch's own worker process raise at step {step}: {failure.error_type[1]}: "
+                f"{summary_of(failure)}. With persistent_workers the program's own workers alone show whether it is "
+                "raised where there are no data workers"
+            )
         has_died = failure.error_type == _DIED
-        self._is_kept = True
+        self._is_kept, self._death = True, None
         if (workers := self._own_workers()) is not None and workers.has(step) and not has_died:
             if is_alone:
                 self._begin_anew(workers, step)
@@ -486,6 +505,11 @@ class ComparedPass:
             self._do(lambda witness: witness.ask(self._request(step)))
         found = Made(0, None, failure)
         difference = self._compared(step, found)
+        # A process whose memory has a limit may raise in place of it.
+        has_raised = self._made is not None and self._made[0] == step
+        self._died = (step, self._death) if has_died and self._death is not None and not has_raised else None
+        if self._died is not None and (is_alone or self.is_confirmed(failure)):
+            _log.warning("hetstream: %s", failure.text)  # torch names no sample
         if is_alone and not difference:
             self._canary.confirmed.add(failure.error_type)
         if difference is None:  # the process has ended, too, or nobody knows
@@ -494,6 +518,11 @@ class ComparedPass:
 
     def raised(self, step: int) -> Exception | None:
         """What the program gets for a step that has `failed` as its own would; None where torch hands over nothing."""
+        if self._died is not None and self._died[0] == step:
+            # Not that one: once raised, it would hold this object in its frames.
+            raised = RuntimeError(*self._died[1].args)
+            raised.__cause__ = self._died[1].__cause__
+            return raised
         return self._made[1].raised if self._made is not None and self._made[0] == step else None
 
     def restart(self, pipeline: Pipeline) -> None:

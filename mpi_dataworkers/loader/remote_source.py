@@ -28,6 +28,7 @@ from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionReque
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.step_indices import ListedSteps, LookAhead
 from hetstream.mpi_dataworkers.loader.steps_apart import StepsApart
+from hetstream.mpi_dataworkers.loader.torch_errors import timed_out
 from hetstream.mpi_dataworkers.loader.user_errors import made_at, rebuild_error
 from hetstream.mpi_dataworkers.loader.witness import LEAST_S, MOST_S
 from hetstream.mpi_dataworkers.ops.iterable import Shard
@@ -49,6 +50,8 @@ from hetstream.mpi_dataworkers.wire.messages import (
 # Data workers that are there and deliver nothing for so long are waited for no more: they may never get what torch's
 # own worker has. Until then they may come to their first step: a large dataset takes minutes.
 _LATE_FOR_S = 240.0
+# Of a loader's `timeout`, what data workers have for a step before torch's own worker process begins with it, too.
+_TIMEOUT_SHARE = 0.5
 # At shared memory of the program, for each step; what takes longer is looked at less often.
 _SHORT_LOOK_S = 5e-5
 _WRITTEN = (
@@ -122,7 +125,7 @@ class RemoteSource:
     def _open_session(self, slot: Slot) -> LoaderSession:
         """Open a session at a shard's position."""
         shards, shared = self.shards, self._connection.shared
-        steps = shards.steps_of(slot.shard)
+        steps, canary = shards.steps_of(slot.shard), self._connection.canary
         order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.wire_order, steps.num_steps)
         request = SessionRequest(
             pipeline=self._sent.message,
@@ -139,6 +142,7 @@ class RemoteSource:
             in_order=shards.in_order,
             taken_out_of_order=shards.taken_out_of_order(),
             snapshot=shards.snapshots.get(slot.shard, b""),
+            window_if_writing=self._ahead if canary is not None and canary.makes_steps else 0,
         )
         session = self._client.open_session(request)
         self._shard_of[session.session_id] = slot.shard
@@ -266,7 +270,9 @@ class RemoteSource:
         slot_index = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
             number = step.step
-            makes = self._made_by_witness if self._has_witness(slot_index, number) else self._made_instead
+            makes = (
+                self._made_by_witness if self._has_witness(self._sessions[slot_index], number) else self._made_instead
+            )
             step = makes(slot_index, step)
             if isinstance(step, LocalFailure):
                 self._look_at_failure(number, describe_failure(step.error))
@@ -311,27 +317,35 @@ class RemoteSource:
             The number of the session in `sessions`, and its step.
 
         Raises:
-            RuntimeError: the loader's `timeout` passed, as torch's loader raises it.
+            RuntimeError: the loader's `timeout` passed, and torch's own worker process does not make the step.
         """
         timeout_s = self._connection.timeout_s
+        number = sessions[0].buffer.position
+        has_witness = self._has_witness(sessions[0], number)
         counts_lost = self.shards.at_most_once
         now = time.monotonic()
         # What is late already is not waited for anew at each step.
         is_late = self._connection.canary is not None and self._connection.canary.late_since < now
         since = now - LATE_STEP_S + LOCAL_AFTER_S if is_late else math.inf
+        before_s = timeout_s * (1 if not has_witness else 0 if is_late else _TIMEOUT_SHARE)
         num_lost = sum(session.num_lost for session in sessions) if counts_lost else 0
         try:
-            taken = self._client.take(sessions, now + timeout_s if timeout_s > 0 else None, since)
+            taken = self._client.take(sessions, now + before_s if timeout_s > 0 else None, since)
         except TimeoutError:
-            raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
+            if not has_witness:
+                raise timed_out(timeout_s) from None
+            taken = (
+                0,
+                LocalFallback(number, f"no data worker delivers it in time (timeout={timeout_s:g})", is_late=True),
+            )
         if counts_lost:
             self._connection.count(lost_steps=sum(session.num_lost for session in sessions) - num_lost)
         return taken
 
-    def _has_witness(self, slot_index: int, step: int) -> bool:
+    def _has_witness(self, session: LoaderSession, step: int) -> bool:
         """Whether torch's own worker process makes a step in the place of data workers."""
         canary = self._connection.canary
-        is_suspect = step in self._sessions[slot_index].suspects
+        is_suspect = step in session.suspects
         return self._compared is not None and canary is not None and canary.makes_steps and not is_suspect
 
     def _made_by_witness(self, slot_index: int, fallback: LocalFallback) -> Step | Ended:
@@ -342,6 +356,7 @@ class RemoteSource:
         Raises:
             Differs: the program's own loader is to make it: that process cannot, or it makes for a long time what data
                 workers that are there do not deliver. They may wait for each other.
+            RuntimeError: the loader's `timeout` passed, as torch's loader raises it.
         """
         compared, order, canary = self._compared, self.shards.order, self._connection.canary
         assert compared is not None
@@ -351,7 +366,13 @@ class RemoteSource:
         session, number = self._sessions[slot_index], fallback.step
         # A step that may end that process would take the batch before it along, which comes from its memory.
         stop = min([order.num_known, *(suspect for suspect in session.suspects if suspect > number)])
-        made = compared.instead(number, stop, LEAST_S if fallback.is_late else MOST_S)
+        limit_s, timeout_s = LEAST_S if fallback.is_late else MOST_S, self._connection.timeout_s
+        has_timeout = 0 < timeout_s <= limit_s
+        made = compared.instead(number, stop, timeout_s if has_timeout else limit_s)
+        if has_timeout and compared.was_late and not canary.is_kept:  # else the program's own loader looks for itself
+            if not session.has_next():
+                raise timed_out(timeout_s)
+            return session.next_step()
         if compared.has_ended:
             session.suspects.add(number)
             return self._made_instead(slot_index, fallback)

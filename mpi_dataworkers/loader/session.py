@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ from hetstream.mpi_dataworkers.wire.messages import (
     StepsLost,
 )
 
+# After a step whose samples alone have written to files, so many are quiet before that counts no more.
+_QUIET_STEPS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionRequest:
@@ -60,6 +64,7 @@ class SessionRequest:
         in_order: give the steps in order; else as they come.
         taken_out_of_order: steps beyond `first_step` that were taken before.
         snapshot: where the reader of a shard was at or before `first_step`.
+        window_if_writing: steps in the window once samples were seen to write to files; 0: as without that.
     """
 
     pipeline: ProvidePipeline
@@ -76,6 +81,7 @@ class SessionRequest:
     in_order: bool = True
     taken_out_of_order: Ranges | None = None
     snapshot: bytes = b""
+    window_if_writing: int = 0
 
     def spec(self, receivers: list[str]) -> SessionSpec:
         """A new session, as the dispatcher knows it; batches come to `receivers`."""
@@ -145,6 +151,9 @@ class LoaderSession:
         self.known_steps = request.num_steps if isinstance(session.order, PlannedOrder) else first_step
         self._session = session
         self._window = window
+        self._window_if_writing = request.window_if_writing
+        self._num_writing = 0  # steps that were seen to
+        self._writes_until = sys.maxsize
         self._is_placed = False
         self._lists: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._reported = Progress(first_step, first_step, 0)
@@ -176,6 +185,11 @@ class LoaderSession:
         if isinstance(item, Delivered) and item.held_bytes:
             self.held_bytes += item.held_bytes
             self._window.note(item.held_bytes, len(self.buffer), self.held_bytes)
+        if isinstance(item, Delivered) and item.wrote and self._window_if_writing:
+            # When it comes, not when it is taken: data workers are far ahead then.
+            self._num_writing += 1
+            self._window.most = self._window_if_writing
+            self._writes_until = step + _QUIET_STEPS if self._num_writing == 1 else sys.maxsize
         return True
 
     def put_delivered(self, step: int, item: Delivered | BatchFailed | None) -> None:
@@ -235,6 +249,8 @@ class LoaderSession:
             self.snapshot = item.snapshot or self.snapshot
             self.held_bytes -= item.held_bytes
         self.buffer.advance(step)
+        if step > self._writes_until:
+            self._writes_until = self._window.most = sys.maxsize
         if self._lists:
             self._lists.pop(self.buffer.position - 1, None)
 

@@ -6,6 +6,7 @@ Type, arguments and text are torch's, with the frames of its worker in the place
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import sys
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import _utils as torch_utils
 from torch.utils.data._utils import fetch as torch_fetch
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.handlers import others
@@ -22,6 +24,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _MapDatasetFetcher: Any = torch_fetch._MapDatasetFetcher
 _worker_loop: Any = torch_worker._worker_loop
+_signals: Any = signal_handling
 
 
 def handed_over(error: SampleError, pipeline: Pipeline, step: int) -> bytes:
@@ -72,6 +75,27 @@ def reraised(wrapper: Any) -> Exception:
         last_of(error).tb_frame.clear()
         return error
     raise AssertionError("it raises")
+
+
+def timed_out(timeout_s: float) -> RuntimeError:
+    """What torch's loader raises when its `timeout` has passed."""
+    return RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")
+
+
+def of_dead_process(pid: int) -> RuntimeError:
+    """What torch's loader raises that waits for a worker process which has ended. Nobody has waited for its end yet."""
+    error = RuntimeError(f"DataLoader worker (pid(s) {pid}) exited unexpectedly")
+    key = id(error)
+    with contextlib.suppress(ChildProcessError):  # its connections are closed a moment before
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    _signals._set_worker_pids(key, (pid,))
+    try:
+        _signals._error_if_any_worker_fails()  # it says how: of exit code 0, nothing
+    except RuntimeError as how:
+        error.__cause__ = how.with_traceback(None)
+    finally:
+        _signals._remove_worker_pids(key)
+    return error
 
 
 def last_of(error: BaseException) -> types.TracebackType:

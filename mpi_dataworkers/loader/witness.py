@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.loader.local_workers import (
     no_collate,
 )
 from hetstream.mpi_dataworkers.loader.steps_apart import limited_to_rest
-from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, raised_by_torch
+from hetstream.mpi_dataworkers.loader.torch_errors import handed_over, of_dead_process, raised_by_torch
 from hetstream.mpi_dataworkers.loader.user_errors import summary_of
 from hetstream.mpi_dataworkers.ops.acts_on_files import acts_on_files
 from hetstream.mpi_dataworkers.ops.changes import changed_by
@@ -55,7 +55,19 @@ class NotInTime(NotMade):
 
 
 class HasEnded(NotMade):
-    """It died while a step was waited for."""
+    """It died while a step was waited for.
+
+    Args:
+        worker: the process.
+
+    Attributes:
+        as_torch: what torch's loader raises for it.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.as_torch = of_dead_process(worker.pid)
+        worker.join()
+        super().__init__(f"torch's own worker process ended with exit code {worker.exitcode}")
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -443,8 +455,7 @@ class Witness:
             if worker.sentinel not in ready:
                 self._is_late = True
                 raise NotInTime(f"torch's own worker process gave no step in {limit_s:g} s")
-            worker.join()
-            raise HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}")
+            raise HasEnded(worker)
         self._is_interrupted = True  # torch then lacks an answer that it waits for
         try:
             answer = next(iterator)
@@ -459,6 +470,5 @@ class Witness:
         worker = self._answers._workers[0]
         # It may end with what tensors of its answer lie in.
         if isinstance(error, OSError | EOFError) and connection.wait([worker.sentinel], _ENDS_IN_S):
-            worker.join()
-            return HasEnded(f"torch's own worker process ended with exit code {worker.exitcode}")
+            return HasEnded(worker)
         return NotMade(f"{type(error).__name__}: {error}".partition("\n")[0])

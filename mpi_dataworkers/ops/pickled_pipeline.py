@@ -12,7 +12,14 @@ import cloudpickle
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.handlers import others
 from hetstream.mpi_dataworkers.ops.own_code import is_own
-from hetstream.mpi_dataworkers.ops.pickling import RunsUserCode, digest_of, digest_of_buffers, pickle_apart, unpickle
+from hetstream.mpi_dataworkers.ops.pickling import (
+    RunsUserCode,
+    digest_of,
+    digest_of_buffers,
+    is_of_started_manager,
+    pickle_apart,
+    unpickle,
+)
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
@@ -199,6 +206,8 @@ def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = (), runs
 
 def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What is pickled with an object. Its methods are, where its class travels by value, with what they read."""
+    if is_of_started_manager(value):  # it is refused itself
+        return
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set):

@@ -141,6 +141,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By itself it is pickled by name: other hosts do not have it, and on this one a process that has opened it
             # removes it when it ends (before Python 3.13).
             raise pickle.PicklingError("shared memory belongs to the processes of one host")
+        if is_of_started_manager(value):
+            # By itself it is pickled without the key of its server, which refuses whoever has another one.
+            raise pickle.PicklingError("a multiprocessing.Manager answers the processes of its program alone")
         if isinstance(value, torch.storage.TypedStorage) and value._untyped_storage.device.type == "cpu":
             return _rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
@@ -159,6 +162,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages:
             self._storages[key] = _Bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
         return self._storages[key]
+
+
+def is_of_started_manager(value: Any) -> bool:
+    """Whether it is a proxy of what a manager holds that this process has started."""
+    managers = sys.modules.get("multiprocessing.managers")
+    return (
+        managers is not None
+        and isinstance(value, managers.BaseProxy)
+        and getattr(value._manager, "_process", None) is not None
+    )
 
 
 def _is_user_code(kind: type) -> bool:

@@ -7,6 +7,8 @@ sessions begin with what the ones before have shown.
 
 from __future__ import annotations
 
+import sys
+
 # Steps in the window whatever their size: more would only lengthen the reports.
 MAX_STEPS = 1024
 # A step counts for the largest one of late: with each batch that comes, that is forgotten by so much.
@@ -39,7 +41,7 @@ class Window:
         size: of the loader's steps.
 
     Attributes:
-        steps: how many may wait or be on their way.
+        most: no more than so many, whatever there is room for.
     """
 
     def __init__(self, buffer_bytes: int, min_steps: int, max_steps: int, size: StepSize) -> None:
@@ -47,9 +49,15 @@ class Window:
         self._min_steps = min_steps
         self._max_steps = max(min_steps, max_steps)
         self._size = size
+        self.most = sys.maxsize
         # What has come says little of what comes where that is little: a window may be twice of it.
         self._num_seen = self._max_steps if size.num_bytes else 0
-        self.steps = self._fitting(0, 0) if size.num_bytes else min_steps
+        self._steps = self._fitting(0, 0) if size.num_bytes else min_steps
+
+    @property
+    def steps(self) -> int:
+        """How many may wait or be on their way."""
+        return min(self._steps, self.most)
 
     def note(self, num_bytes: int, num_held: int, held_bytes: int) -> None:
         """A batch has come.
@@ -65,8 +73,8 @@ class Window:
         if steps > 2 * self._num_seen:
             steps = max(self._min_steps, 2 * self._num_seen)
         # Batches of slightly different size must not cause a report each.
-        if abs(steps - self.steps) * 10 > self.steps:
-            self.steps = steps
+        if abs(steps - self._steps) * 10 > self._steps:
+            self._steps = steps
 
     def _fitting(self, num_held: int, held_bytes: int) -> int:
         """Those that wait, and as many of the largest size as there is room for beside them."""

@@ -71,6 +71,33 @@ def test_samples_that_make_something_outside_make_no_more_of_it_than_with_torch(
     assert "write to files" in found["hooked"].stderr
 
 
+SELDOM = """
+import torch
+from torch.utils.data import DataLoader
+
+class Seldom(torch.utils.data.Dataset):
+    def __len__(self): return 4000
+    def __getitem__(self, index):
+        if index % 400 == 399:
+            with open("bad.txt", "a") as bad:
+                bad.write(f"{index} ")
+        return index
+
+for step, batch in enumerate(DataLoader(Seldom(), 4, num_workers=2)):
+    if step == 420:
+        break
+print(step, open("bad.txt").read())
+"""
+
+
+def test_samples_that_write_seldom_are_made_no_further_ahead_than_with_torch(
+    three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    found = run_program(SELDOM, tmp_path, **environment(three.name, {}))
+    assert found.stdout == "420 399 799 1199 1599 \n", found.stderr
+    assert "local" not in found.stderr
+
+
 @pytest.mark.parametrize(
     ("num_workers", "begins"),
     [

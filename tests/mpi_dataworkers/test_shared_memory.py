@@ -103,23 +103,25 @@ def test_memory_that_stays_as_it_is_is_not_sent_again(three: Any, monkeypatch: p
         assert sent_pipelines_of(loader).with_shared_memory(sent).message.pipeline_id != sent.message.pipeline_id
 
 
-def test_shared_memory_with_a_name_or_a_lock_stays_with_the_trainer(
+def test_what_processes_of_one_program_share_by_a_name_a_lock_or_a_manager_stays_with_the_trainer(
     three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     segment = SharedMemory(create=True, size=4)
     try:
-        with hooked(three.name, monkeypatch):
-            for owner in (segment, multiprocessing.Value("i", 3)):
+        with multiprocessing.Manager() as manager, hooked(three.name, monkeypatch):
+            for owner in (segment, multiprocessing.Value("i", 3), manager.dict(), [manager.Queue()]):
                 dataset = programs.Numbers(4)
                 dataset.owner = owner  # type: ignore[attr-defined]
                 assert [batch.tolist() for batch in DataLoader(dataset, 4)] == [[0, 1, 2, 3]]
     finally:
         segment.close()
         segment.unlink()
-    named, locked = (record.getMessage() for record in caplog.records)
+    named, locked, managed, queued = (record.getMessage() for record in caplog.records)
     assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in named
     assert "(shared memory belongs to the processes of one host)" in named
     assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in locked
+    assert "dataset.owner (multiprocessing.managers.DictProxy) cannot be pickled (a multiprocessing.Manager" in managed
+    assert "dataset.owner[0] (multiprocessing.managers.AutoProxy[Queue]) cannot be pickled (a multi" in queued
 
 
 class Caching(programs.Numbers):

@@ -50,3 +50,15 @@ def test_a_batch_of_no_bytes_is_no_division_by_zero() -> None:
     window.note(0, 1, 0)
     window.note(0, 2, 0)
     assert window.steps == 4
+
+
+def test_a_limit_holds_whatever_there_is_room_for_until_it_is_taken_away() -> None:
+    size = StepSize()
+    size.note(1)
+    window = Window(MIB, 2, MAX_STEPS, size)
+    window.most = 4
+    for _ in range(5):
+        window.note(1, 1, 1)
+        assert window.steps == 4
+    window.most = MAX_STEPS
+    assert window.steps == MAX_STEPS

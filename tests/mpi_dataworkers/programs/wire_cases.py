@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -543,6 +544,49 @@ def deep() -> Any:
 def many_names() -> Any:
     return {f"k{number}": torch.tensor([number]) for number in range(300)}
 
+
+# --- objects of other packages --------------------------------------------------------------------------------------
+
+
+def _packages_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What datasets give that read images, tables and graphs; of the packages that are installed."""
+    numbers = np.arange(48, dtype=np.uint8).reshape(4, 12)
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        whole = Image.fromarray(numbers.reshape(4, 4, 3), "RGB")
+        for mode in ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "LA"):
+            yield f"image {mode}", lambda mode=mode: [whole.convert(mode)] * 2
+        yield "image with a palette and notes", lambda: _noted(whole.quantize(7))
+    with contextlib.suppress(ImportError):
+        import pyarrow
+
+        table = pyarrow.table(
+            {"x": [1, 2, None, 4], "text": ["a", "", None, "ü" * 300], "list": [[1], [], None, [2, 3]]}
+        )
+        yield "table", lambda: {"table": table, "torch": torch.ones(3)}
+        yield "slice of a table", lambda: table.slice(1, 2)
+        yield "column of a table", lambda: [table["text"], table["list"].chunk(0)]
+        yield "rows of a table", lambda: table.to_batches()[0]
+    with contextlib.suppress(ImportError):
+        from scipy import sparse
+
+        for form in ("csr", "csc", "coo", "bsr", "dia", "lil", "dok"):
+            yield f"matrix {form}", lambda form=form: getattr(sparse, f"{form}_array")(numbers % 3)
+    with contextlib.suppress(ImportError):
+        import pandas
+
+        frame = pandas.DataFrame({"x": [1.5, None], "text": ["a", None], "kind": pandas.Categorical(["u", "v"])})
+        yield "frame", lambda: frame
+        yield "column of a frame", lambda: [frame["x"], frame["kind"], frame.index]
+
+
+def _noted(image: Any) -> Any:
+    image.info["note"] = (1, "two")
+    return image
+
+
+CASES |= dict(_packages_cases())
 
 # --- how a batch is sent --------------------------------------------------------------------------------------------
 

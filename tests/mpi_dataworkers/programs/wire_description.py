@@ -46,6 +46,13 @@ def sharing(memories: list[int]) -> set[tuple[int, int]]:
     return {(a, b) for b in range(len(memories)) for a in range(b) if memories[a] == memories[b]}
 
 
+def _content(value: Any) -> Any:
+    """What an image or a part of a table holds."""
+    if hasattr(value, "tobytes"):
+        return value.mode, value.size, value.getpalette(), value.info, value.tobytes()
+    return str(getattr(value, "schema", getattr(value, "type", ""))), getattr(value, "to_pylist", value.__repr__)()
+
+
 def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
@@ -104,6 +111,8 @@ class _Description:
         if isinstance(value, np.generic):
             self._digests.append(_of_numbers(np.asarray(value)))
             return f"{name}({value.dtype})"
+        if kind.__module__.startswith(("PIL.", "pyarrow.")):  # whose words show addresses, or leave out rows
+            return f"{name}({self._any(_content(value))})"
         inside = getattr(value, "__dict__", None)
         attributes = f" with {self._all(inside.items())}" if inside and not isinstance(value, type) else ""
         if isinstance(value, dict):

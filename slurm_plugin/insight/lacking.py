@@ -151,11 +151,12 @@ def still_completing(nodes: Sequence[Node]) -> Blocker:
     return Blocker(COMPLETING, text, f"squeue --states=COMPLETING -w {names}")
 
 
-def at_once(job: Job, shape: Shape) -> str:
+def at_once(job: Job, room: Room) -> str:
     """On how many nodes it needs what each of them must have; empty of one."""
+    shape = room.shape
     if shape.num_nodes < 2:
         # Whether --nodes=1 was said is not to be known of all releases.
-        is_on_one = job.max_nodes == 1 or job.num_tasks < 2 or not is_free(job, shape)
+        is_on_one = job.max_nodes == 1 or min(job.num_tasks, count(room.eligible)) < 2 or not is_free(job, shape)
         return "" if is_on_one else " if it gets one alone"
     even = " if it is divided evenly, which Slurm need not do" if is_free(job, shape) else ""
     return f", on {shape.num_nodes} at once{even}"

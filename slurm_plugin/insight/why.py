@@ -521,9 +521,9 @@ class Explainer:
                 most = most_nodes_of(job, shape, False)
                 blockers.append(lack_together(kind, shape, most, *self._least(job)))
             elif room.short_alone():
-                blockers.append(lack(kind, room, at_once(job, shape)))
+                blockers.append(lack(kind, room, at_once(job, room)))
             else:
-                blockers.append(lack_several(room, at_once(job, shape)))
+                blockers.append(lack_several(room, at_once(job, room)))
         if blockers and wanted > 1:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
             text = f"it needs {wanted} nodes at once{together(job)}; {len(fits)} have room now{where}"

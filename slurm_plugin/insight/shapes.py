@@ -259,7 +259,7 @@ def shape_of(job: Job, hardware: Hardware = UNKNOWN_HARDWARE) -> Shape:
         memory_mb = _share(job.memory_mb, nodes)
     else:
         memory_mb = 0 if _is_by_gpus(job) else per_cpu_mb * cpus or _share(job.memory_mb, max(1, job.num_nodes))
-        memory_mb = 0 if job.all_memory else max(memory_mb, job.memory_per_gpu_mb * gpus)
+        memory_mb = max(memory_mb, job.memory_per_gpu_mb * gpus)
     return Shape(
         cpus=cpus,
         gpus=gpus,

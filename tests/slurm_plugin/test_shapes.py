@@ -275,11 +275,8 @@ def test_four_gpus_for_four_tasks_need_not_be_on_one_node() -> None:
     assert "it needs 4 GPUs on a node; of 4" in alone.blockers[0].text
 
 
-def test_all_memory_is_that_of_each_node_and_tasks_of_a_node_need_theirs() -> None:
-    """--mem=0 with 256,000 MB on one node and 64,000 on the others; --ntasks-per-node=4 -c2 --mem-per-cpu=8000."""
-    large, small = node("large", memory_mb=256000, memory_allocated_mb=4000), node("small")
-    job = pending(num_cpus=8, num_tasks=8, all_memory=True, memory_mb=256000)
-    assert explain(job, large, small).fits_on == ("small",)
+def test_tasks_of_a_node_need_their_memory() -> None:
+    """--ntasks-per-node=4 -c2 --mem-per-cpu=8000."""
     four = pending(num_cpus=18, num_tasks=9, cpus_per_task=2, min_cpus_per_node=8, likely_nodes=3,
                    memory_per_cpu_mb=8000, memory_mb=144000)  # fmt: skip
     assert kind(four, *FOUR) == "scheduler"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -38,11 +37,12 @@ from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.processes import children_of, command_line
 from benchmarks.running import ROOT
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
+from hetstream.mpi_dataworkers.partitioner.capture import Tracer
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery
-from hetstream.mpi_dataworkers.partitioner.side_effects import watch
 
+# The programs have loaders without worker processes, which else stay local.
+STREAMS = "--stream-in-process-loaders"
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 KILL_EVERY_S = 1.5
 # The paper's figures for its models, against data workers for the dataset alone; and what no program may lose.
@@ -93,7 +93,16 @@ def train(name: str, system: str, args: argparse.Namespace, kills: bool = False)
         if offload is None:
             command += ["--num-workers", str(args.data_workers)]
         else:
-            command = [HETSTREAM, "run", "--data-workers", str(args.data_workers), "--offload", offload, *command]
+            command = [
+                HETSTREAM,
+                "run",
+                "--data-workers",
+                str(args.data_workers),
+                "--offload",
+                offload,
+                STREAMS,
+                *command,
+            ]
         with errors.open("w") as stream:
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stream, text=True)
             killer = Killer(process.pid)
@@ -186,43 +195,40 @@ class Long(torch.nn.Module):
 def long_forward_s() -> float:
     """Seconds to capture a forward of 1,000 operators and to decide."""
     model = Long()
-    batch = Delivery().tag(torch.rand(256, 16))
-    _, effects = watch(functools.partial(model, torch.rand(256, 16)))
+    batch = torch.rand(256, 16)
     started = time.perf_counter()
-    analysis = analyse(model, (batch,), {}, effects, Offload.AUTO)
+    analysis = analyse(model, (batch,), {}, [batch], Offload.AUTO)
     decision = analysis.decide(Offload.AUTO, Rates(0.1, 0.01, 4))
     assert len(analysis.graph.operators) >= NUM_OPERATORS, decision.reason
     return time.perf_counter() - started
 
 
 class _Reached(Exception):
-    """Ends a forward where its first graph would be called."""
+    """Ends a forward where its graph would be called."""
 
 
-def guards_us(name: str) -> list[float] | None:
-    """What it takes in each step to ask the guards of torch.compile's first graph, until that would be called.
+def _reached(*_: object) -> None:
+    raise _Reached
+
+
+def guards_us(name: str) -> list[float]:
+    """What it takes in each step to ask torch.compile's guards and to look at what it does not guard.
 
     Returns:
-        Microseconds of CPU time, of several blocks of calls; None for a program that torch.export captures as a whole.
+        Microseconds of CPU time, of several blocks of calls.
     """
     program = PROGRAMS[name]
     model = program.model()
     dataset = program.dataset(program.batch_size)
     arguments = tuple(next(iter(DataLoader(dataset, batch_size=program.batch_size)))[: program.num_inputs])
-    batch = Delivery().tag(arguments)
-    _, effects = watch(functools.partial(model, *arguments))
-    graph = analyse(model, tuple(batch), {}, effects, Offload.AUTO).guards.first
-    if graph is None:
-        return None
-
-    def reached(_: object) -> None:
-        raise _Reached
+    tracer = Tracer(model, analyse(model, arguments, {}, arguments, Offload.AUTO).way, _reached)
 
     def block_us() -> float:
         began = time.thread_time()
         for _ in range(GUARD_CALLS):
             with contextlib.suppress(_Reached):
-                graph.run(functools.partial(model.forward, *arguments), arguments, reached)
+                assert not tracer.change()
+                tracer(arguments, {})
         return 1e6 * (time.thread_time() - began) / GUARD_CALLS
 
     block_us()
@@ -230,13 +236,10 @@ def guards_us(name: str) -> list[float] | None:
 
 
 def guards(name: str, step_ms: float) -> list[Row]:
-    """What the guards of a program's first graph take, beside its step."""
-    found = guards_us(name)
-    if found is None:
-        return []
-    row = row_of(name, "guards of the first graph", found, "CPU-us a step")
+    """What the guards of a program's graph take, beside its step."""
+    row = row_of(name, "guards of the graph", guards_us(name), "CPU-us a step")
     share = 100 * (row.value or 0.0) / (1e3 * step_ms)
-    return [row, Row(name, "guards of the first graph", share, "% of a step")]
+    return [row, Row(name, "guards of the graph", share, "% of a step")]
 
 
 def times(args: argparse.Namespace) -> list[Row]:

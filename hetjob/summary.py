@@ -102,11 +102,9 @@ def summary_line(summary: Mapping[str, Any]) -> str:
 
 
 def _moved(loaders: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """What moved operators add to a batch and spare of it; empty where none moved."""
-    moved, spared = (sum(loader.get(name, 0) for loader in loaders) for name in ("moved_bytes", "spared_bytes"))
-    if not steps or not (moved or spared):
-        return ""
-    return f", moved operators add {moved / steps:,.0f} bytes to a batch and spare {spared / steps:,.0f}"
+    """What moved operators add to a batch; empty where none moved."""
+    moved = sum(loader.get("moved_bytes", 0) for loader in loaders)
+    return f", moved operators add {moved / steps:,.0f} bytes to a batch" if steps and moved else ""
 
 
 def _compared(loaders: Sequence[Mapping[str, Any]]) -> str:

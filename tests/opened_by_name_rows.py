@@ -99,6 +99,7 @@ ROWS: dict[str, dict[str, str]] = {
         "mpi_dataworkers/ops/private_memory.py": "- PrivateMemory.written _paths",
         "mpi_dataworkers/ops/process_settings.py": "_umask",
         "mpi_dataworkers/ops/shared_memory.py": "PrivatePages.own _shared_lines",
+        "mpi_dataworkers/partitioner/leaves.py": "-",
         "mpi_dataworkers/worker/own_memory.py": "OwnMemory._read",
         "mpi_dataworkers/worker/watch.py": "count_oom_kills*2",
         "slurm_plugin/cli/__init__.py": "_drop_stdout",

@@ -1,4 +1,4 @@
-"""A CNN, a transformer, a model with nothing to move and one that torch.export cannot capture."""
+"""A CNN, a transformer, a model with nothing to move and one of which a graph holds the beginning alone."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,7 @@ class EmbeddingTimer:
         self._began: Moment | None = None
         self._lookups: list[tuple[Moment, Moment]] = []
         self._is_spoiled = self._is_pending = False
+        _timers.add(self)
 
     def lookups(self) -> EmbeddingLookups | None:
         """What was timed so far, None without embeddings; any thread may ask."""
@@ -142,6 +144,15 @@ class EmbeddingTimer:
         self._lookups.clear()
         self._is_pending = False
         return True
+
+
+_timers: weakref.WeakSet[EmbeddingTimer] = weakref.WeakSet()
+
+
+def pause_all() -> None:
+    """Pause every timer: a forward is about to be traced, and a hook that reads the clock would end its graph."""
+    for timer in list(_timers):
+        timer.pause()
 
 
 def _is_backward() -> bool:

@@ -98,6 +98,7 @@ class LoaderConnection:
         local_workers: with persistent_workers, torch's worker processes, which are kept from pass to pass.
         on_extra: given each step's number in its pass, its batch and the `extra` of its `StagedBatch`, just before the
             program gets the batch; what it returns is what the program gets.
+        at_close: called when it leaves the service, by those that keep tensors of its batches.
         canary: as given.
         has_features: its batch stage is a part of the loader's features; no forward stage goes with it.
         closed: it has left the service, or the interpreter ends.
@@ -122,6 +123,7 @@ class LoaderConnection:
             self.sent_pipelines = SentPipelines(self._service, knows_hetstream=not options.local_after_failure)
         self.local_workers: LocalWorkers | None = None
         self.on_extra: OnExtra | None = None
+        self.at_close: list[Callable[[], None]] = []
         self.has_features = False
         # Of the pass that delivered last. Weakly: a pass that ends early must end its processes then.
         self._again: weakref.WeakMethod[Callable[[], MakesAgain | None]] | None = None
@@ -313,6 +315,8 @@ class LoaderConnection:
         """Leave the service."""
         self.closed = True
         optimizer_calls.pause()
+        while self.at_close:
+            self.at_close.pop()()
         if self._client is not None:
             self._client.close()
         _open_connections.discard(self)

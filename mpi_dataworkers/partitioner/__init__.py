@@ -1,7 +1,7 @@
 """Finds the part of a training program's forward that depends on no state, and moves it to the data workers.
 
-`partition.py` is what a program calls. `capture.py` gets the graph of a forward, and `first_graph.py` that of its
-beginning where there is none of the whole. `describe.py` says in plain words what each operator does, `classify.py`
-which of them may move and `cut.py` which of them do; `split.py` makes the two sides. `provenance.py` proves for each
-batch that the forward got the loader's own tensors.
+`partition.py` is what a program calls. `capture.py` has torch.compile trace a forward, and `unseen.py` looks at what
+that takes for constant. `effects.py` and `describe.py` say what each operator does, `classify.py` which of them may
+move and `cut.py` which of them do; `split.py` makes the two sides. In each step `forward.py` takes what data workers
+have computed if the forward gets the very bytes that they computed from, which `deliveries.py` keeps.
 """

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence, Set
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, NotCaptured
+from hetstream.mpi_dataworkers.partitioner.capture import Graph, Way, traced
 from hetstream.mpi_dataworkers.partitioner.classify import Offload, Verdict, classify, with_open_outputs
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, OperatorCost, Rates
-from hetstream.mpi_dataworkers.partitioner.describe import Observed, describe
-from hetstream.mpi_dataworkers.partitioner.forward_graph import GraphOfForward, graph_of
+from hetstream.mpi_dataworkers.partitioner.describe import Observed, describe, is_bounded
+from hetstream.mpi_dataworkers.partitioner.effects import Effects, effects_of
+from hetstream.mpi_dataworkers.partitioner.forward_graph import CapturedForward, read
 from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
-from hetstream.mpi_dataworkers.partitioner.guards import Guards, owners
-from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
-from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread
-from hetstream.mpi_dataworkers.partitioner.modules import check_hooks, unread_values
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain
-from hetstream.mpi_dataworkers.partitioner.side_effects import Effects, ModelState, is_plain
+from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
+from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread, seconds_of_graph
+from hetstream.mpi_dataworkers.partitioner.program import GRAIN_SIZE, Call, references
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
+from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
+
+_pytree: Any = pytree
+# A buffer of which data workers get a copy is compared with it in each step, so it may not be larger.
+_MOST_BYTES_TO_COMPARE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -29,46 +33,61 @@ class Analysis:
     """What is known of a forward; `partition` decides with it, and `hetstream explain` prints it.
 
     Attributes:
-        captured: the forward.
+        traced: torch.compile's graph.
+        way: of the `Tracer` that gives it.
+        captured: the same as plain values.
         graph: its operators.
         verdicts: which of them may move, and why not.
         costs: what they take.
-        numbers: names of the values that are no tensors.
         leaves: the leaf of the batch that an input of the graph is, by name.
-        guards: what must be as it was captured.
-        seconds: that the analysis took.
+        buffers: tensors that the forward only reads, by the name of the input.
+        seconds: that the graph takes in the trainer.
         why_not_all: why the graph is only the beginning of the forward; "" where it is all of it.
+        observed: what a run has shown of operators.
+        bounded: names of the values that depend on the number of threads from some size on.
+        num_threads: of the trainer.
     """
 
+    traced: Graph
+    way: Way
     captured: CapturedForward
     graph: ForwardGraph
     verdicts: Mapping[str, Verdict]
     costs: Mapping[str, OperatorCost]
-    numbers: frozenset[str]
     leaves: Mapping[str, LeafForm]
-    guards: Guards
+    buffers: Mapping[str, torch.Tensor]
     seconds: float
-    why_not_all: str = ""
+    why_not_all: str
+    observed: Mapping[str, Observed]
+    bounded: frozenset[str]
+    num_threads: int
 
-    def decide(self, offload: Offload, rates: Rates, read: Set[int] | None = None, gain: float = 1.0) -> Decision:
+    @functools.cached_property
+    def keeps_state(self) -> bool:
+        """Whether the graph changes something in place that is not its own."""
+        own = {operator.name for operator in self.graph.operators if operator.kind is Kind.OPERATOR}
+        return not all(own.issuperset(operator.writes) for operator in self.graph.operators)
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether the graph draws random numbers."""
+        return any(operator.random for operator in self.graph.operators)
+
+    def decide(self, offload: Offload, rates: Rates, gain: float = 1.0) -> Decision:
         """Where to cut.
 
         Args:
             offload: what may move.
             rates: what the decision depends on.
-            read: numbers of the leaves of the batch that the program reads beside; None: all of them.
             gain: what the trainer gains, in parts of what the operators' own times say.
         """
         movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
-        if self.guards.first is not None:
-            read = None  # the rest of the forward may read them
-        kept = frozenset(name for name, form in self.leaves.items() if read is None or form.number in read)
         costs = {name: replace(cost, trainer_s=gain * cost.trainer_s) for name, cost in self.costs.items()}
-        cutter = Cutter(self.graph, movable, costs, kept)
-        if offload is not Offload.OFF and (why := self._why_nothing_may()):
-            return cutter.nothing(rates, why)
+        cutter = Cutter(self.graph, movable, costs)
         if offload is Offload.OFF:
             return cutter.nothing(rates, "offloading is off")
+        if why := self._why_nothing_may():
+            return cutter.nothing(rates, why)
         return cutter.largest(rates) if offload is Offload.ALL else cutter.decide(rates)
 
     def _why_nothing_may(self) -> str:
@@ -80,157 +99,200 @@ class Analysis:
         where = f"{first.target} ({first.line})" if first.line else first.target
         return f"no operator of the forward may move; the first is {where}: {self.verdicts[first.name].reason}"
 
-    def cut(self, decision: Decision, num_leaves: int, generation: int, spares: bool = False) -> Split:
+    def cut(self, decision: Decision, num_leaves: int, generation: int) -> Split:
         """The two sides.
 
         Args:
             decision: which operators move.
             num_leaves: of a batch.
             generation: number of the cut.
-            spares: whether leaves that nothing else reads are not sent.
         """
-        buffers = {
-            graph_input.name: self.guards.tensor_of(graph_input.target).detach().cpu().clone()
-            for graph_input in self.captured.inputs
-            if graph_input.kind is Kind.BUFFER and self.verdicts[graph_input.name].moves
-        }
-        inputs = StageInputs(self.leaves, buffers, num_leaves, generation, spares)
-        return split(self.captured, self.graph, decision, inputs, self.numbers)
+        made_with = StageInputs(
+            self.leaves,
+            self.buffers,
+            num_leaves,
+            generation,
+            frozenset(name for name, seen in self.observed.items() if seen.type_name == "number"),
+            {name: seen.device for name, seen in self.observed.items()},
+            self.bounded,
+        )
+        return split(self.captured, self.graph, decision, made_with)
 
 
 def analyse(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    effects: Effects,
+    batch: Sequence[Any],
     offload: Offload,
-    delivery: Delivery | None = None,
-    changing: frozenset[int] | None = None,
 ) -> Analysis:
-    """Capture a forward and find what of it may move.
+    """Capture a forward and find what of it may move. Nothing of the forward runs but operators that may move.
 
     Args:
         module: the model.
-        args, kwargs: of its forward, with the tensors of the batch as `BatchLeaf`s.
-        effects: what was seen when the forward ran.
+        args, kwargs: of its forward.
+        batch: the leaves of the batch, of which tensors are among the arguments.
         offload: what may move.
-        delivery: the batch whose leaves may move; None: all leaves are of one.
-        changing: numbers of the flattened arguments that are no tensors and were seen to change; None: not known.
 
     Raises:
         NotCaptured: nothing can be said of it; the message is the reason.
     """
-    started = time.perf_counter()
-    state = ModelState(module, effects.read_globals)
-    _check_forward(effects, state)
-    flat, spec = flatten_call(args, kwargs)
-    origins = _origins(flat, delivery)
-    values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
-    unread = _unread(module, values, spec, effects, changing)
-    found = graph_of(module, values, spec, {place: number for place, (_, number) in origins.items()})
-    captured, inputs = found.captured, found.inputs
-    plain_arguments, types = _plain_arguments(values, unread)
-    guards = Guards(
-        captured, found.first, spec, plain_arguments, types, found.leaves, found.forms, state, owners(module)
-    )
-    known = _known_values(guards, inputs)
-    everything = classify(describe(captured), Offload.ALL)
-    candidates = [call for call in captured.calls if call.name in everything and everything[call.name].moves]
-    seen, share, failed = observe(candidates, captured.functions, known)
-    with one_thread():
-        on_host = {name: value.cpu() for name, value in known.items()}
-        by_worker, share_there, failed_there = observe(candidates, captured.functions, on_host)
-    graph = with_open_outputs(describe(captured, seen, failed | failed_there))
-    return Analysis(
-        captured=captured,
-        graph=graph,
-        verdicts=classify(graph, offload),
-        costs=_costs(seen, by_worker, known, (share, share_there)),
-        numbers=frozenset(name for name, observed in seen.items() if observed.type_name == "number"),
-        leaves=_leaf_forms(found),
-        guards=guards,
-        seconds=time.perf_counter() - started,
-        why_not_all=found.why_not_all,
-    )
+    breaks = _graph_breaks()
+    graph, given, way = traced(module, args, kwargs)
+    why_not_all = _why_not_all(breaks) if way is not Way.WHOLE else ""
+    arguments = [value for value in _pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+    return analysis_of(graph, given, arguments, batch, offload, way, why_not_all)
 
 
-def _check_forward(effects: Effects, state: ModelState) -> None:
-    """What the forward does beside its tensors.
+def analysis_of(
+    graph: Graph,
+    given: Sequence[Any],
+    arguments: Sequence[torch.Tensor],
+    batch: Sequence[Any],
+    offload: Offload,
+    way: Way,
+    why_not_all: str,
+) -> Analysis:
+    """What of a graph may move.
+
+    Args:
+        graph, given: as traced, and what it is given.
+        arguments: the tensors among the forward's.
+        batch, offload: as of `analyse`.
+        way, why_not_all: as of `Analysis`.
 
     Raises:
-        NotCaptured: a graph would not do it.
+        NotCaptured: nothing can be said of it; the message is the reason.
     """
-    if effects.reasons:
-        raise NotCaptured("; ".join(effects.reasons))
-    check_hooks(state)
-
-
-def _origins(flat: Sequence[Any], delivery: Delivery | None) -> dict[int, tuple[Delivery, int]]:
-    """The arguments that are leaves of the batch; those of other batches are arguments like any other."""
-    origins: dict[int, tuple[Delivery, int]] = {}
-    for place, value in enumerate(flat):
-        found = origin(value)
-        if found is not None and (delivery is None or found[0] is delivery):
-            origins[place] = found
-        elif found is not None:
-            found[0].read.add(found[1])
-    if not origins:
+    numbers = _leaves_among(given, batch)
+    if not numbers:
         raise NotCaptured(
             "no argument of the forward is a tensor of the loader: what stands between them does more than to move it"
+            + (f"; and the graph is the forward's beginning alone: {why_not_all}" if why_not_all else "")
         )
-    for place, value in enumerate(flat):
-        if not isinstance(value, torch.Tensor) and not is_plain(value):
-            raise NotCaptured(f"argument {place} of the forward is a {type(value).__name__}, which no graph can hold")
-    return origins
+    own = {*map(id, arguments)}
+    kinds = {
+        place: _kind(value, place in numbers, id(value) in own or place in graph.numbers)
+        for place, value in enumerate(given)
+    }
+    captured, effects = read(graph, kinds, Kind.BUFFER), effects_of(graph)
+    _check_catches(graph, captured, effects)
+    buffers = _tensors(graph, given, captured)
+    leaves = {each.name: each.argument for each in captured.inputs if each.kind is Kind.LEAF}
+    known = {name: given[place] for name, place in leaves.items()} | buffers
+    candidates = _candidates(captured, effects)
+    (seen, share, failed), (by_worker, share_there, failed_there) = _observed(candidates, known)
+    bounded = _bounded(effects, known)
+    failed |= _too_large(candidates, bounded, seen, known)
+    described = with_open_outputs(describe(captured, effects, seen, failed | failed_there))
+    return Analysis(
+        traced=graph,
+        way=way,
+        captured=captured,
+        graph=described,
+        verdicts=classify(described, offload),
+        costs=_costs(seen, by_worker, known, (share, share_there)),
+        leaves={name: LeafForm(numbers[at], given[at].dtype, given[at].dim()) for name, at in leaves.items()},
+        buffers=buffers,
+        seconds=seconds_of_graph(graph, given),
+        why_not_all=why_not_all,
+        observed=seen,
+        bounded=bounded,
+        num_threads=torch.get_num_threads(),
+    )
 
 
-def _unread(
-    module: torch.nn.Module, values: Sequence[Any], spec: Any, effects: Effects, changing: frozenset[int] | None
-) -> frozenset[int]:
-    """The arguments that are no tensors and may change, because the forward does not look at them.
+def _check_catches(graph: Graph, captured: CapturedForward, effects: Mapping[str, Effects]) -> None:
+    """Refuse a forward that cannot begin anew where an operator raises what its own code would catch.
 
     Raises:
-        NotCaptured: one changes that it does look at.
+        NotCaptured: naming where it catches exceptions.
     """
-    candidates = [
-        place for place, value in enumerate(values) if isinstance(value, str | bytes | int | float | list | tuple)
-    ]
-    if changing is not None:
-        candidates = [place for place in candidates if place in changing]
-    found = frozenset[int]()
-    if candidates and not effects.asks_for_types:
-        found = unread_values(module, values, spec, candidates)
-    if changing is not None and (read := [place for place in changing if place not in found]):
-        shown = f"{values[read[0]]!r:.60}"
-        raise NotCaptured(f"argument {read[0]} of the forward, {shown}, is another one in each step")
+    own = {call.name for call in captured.calls}
+    if (where := graph.unseen.catches) and not all(own.issuperset(effect.writes) for effect in effects.values()):
+        raise NotCaptured(
+            f"the forward catches exceptions ({where}), and changes tensors in place: it cannot begin anew"
+        )
+
+
+def _candidates(captured: CapturedForward, effects: Mapping[str, Effects]) -> list[Call]:
+    """What may move as far as that is known before it has run."""
+    everything = classify(describe(captured, effects), Offload.ALL)
+    return [call for call in captured.calls if call.name in everything and everything[call.name].moves]
+
+
+def _observed(calls: Sequence[Call], known: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """What `observe` says, as the trainer runs them and as a data worker does."""
+    here = observe(calls, known)
+    with one_thread():
+        return here, observe(calls, {name: value.cpu() for name, value in known.items()})
+
+
+def _bounded(effects: Mapping[str, Effects], known: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The values whose last bits depend on the trainer's number of threads, from some size on."""
+    if torch.get_num_threads() == 1 or any(value.is_cuda for value in known.values()):
+        return frozenset()
+    return frozenset(name for name, effect in effects.items() if is_bounded(effect))
+
+
+def _too_large(
+    calls: Sequence[Call], bounded: frozenset[str], seen: Mapping[str, Observed], known: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Those of the values that are of that size."""
+    sizes = {name: observed.num_elements for name, observed in seen.items()}
+    sizes |= {name: value.numel() for name, value in known.items()}
+    taken = {call.name: (call.name, *references((call.args, call.kwargs))) for call in calls if call.name in bounded}
+    text = f"its last bits depend on the number of threads, from {GRAIN_SIZE:,} elements on"
+    return {name: text for name, names in taken.items() if max(sizes.get(each, 0) for each in names) >= GRAIN_SIZE}
+
+
+def _graph_breaks() -> dict[str, int]:
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def _why_not_all(before: Mapping[str, int]) -> str:
+    """The first reason for which torch.compile could trace no further since."""
+    found = next((text for text, number in _graph_breaks().items() if number != before.get(text, 0)), "")
+    lines = [line.strip() for line in found.splitlines() if line.strip()]
+    explained = next((line for line in lines if line.startswith("Explanation:")), "")
+    text = (explained.removeprefix("Explanation:").strip() or (lines[0] if lines else ""))[:160]
+    return text or "torch.compile cannot trace all of it"
+
+
+def _leaves_among(given: Sequence[Any], batch: Sequence[Any]) -> dict[int, int]:
+    """The inputs of a graph that are leaves of a batch: the very same, or with the same bytes, as on another device."""
+    tensors = {number: leaf for number, leaf in enumerate(batch) if type(leaf) is torch.Tensor}
+    same = {id(leaf): number for number, leaf in tensors.items()}
+    found: dict[int, int] = {}
+    for place, value in enumerate(given):
+        if type(value) is not torch.Tensor or value.requires_grad or value.layout is not torch.strided:
+            continue
+        number = same.get(id(value))
+        if number is None:
+            number = next(
+                (number for number, leaf in tensors.items() if leaf.numel() and same_bytes(value, leaf)), None
+            )
+        if number is not None:
+            found[place] = number
     return found
 
 
-def _plain_arguments(values: Sequence[Any], unread: frozenset[int]) -> tuple[dict[int, Any], dict[int, type]]:
-    """The arguments that are no tensors: values of those that must stay, types of those that may change."""
-    plain_values = {place: value for place, value in enumerate(values) if not isinstance(value, torch.Tensor)}
-    fixed = {place: value for place, value in plain_values.items() if place not in unread}
-    return fixed, {place: type(values[place]) for place in unread}
+def _kind(value: Any, is_leaf: bool, is_argument: bool) -> Kind:
+    if is_leaf:
+        return Kind.LEAF
+    if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
+        return Kind.PARAMETER
+    is_small = type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _MOST_BYTES_TO_COMPARE
+    return Kind.BUFFER if is_small and not is_argument else Kind.PLAIN
 
 
-def _leaf_forms(found: GraphOfForward) -> dict[str, LeafForm]:
-    """Which leaf of the batch each such input of the graph is, and its form."""
-    named = {
-        graph_input.name: graph_input.argument for graph_input in found.captured.inputs if graph_input.kind is Kind.LEAF
+def _tensors(graph: Graph, given: Sequence[Any], captured: CapturedForward) -> dict[str, torch.Tensor]:
+    """Buffers and constants by the names of the inputs."""
+    return {
+        each.name: graph.constants[each.target] if each.argument < 0 else given[each.argument]
+        for each in captured.inputs
+        if each.kind is Kind.BUFFER
     }
-    tensors = {name: found.inputs[argument] for name, argument in named.items()}
-    return {name: LeafForm(found.numbers[named[name]], tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
-
-
-def _known_values(guards: Guards, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """What candidates may take: leaves and buffers."""
-    known: dict[str, torch.Tensor] = {}
-    for graph_input in guards.captured.inputs:
-        if graph_input.kind is Kind.LEAF:
-            known[graph_input.name] = inputs[graph_input.argument]
-        elif graph_input.kind is Kind.BUFFER:
-            known[graph_input.name] = guards.tensor_of(graph_input.target)
-    return known
 
 
 def _costs(

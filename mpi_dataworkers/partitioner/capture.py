@@ -1,117 +1,332 @@
-"""The graph of a module's forward, or the reason why there is none. Called by `partition.py`; runs torch.export.
+"""The graph of a forward, as torch.compile traces it. Called by `analysis.py` and, in each step, by `forward.py`.
 
-torch.export runs the forward once with tensors that have no data, so whatever depends on the data is an error there.
-It does not see what a forward does beside its tensors: `side_effects.py` looks for that before.
+torch.compile looks at a forward before it runs. It notes every object that the forward reads, as a guard, and puts the
+operators in a graph, up to the first place that it cannot trace, as a decision by the data. In each later call it asks
+the guards. Where they hold it calls the function that stands for the graph, which is one of ours; where they do not, it
+traces anew. Nothing is compiled here: the graph's operators are the program's own, and run one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import enum
+import functools
 import io
 import logging
 import re
 import sys
 import threading
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.graph import Kind
-from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
-from hetstream.mpi_dataworkers.partitioner.program import Call, Ref, place_of, references, replace_in
+from hetstream.mpi_dataworkers.loader.embedding_lookups import pause_all
+from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured, Unseen
 
 _pytree: Any = pytree
-# Files of torch, and of this package: what a user asks about is neither.
-_NOT_THE_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/torch/(nn|fx|export|_[a-z]+)/|/partitioner/")
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+# What torch.compile is told while it traces. It guards everything that it can, and leaves NumPy to NumPy, whose bits
+# are not torch's.
+_SETTINGS = {
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+    "allow_unspec_int_on_nn_module": True,
+    "trace_numpy": False,
+    "optimize_ddp": False,
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "skip_fsdp_guards": False,
+    "assume_dunder_attributes_remain_unchanged": False,
+    "suppress_errors": False,
+    "recompile_limit": 1_000_000,
+    "accumulated_recompile_limit": 1_000_000,
+}
+# Graphs that are made of one forward. A program whose guards fail more often runs as it is written.
+MOST_GRAPHS = 12
 
 
-class NotCaptured(Exception):
-    """There is no graph; the message is the reason, for the user. Internal to this package."""
+class _Traced(Exception):
+    """Ends a call in which a graph is made, or in which there is none, before any of it runs."""
 
 
-@dataclass(frozen=True)
-class GraphInput:
-    """What goes into the graph.
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A graph as torch.compile has made it.
 
     Attributes:
-        name: of the value.
-        kind: what it is.
-        target: the qualified name of a parameter or buffer; "" for an argument.
-        argument: the number of the argument among the flattened ones; -1 for parameters and buffers.
+        module: runs it.
+        unseen: what torch.compile has taken for constant.
+        sizes: of the inputs that are sizes of tensors, by number: the tensor's number and its dimension.
+        numbers: the inputs that are tensors made of Python's numbers.
     """
 
-    name: str
-    kind: Kind
-    target: str = ""
-    argument: int = -1
+    module: Any
+    unseen: Unseen
+    sizes: Mapping[int, tuple[int, int]]
+    numbers: frozenset[int]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What it computes of its inputs: graphs of the same text do the same, if their constants are the same."""
+        return f"{self.module.graph}{[*self.sizes.items()]}"
+
+    @functools.cached_property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that are written in it."""
+        targets = [node.target for node in self.module.graph.nodes if node.op == "get_attr"]
+        found = {target: functools.reduce(getattr, target.split("."), self.module) for target in targets}
+        return {target: value for target, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-@dataclass(frozen=True)
-class CapturedForward:
-    """The graph of a forward.
-
-    Attributes:
-        inputs: what goes in.
-        calls: its operators in the order in which they run.
-        functions: what each of them calls.
-        lines: where the program calls each of them: file, line, text.
-        outputs: what comes out, flattened: a `Ref` or a plain value.
-        out_spec: how the outputs are put together.
-        shape_rules: text of what must hold for the sizes of arguments, over `L`.
-        constants: tensors that are written in the forward itself.
-        how: what captured it.
-    """
-
-    inputs: tuple[GraphInput, ...]
-    calls: tuple[Call, ...]
-    functions: Mapping[str, Callable[..., Any]]
-    lines: Mapping[str, tuple[str, int, str]]
-    outputs: tuple[Any, ...]
-    out_spec: Any
-    shape_rules: tuple[str, ...] | None
-    constants: Mapping[str, torch.Tensor]
-    how: str
+def _called(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
-def capture(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    may_change: frozenset[int] | None = None,
-) -> CapturedForward:
-    """The graph of a module's forward.
+def _forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+class Way(enum.Enum):
+    """How a forward is traced; each is tried where those before it give no graph. Older torch has not the last one."""
+
+    WHOLE = "what calls the forward, with its hooks"
+    FORWARD = "the forward itself, as its class has it, to the first function that cannot be traced"
+    INTO_CALLS = "what calls the forward, to the first place in any function that cannot be traced"
+
+
+class Tracer:
+    """Has torch.compile trace one module's forward.
 
     Args:
-        module: in the mode (training or not) in which it is used.
-        args, kwargs: what it is called with.
-        may_change: numbers of the flattened arguments whose sizes may change; None for all.
+        module: the module.
+        way: how.
+        instead: what is called with a graph and its inputs, in the place of the graph.
+
+    Attributes:
+        graphs: that were made.
+    """
+
+    def __init__(self, module: torch.nn.Module, way: Way, instead: Callable[[Graph, Sequence[Any]], Any]) -> None:
+        self._way = way
+        self.graphs: list[Graph] = []
+        self._module, self._instead, self._refusal = module, instead, ""
+        self._only_traces = self._is_done = False
+        self._traced: tuple[Graph, tuple[Any, ...]] | None = None
+        # torch.compile keeps what it makes of a function with the function's code: so each tracer has its own.
+        copied = types.FunctionType(_called.__code__.replace(co_name=f"call_{id(self)}"), globals())
+        self._call = functools.partial(copied, module)
+        self._code = getattr(module.forward, "__code__", None) if way is Way.FORWARD else copied.__code__
+        self._forward = functools.partial(_forward, module)
+        self._given: tuple[Any, ...] = ()
+
+        # torch keeps these functions for good, and with them what they hold.
+        me = weakref.ref(self)
+
+        def compiles(graph: Any, given: Any) -> Callable[..., Any]:
+            tracer = me()
+            return graph.forward if tracer is None else tracer._compiled(graph, given)
+
+        context: Any = torch._dynamo.optimize(backend=compiles)
+        self._convert = context.callback
+
+        def looks(frame: Any, entry: Any, state: Any) -> Any:
+            tracer = me()
+            assert tracer is not None  # it has been set by the call that runs
+            return tracer._looked(frame, entry, state)
+
+        self._looks: Any = looks
+        # Of a function that has no graph whose guards hold: it runs as it is written, and so do, or do not, the
+        # functions that it calls.
+        kinds: Any = torch._dynamo.types
+        skip, default = kinds.FrameAction.SKIP, kinds.FrameAction.DEFAULT
+        self._all_as_written, self._as_written = (
+            kinds.ConvertFrameReturn(frame_exec_strategy=kinds.FrameExecStrategy(skip, inside), apply_to_code=False)
+            for inside in (skip, default)
+        )
+
+    def change(self) -> str:
+        """What torch.compile took for constant and is not as it was; "" where all is."""
+        return next(filter(None, (graph.unseen.change() for graph in self.graphs)), "")
+
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Graph, tuple[Any, ...]]:
+        """The graph of the forward for these arguments, and what it is given; nothing of it runs.
+
+        Raises:
+            NotCaptured: there is none.
+        """
+        self._only_traces, self._traced, self._refusal = True, None, ""
+        try:
+            self._run(self._forward if self._way is Way.FORWARD else self._call, args, kwargs)
+        except _Traced:
+            pass
+        except Exception as error:
+            if self._traced is None:
+                raise NotCaptured(self._refusal or reason_of(error)) from error
+        finally:
+            self._only_traces = False
+        if self._traced is None:
+            raise NotCaptured("torch.compile makes no graph of its beginning")
+        return self._traced
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's result, with `instead` in the place of its first graph. What comes behind it is as written."""
+        self._is_done = False
+        return self._run(self._call, args, kwargs)
+
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._given = args, kwargs
+        self._looks._torchdynamo_orig_backend = self._convert
+        set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+        before = set_eval_frame(self._looks)
+        try:
+            return call(args, kwargs)
+        finally:
+            set_eval_frame(before)
+            self._given = ()
+
+    def _looked(self, frame: Any, entry: Any, state: Any) -> Any:
+        """Called by torch for each function that has no graph whose guards hold."""
+        if self._is_done:
+            return self._all_as_written
+        if frame.f_code is not self._code or len(self.graphs) >= MOST_GRAPHS:
+            return self._as_written
+        try:
+            tensors = [value for value in _pytree.tree_leaves(self._given) if type(value) is torch.Tensor]
+            with _tracing(tensors, self._way is Way.INTO_CALLS):
+                found = self._convert(frame, entry, state)
+        except Exception:
+            if self._only_traces:
+                raise
+            found = None
+        if self._only_traces:
+            raise _Traced
+        return self._as_written if found is None or found.guarded_code is None else found
+
+    def _compiled(self, module: Any, given: Sequence[Any]) -> Callable[..., Any]:
+        context: Any = torch._guards.TracingContext.try_get()
+        try:
+            unseen = Unseen(self._module, module.graph, getattr(context, "traced_code", None) or ())
+        except NotCaptured as reason:
+            self._refusal = str(reason)
+            raise
+        graph = Graph(module, unseen, *_inputs(module))
+        self._traced = graph, tuple(map(_number, given))
+        self.graphs.append(graph)
+        if self._only_traces:
+            raise _Traced
+
+        me = weakref.ref(self)
+
+        def runs(*inputs: Any) -> Any:
+            tracer = me()
+            if tracer is None or tracer._is_done:
+                return module.forward(*inputs)
+            tracer._is_done = True
+            tracer._looks._torchdynamo_orig_backend = None  # what comes behind the graph runs as it is written
+            return tracer._instead(graph, inputs)
+
+        if not self._only_traces:
+            self._traced = None  # which holds a batch
+        return runs
+
+
+@functools.cache
+def _begin() -> None:
+    """Have torch.compile set up what it needs in a call of its own: else each later call takes 0.1 ms more."""
+    with quiet():
+        torch.compile(_itself, backend="eager")(torch.zeros(1))
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value + 0
+
+
+def traced(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Graph, tuple[Any, ...], Way]:
+    """The graph of a forward, or of its beginning; nothing of it runs.
+
+    Returns:
+        It, what it is given, and in which way a `Tracer` gives it.
 
     Raises:
-        NotCaptured: there is none; the message says why, with file and line where they are known.
+        NotCaptured: there is none.
     """
-    if not hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO"):
-        raise NotCaptured(f"torch {torch.__version__} cannot export a forward with sizes that change")
+    _begin()
     problems: list[str] = []
-    for strict in (False, True):
+    for way in Way:
         try:
-            with quiet():
-                return _exported(module, (args, dict(kwargs)), strict, may_change)
-        except NotCaptured:
-            raise
-        except Exception as error:  # noqa: BLE001, the program's own forward runs here, and torch's compiler
-            problems.append(reason_of(error))
+            return *Tracer(module, way, _nothing).trace(args, kwargs), way
+        except NotCaptured as problem:
+            problems.append(str(problem))
     raise NotCaptured(problems[0])
 
 
+def _nothing(graph: Graph, _: Sequence[Any]) -> Any:
+    raise AssertionError(graph)
+
+
+def _inputs(module: Any) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+    """The inputs of a graph that are sizes of tensors among them, and those that are made of Python's numbers."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("example_value") for node in nodes]
+    wrapped = [getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False) for node in nodes]
+    places: dict[str, tuple[int, int]] = {}
+    for number, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dimension, length in enumerate(value.shape):
+                places.setdefault(str(length), (number, dimension))
+    sizes = {number: str(value) for number, value in enumerate(values) if isinstance(value, torch.SymInt)}
+    found = {number: places[text] for number, text in sizes.items() if text in places}
+    return found, frozenset(place for place, is_wrapped in enumerate(wrapped) if is_wrapped)
+
+
+def _number(value: Any) -> Any:
+    """A size as it is in the call that was traced."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+@contextlib.contextmanager
+def _tracing(tensors: Sequence[torch.Tensor], into_calls: bool) -> Iterator[None]:
+    """As torch.compile is to trace: for tensors of any size, and what the program would do if nothing traced it."""
+    pause_all()
+    before = [dict(vars(tensor)) for tensor in tensors]
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.dim())])
+    config: Any = torch._dynamo.config
+    settings = _SETTINGS | {"nested_graph_breaks": into_calls}
+    settings = {name: value for name, value in settings.items() if hasattr(config, name)}
+    table: dict[Any, Any] = getattr(torch._dynamo.variables.torch, "tracing_state_functions", dict)()
+    answers = dict(table)
+    table.update({function: False for function, answer in answers.items() if answer})
+    # What a processor can do never changes, and torchvision asks for it.
+    constants: Any = getattr(torch._dynamo.variables.torch, "constant_fold_functions", None)
+    asks: Any = torch.backends.cpu.get_cpu_capability
+    is_new = isinstance(constants, dict) and asks not in constants
+    if is_new:
+        constants[asks] = None
+    try:
+        with config.patch(settings), quiet():
+            yield
+    finally:
+        table.update(answers)
+        if is_new:
+            del constants[asks]
+        for tensor, attributes in zip(tensors, before, strict=True):
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+
+
 class _OfOthers(io.TextIOBase):
-    """Standard error without what this thread writes: torch prints the graph of a forward that it cannot export."""
+    """Standard error without what this thread writes: torch tells at length what it cannot trace."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._thread = stream, threading.get_ident()
@@ -124,7 +339,7 @@ class _OfOthers(io.TextIOBase):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch's own words to itself: what it cannot do is no warning of the program's."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.export", "torch.fx")]
+    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.fx")]
     levels = [logger.level for logger in loggers]
     stream = sys.stderr
     for logger in loggers:
@@ -139,181 +354,11 @@ def quiet() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of torch.export in one line, with the place in the program."""
+    """An error of torch.compile in one line, with the place in the program."""
     text = str(error)
-    places = [(file, int(line)) for file, line, _ in _PLACE.findall(text)]
+    places = [(file, int(line)) for file, line, _ in PLACE.findall(text)]
     places += [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [place for place in places if not _NOT_THE_PROGRAM.search(place[0]) and "<" not in place[0]]
+    own = [place for place in places if not NOT_THE_PROGRAM.search(place[0]) and "<" not in place[0]]
     where = f" ({own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]})" if own else ""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
-        first = "the forward takes a decision that depends on the data"
     return f"{type(error).__name__}: {first[:200]}{where}"
-
-
-def _exported(
-    module: torch.nn.Module,
-    call_with: tuple[tuple[Any, ...], dict[str, Any]],
-    strict: bool,
-    may_change: frozenset[int] | None,
-) -> CapturedForward:
-    dimension: Any = torch.export.Dim.AUTO
-    args, kwargs = call_with
-    flat, spec = _pytree.tree_flatten(call_with)
-
-    def dynamic(place: int, leaf: Any) -> Any:
-        changes = isinstance(leaf, torch.Tensor) and (may_change is None or place in may_change)
-        return dict.fromkeys(range(leaf.dim()), dimension) if changes else None
-
-    of_args, of_kwargs = _pytree.tree_unflatten([dynamic(*each) for each in enumerate(flat)], spec)
-    shapes = dict(inspect.signature(module.forward).bind(*of_args, **of_kwargs).arguments)
-    exported: Any = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    return _Reader(exported, "torch.export").read(args, kwargs)
-
-
-class _Reader:
-    """Reads what torch.export gives into plain values."""
-
-    def __init__(self, exported: Any, how: str) -> None:
-        self._exported = exported
-        self._how = how
-        self._renamed: dict[Any, Any] = {}  # from a node of the graph to the Ref, or plain value, that stands for it
-        self._calls: list[Call] = []
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._lines: dict[str, tuple[str, int, str]] = {}
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedForward:
-        flat = _pytree.tree_leaves((args, kwargs))
-        # torch.export takes lists of plain values apart, which are one leaf here.
-        places = [place for place, leaf in enumerate(flatten_call(args, kwargs)[0]) for _ in _pytree.tree_leaves(leaf)]
-        signature = self._exported.graph_signature
-        mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "user_inputs_to_mutate", {}).values()}
-        if mutated:
-            raise NotCaptured(f"torch.export has made a graph without updates in place, of {sorted(mutated)[0]}")
-        nodes = [node for node in self._exported.graph.nodes if node.op == "placeholder"]
-        inputs: list[GraphInput] = []
-        argument = 0
-        for node, spec in zip(nodes, signature.input_specs, strict=True):
-            self._renamed[node] = Ref(node.name)
-            kind = spec.kind.name
-            if kind == "USER_INPUT":
-                leaf = isinstance(flat[argument], torch.Tensor)
-                inputs.append(GraphInput(node.name, Kind.LEAF if leaf else Kind.PLAIN, "", places[argument]))
-                argument += 1
-            elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-                is_parameter = kind == "PARAMETER"
-                inputs.append(GraphInput(node.name, Kind.PARAMETER if is_parameter else Kind.BUFFER, spec.target))
-            else:
-                raise NotCaptured(f"the forward uses an object that no graph can hold: {spec.target}")
-        self._read_nodes(self._exported.graph)
-        output = next(node for node in self._exported.graph.nodes if node.op == "output")
-        outputs = tuple(self._values(value) for value in output.args[0])
-        rules = getattr(self._exported, "_guards_code", None)
-        return CapturedForward(
-            inputs=tuple(inputs),
-            calls=tuple(self._calls),
-            functions=self._functions,
-            lines=self._lines,
-            outputs=outputs,
-            out_spec=self._exported.call_spec.out_spec,
-            shape_rules=None if rules is None else tuple(rules),
-            constants=self._constants(),
-            how=self._how,
-        )
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        found = {
-            name: value
-            for name, value in self._exported.constants.items()
-            if isinstance(value, torch.Tensor) and name.startswith("lifted_tensor")
-        }
-        if any(type(value) is not torch.Tensor for value in found.values()):
-            raise NotCaptured("the forward makes a tensor out of what it is called with")
-        return found
-
-    def _values(self, argument: Any) -> Any:
-        def value_of(item: Any) -> Any:
-            return self._renamed.get(item, item) if isinstance(item, torch.fx.Node) else item
-
-        return replace_in(_plain_containers(argument), value_of)
-
-    def _read_nodes(self, graph: Any, prefix: str = "") -> None:
-        for node in graph.nodes:
-            if node in self._renamed:
-                continue
-            if node.op == "call_function":
-                if not self._is_inlined(node):
-                    self._add(node, prefix)
-            elif node.op == "get_attr":
-                self._renamed[node] = getattr(graph.owning_module, node.target)
-            elif node.op not in ("placeholder", "output"):
-                raise NotCaptured(f"a node {node.op} {node.target} in the graph of torch.export")
-
-    def _add(self, node: Any, prefix: str) -> None:
-        name = prefix + node.name
-        module, path = place_of(node.target) or ("", str(node.target))
-        args, kwargs = self._values(tuple(node.args)), self._values(dict(node.kwargs))
-        self._calls.append(Call(name, module, path, args, kwargs))
-        self._functions[name] = node.target
-        self._renamed[node] = Ref(name)
-        if place := _place(node.meta.get("stack_trace") or ""):
-            self._lines[name] = place
-
-    def _is_inlined(self, node: Any) -> bool:
-        """Read a block under `torch.no_grad` as if it stood in the forward itself; whether it is one.
-
-        `describe.py` keeps it on the training side when it has anything to do with gradients.
-        """
-        if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled":
-            return False
-        enabled, block, *arguments = self._values(tuple(node.args))
-        inside = [item for item in block.graph.nodes if item.op == "placeholder"]
-        if not enabled and any(self._has_gradient(argument) for argument in arguments):
-            return False
-        for placeholder, argument in zip(inside, arguments, strict=True):
-            self._renamed[placeholder] = argument
-        self._read_nodes(block.graph, f"{node.name}_")
-        output = next(item for item in block.graph.nodes if item.op == "output")
-        values = self._values(tuple(output.args[0]))
-        for user in node.users:  # each takes one of the values
-            self._renamed[user] = values[user.args[1]]
-        return True
-
-    def _has_gradient(self, argument: Any) -> bool:
-        """Whether a parameter leads to a value."""
-        if not isinstance(argument, Ref):
-            return False
-        specs = self._exported.graph_signature.input_specs
-        parameters = {spec.arg.name for spec in specs if spec.kind.name == "PARAMETER"}
-        makers = {call.name: call for call in self._calls}
-        waiting, seen = [argument.name], set()
-        while waiting:
-            name = waiting.pop()
-            if name in parameters:
-                return True
-            if name in makers and name not in seen:
-                seen.add(name)
-                waiting += references((makers[name].args, makers[name].kwargs))
-        return False
-
-
-def _plain_containers(value: Any) -> Any:
-    """Arguments of a node in Python's own containers."""
-    if isinstance(value, tuple | list):
-        items = [_plain_containers(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _plain_containers(item) for key, item in value.items()}
-    return value
-
-
-def _place(stack: str) -> tuple[str, int, str] | None:
-    """The last place of the program in a stack, as torch.fx writes it; torch's own where there is no other."""
-    lines = stack.splitlines()
-    places = [(match, index) for index, line in enumerate(lines) if (match := _PLACE.search(line))]
-    own = [place for place in places if not _NOT_THE_PROGRAM.search(place[0].group(1))] or places
-    if not own:
-        return None
-    match, number = own[-1]
-    text = lines[number + 1].strip() if number + 1 < len(lines) else ""
-    return match.group(1), int(match.group(2)), text

@@ -84,15 +84,13 @@ class Decision:
     Attributes:
         moved: their names; whatever leads to one of them is moved or an input.
         sent: names of the values that are sent, in the graph's order.
-        not_sent: names of the leaves of the batch that are not sent any more.
         before, after: what a step takes with nothing moved, and with this cut.
-        bytes_added: to a batch; below 0 where it becomes smaller.
+        bytes_added: to a batch.
         reason: why, for the user.
     """
 
     moved: frozenset[str]
     sent: tuple[str, ...]
-    not_sent: tuple[str, ...]
     before: Step
     after: Step
     bytes_added: int
@@ -106,19 +104,11 @@ class Cutter:
         graph: the forward.
         movable: names of what may move, inputs included.
         costs: what each of them takes; nothing where one is missing.
-        kept_leaves: leaves of the batch that are sent anyway, because something else reads them.
     """
 
-    def __init__(
-        self,
-        graph: ForwardGraph,
-        movable: frozenset[str],
-        costs: Mapping[str, OperatorCost],
-        kept_leaves: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, graph: ForwardGraph, movable: frozenset[str], costs: Mapping[str, OperatorCost]) -> None:
         self._graph = graph
         self._costs = costs
-        self._kept_leaves = kept_leaves
         self._by_name = graph.by_name()
         self._candidates = [
             operator for operator in graph.operators if operator.kind is Kind.OPERATOR and operator.name in movable
@@ -202,6 +192,10 @@ class Cutter:
         for operator in reversed(self._candidates):  # with what leads to it, constants too
             if operator.name in of_batch or any(user in moved for user in self._users[operator.name]):
                 moved.add(operator.name)
+        several = [operator.name for operator in self._candidates if operator.several]
+        while cannot := [name for name in several if self._is_sent(name, frozenset(moved))]:
+            for name in cannot:
+                moved -= self._after(name)
         reason = "everything that may move was asked for" if moved else "no operator of the forward may move"
         return self._decision(frozenset(moved), rates, reason)
 
@@ -226,10 +220,6 @@ class Cutter:
                 if needed in movable:
                     network.add(name, needed, INFINITE)
             self._add_value(network, name, movable, per_byte)
-        for operator in self._graph.operators:
-            if operator.kind is Kind.LEAF and operator.name not in self._kept_leaves:
-                network.add(moving, operator.name, INFINITE)
-                self._add_value(network, operator.name, movable, per_byte)
         side = network.source_side(moving, staying)
         return frozenset(movable & {name for name in side if isinstance(name, str)})
 
@@ -248,13 +238,7 @@ class Cutter:
 
     def _decision(self, moved: frozenset[str], rates: Rates, reason: str) -> Decision:
         sent = tuple(operator.name for operator in self._graph.operators if self._is_sent(operator.name, moved))
-        not_sent = tuple(
-            operator.name
-            for operator in self._graph.operators
-            if operator.kind is Kind.LEAF and moved and self._is_spared(operator.name, moved)
-        )
         added = sum(self._cost(name).value_bytes for name in sent)
-        added -= sum(self._cost(name).value_bytes for name in not_sent)
         trainer_s = rates.step_s - sum(self._cost(name).trainer_s for name in moved)
         data_s = rates.batch_s + sum(self._cost(name).data_worker_s for name in moved)
         workers = max(1, rates.num_data_workers)
@@ -262,19 +246,14 @@ class Cutter:
         after = Step(
             max(0.0, trainer_s) + added / rates.receive_bytes_per_s,
             data_s / workers,
-            max(0, rates.batch_bytes + added) / rates.wire_bytes_per_s,
+            (rates.batch_bytes + added) / rates.wire_bytes_per_s,
         )
-        return Decision(moved, sent, not_sent, before, after, added, reason)
+        return Decision(moved, sent, before, after, added, reason)
 
     def _is_sent(self, name: str, moved: frozenset[str]) -> bool:
         if name not in moved:
             return False
         return name in self._returned or any(user not in moved for user in self._users[name])
-
-    def _is_spared(self, name: str, moved: frozenset[str]) -> bool:
-        if name in self._kept_leaves or name in self._returned:
-            return False
-        return bool(self._users[name]) and all(user in moved for user in self._users[name])
 
 
 def _rank(decision: Decision) -> tuple[float, int, int]:

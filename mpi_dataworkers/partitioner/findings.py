@@ -23,7 +23,6 @@ class Findings:
         verdicts: which of them may move.
         costs: what they take.
         rates: as they were measured, without data workers.
-        read: names of the leaves of the batch that are sent anyway, because the program reads them.
         why_not_all: why the graph is only the beginning of the forward; "" where it is all of it.
     """
 
@@ -33,7 +32,6 @@ class Findings:
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     costs: Mapping[str, OperatorCost] = field(default_factory=dict)
     rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0, 0))
-    read: tuple[str, ...] = ()
     why_not_all: str = ""
 
     def decide(self, num_data_workers: int, everything: bool) -> Decision:
@@ -44,7 +42,7 @@ class Findings:
             everything: whether all that may move does, as with `--offload=all`.
         """
         movable = frozenset(name for name, verdict in self.verdicts.items() if verdict.moves)
-        cutter = Cutter(self.graph, movable, self.costs, frozenset(self.read))
+        cutter = Cutter(self.graph, movable, self.costs)
         rates = replace(self.rates, num_data_workers=num_data_workers)
         return cutter.largest(rates) if everything else cutter.decide(rates)
 
@@ -59,7 +57,6 @@ class Findings:
             "verdicts": {name: asdict(verdict) for name, verdict in self.verdicts.items()},
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "rates": asdict(self.rates),
-            "read": self.read,
             "why_not_all": self.why_not_all,
         }
         return json.dumps(document)
@@ -76,7 +73,6 @@ class Findings:
             {name: Verdict(**verdict) for name, verdict in document["verdicts"].items()},
             {name: OperatorCost(**cost) for name, cost in document["costs"].items()},
             Rates(**document["rates"]),
-            tuple(document["read"]),
             document["why_not_all"],
         )
 

@@ -1,15 +1,14 @@
 """The forward of a partitioned model: what data workers have not done, or the program's own forward.
 
-It stands in the module's `forward` attribute. Each call proves that it may take the short way: that the arguments are
-the loader's leaves, that data workers have computed the cut for them, and that the model is as it was captured.
+It stands where torch's own `Module.compile` puts a compiled call, so that the model has its own `forward`, signature
+and attributes, and copies of it have none of this. torch.compile's guards are asked in each call. Where they hold, its
+graph is called, and takes what data workers have computed if it gets the very bytes that they computed from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,25 +16,25 @@ import torch
 import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.copied_buffer import CopiedBuffer, same_bytes
-from hetstream.mpi_dataworkers.partitioner.first_graph import DoesNotFit, RanAsWritten
-from hetstream.mpi_dataworkers.partitioner.graph import Kind
-from hetstream.mpi_dataworkers.partitioner.guards import Guards
-from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call
-from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, plain, whole
-from hetstream.mpi_dataworkers.partitioner.split import Split
+from hetstream.mpi_dataworkers.partitioner.analysis import Analysis
+from hetstream.mpi_dataworkers.partitioner.capture import Graph, Tracer
+from hetstream.mpi_dataworkers.partitioner.deliveries import Deliveries, Delivery
+from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
+from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split
 
 _log = logging.getLogger(__name__)
-_pytree: Any = pytree
 _StopsRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # So many calls in a row, in training, that data workers have worked for in vain: they work for it no more.
 _MOST_MISSES = 50
-_OTHER_FORM = "its arguments have another type or size"
+# Calls in a row that another graph has, until that is analysed in turn.
+_MOST_OF_ANOTHER_GRAPH = 3
+# The first batch of each size is checked, of so many sizes.
+_MOST_SIZES = 64
+_NO_GUARD_HOLDS = "what the forward reads is not as it was when torch.compile traced it"
+_NOT_THE_BATCH = "data workers have computed nothing of what it is given now"
 _DRAWS_ANEW = "it is called once more with a batch, for other random numbers than those that data workers have drawn"
-# Buffers in host memory are compared in each step if they are no larger together: it takes some microseconds.
-_MOST_BYTES_TO_COMPARE = 1 << 20
-# How near outputs must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
+_ANOTHER_GRAPH = "torch.compile has traced it anew, and its graph is another one"
+# How near values must be where the trainer has an accelerator: (relative, absolute), by the size of a number.
 _TOLERANCE = {2: (1e-2, 1e-3), 4: (1e-4, 1e-5), 8: (1e-7, 1e-7)}
 
 
@@ -44,78 +43,91 @@ class Counts:
     """How the calls of a forward went.
 
     Attributes:
-        partitioned, original: calls that took the short way, and the program's own.
-        checked: calls that took both, and gave the same.
-        remade: leaves that had not been sent and were made once more, because something read them.
-        reasons: why calls took the program's own, with their number.
+        partitioned, original: calls that took what data workers have computed, and that computed all.
+        checked: calls that did both, and both were the same.
+        reasons: why calls computed all, with their number.
     """
 
     partitioned: int = 0
     original: int = 0
     checked: int = 0
-    remade: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
+class _GraphFailed(Exception):
+    """The graph has raised an error, and changed nothing: the forward runs as it is written, with its own lines."""
+
+
 class PartitionedForward:
-    """Stands in a module's `forward`.
+    """Stands in for the call of a module.
 
     Args:
-        module: the module; its `forward` is replaced by `install`.
-        guards: what must be as it was captured.
-        num_checked: calls that run both ways and compare.
+        module: the module.
+        analysis: of its forward.
+        num_checked: batches that are computed both ways and compared.
         withdraw: called with a reason when data workers work in vain.
+        analyse_again: called with another graph that torch.compile has, what it is given, and the arguments.
 
     Attributes:
         counts: how the calls went.
-        withdraw: as given.
         split: the cut now; None: the program's own forward runs.
-        is_paused: batches come as if there were no cut, for a comparison, so the module gets its own forward back.
+        is_paused: batches come as if there were no cut, for a comparison.
+        deliveries: the last batches.
     """
 
     def __init__(
-        self, module: torch.nn.Module, guards: Guards, num_checked: int, withdraw: Callable[[str], None]
+        self,
+        module: torch.nn.Module,
+        analysis: Analysis,
+        num_checked: int,
+        withdraw: Callable[[str], None],
+        analyse_again: Callable[..., None],
     ) -> None:
         self.counts = Counts()
         self.split: Split | None = None
         self.is_paused = False
+        self.deliveries = Deliveries()
+        self.withdraw = withdraw
         self._before: Split | None = None  # of the batches that were on their way when the cut changed
         self._module = module
-        self._own = vars(module).get("forward")
-        self._guards = guards
+        self._analysis = analysis
+        self._analyse_again = analyse_again
+        self._tracer = Tracer(module, analysis.way, self._instead)
         self._to_check = self._num_checked = num_checked
-        self.withdraw = withdraw
-        self._misses = 0
-        self._inputs = {graph_input.name: graph_input for graph_input in guards.captured.inputs}
-        self._copied_buffers: list[CopiedBuffer] = []
-
-    @property
-    def _original(self) -> Any:
-        """The program's own forward, as its class has it now."""
-        return self._own or types.MethodType(type(self._module).forward, self._module)
+        self._misses = self._of_another_graph = 0
+        self._sizes: set[Any] = set()
+        self._is_same: dict[Graph, bool] = {}
+        self._outcome = ""
+        self._is_running = False
+        self._other: Any = None  # the graph of the last call, and what it was given
 
     def install(self) -> bool:
-        """Stand in; whether that may be: not where the program has set another forward since."""
-        if vars(self._module).get("forward") not in (self, self._own):
+        """Stand in; whether that may be: not where the program has put something else there."""
+        if self._module._compiled_call_impl not in (self, None):
             return False
-        vars(self._module)["forward"] = self
+        vars(self._module)["_compiled_call_impl"] = self
+        if "_compiled_call_impl" not in torch.jit._recursive.ignored_attributes:
+            torch.jit._recursive.ignored_attributes.append("_compiled_call_impl")  # else torch.jit.script refuses it
         return True
 
     def uninstall(self) -> None:
-        """Give the module its own forward back."""
-        if vars(self._module).get("forward") is self:
-            if self._own is not None:
-                vars(self._module)["forward"] = self._own
-            else:
-                del vars(self._module)["forward"]
+        """Have the module called as torch does it."""
+        if vars(self._module).get("_compiled_call_impl") is self:
+            del vars(self._module)["_compiled_call_impl"]
 
     @property
     def is_checked(self) -> bool:
         """Whether the cut has been checked."""
         return self._to_check == 0
 
+    def analysed(self, analysis: Analysis) -> None:
+        """Another graph is the forward's now; no cut of the one before is used any more."""
+        self._analysis, self.split, self._before = analysis, None, None
+        self._is_same.clear()
+        self._of_another_graph = 0
+
     def use(self, split: Split | None, is_checked: bool = False) -> None:
-        """Use another cut, whose first calls are checked.
+        """Use another cut, whose first batches are checked.
 
         Args:
             split: the cut, or None for the program's own forward.
@@ -123,66 +135,60 @@ class PartitionedForward:
         """
         self._before, self.split = self.split, split
         self._to_check, self._misses = 0 if is_checked else self._num_checked, 0
-        self._copied_buffers = self._watched_buffers()
-
-    def _watched_buffers(self) -> list[CopiedBuffer]:
-        cuts = [cut for cut in (self.split, self._before) if self.split and cut]
-        copies = [copied for cut in cuts for copied in cut.stage.program.constants.items()]
-        found = [(self._inputs[name].target, copy) for name, copy in copies if name in self._inputs]
-        places = [(*self._guards.tables[target], copy) for target, copy in found if target in self._guards.tables]
-        in_host = [copy for table, name, copy in places if not table[name].is_cuda]
-        is_quick = sum(copy.nbytes for copy in in_host) <= _MOST_BYTES_TO_COMPARE
-        return [
-            CopiedBuffer(table, name, copy, is_small=is_quick and not table[name].is_cuda)
-            for table, name, copy in places
-        ]
+        self._sizes.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own forward would return."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return self._original(*args, **kwargs)
-        flat, spec = flatten_call(args, kwargs)
-        origins = {place: found for place, value in enumerate(flat) if (found := origin(value)) is not None}
-        values = [plain(value) if isinstance(value, torch.Tensor) else value for value in flat]
-
-        def original() -> Any:
-            own = _pytree.tree_unflatten([whole(value) for value in values], spec)
-            return OwnCall(self._original, (args, kwargs), own)()
-
-        if self.split is None or not self._module.training:
-            return original()
-        if self.is_paused and not origins:  # nor will those of later batches be
-            self.uninstall()
-            return original()
-        proved, reason = self._proved(values, spec, origins)
-        if proved is None:
-            self._missed(reason)
-            return original()
-        delivery, split = proved
-        if split.draws and not _recomputes():
-            if delivery.was_used:
-                self.withdraw(_DRAWS_ANEW)
-                return original()
-            delivery.was_used = True
-        if self._to_check > 0 or delivery.was_checked:
-            return self._checked(proved, values, spec, original)
+        """What the module's own call would return."""
+        own: Any = self._module._call_impl
+        if torch.compiler.is_compiling() or self.split is None or self.is_paused or self._is_running:
+            return own(*args, **kwargs)
+        if not self._may_be_used() or not self.deliveries.any_for(self._generations()):
+            return own(*args, **kwargs)
+        if change := self._tracer.change():
+            self._missed(change)
+            return own(*args, **kwargs)
+        self._outcome, self._is_running = _NO_GUARD_HOLDS, True
         try:
-            result = self._run(split, delivery, values, spec, (args, kwargs))
-        except _StopsRecomputation:
-            raise  # activation checkpointing has what it wants
-        except RanAsWritten as ran:
-            self._missed(str(ran))
-            return ran.result
-        except DoesNotFit as reason:
-            self._missed(str(reason))
-            return original()
-        except Exception as error:  # noqa: BLE001, the program's own forward raises it again, with its own lines
-            result = original()
-            self.withdraw(f"the training side raised {error!r}, and the program's own forward did not")
+            result = self._tracer(args, kwargs)
+        except _GraphFailed as failed:
+            result = own(*args, **kwargs)
+            self.withdraw(f"its graph raised {failed.__cause__!r}, and the program's own forward did not")
             return result
-        self.counts.partitioned += 1
-        self._misses = 0
+        finally:
+            self._is_running = False
+        if not self._outcome:
+            self._misses = self._of_another_graph = 0
+            return result
+        if self._outcome == _DRAWS_ANEW:
+            self.withdraw(_DRAWS_ANEW)
+            return result
+        self._missed(self._outcome)
+        self._of_another_graph = self._of_another_graph + 1 if self._outcome == _ANOTHER_GRAPH else 0
+        if self._of_another_graph >= _MOST_OF_ANOTHER_GRAPH:
+            self._of_another_graph = 0
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._analyse_again(*self._other, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._other = None
         return result
+
+    def _may_be_used(self) -> bool:
+        """Whether the program trains, and looks at no operator, as a compiler or a counter of operators does."""
+        return (
+            self._module.training
+            and torch.is_grad_enabled()
+            and torch._C._get_tracing_state() is None
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def forms(self, generation: int) -> tuple[LeafForm, ...]:
+        """The leaves of the batch that a cut takes; none where it is used no more."""
+        cuts = (cut for cut in (self.split, self._before) if cut is not None and cut.stage.generation == generation)
+        return next((cut.stage.forms for cut in cuts), ())
+
+    def _generations(self) -> tuple[int, ...]:
+        return tuple(cut.stage.generation for cut in (self.split, self._before) if cut is not None)
 
     def _missed(self, reason: str) -> None:
         counts = self.counts
@@ -194,108 +200,93 @@ class PartitionedForward:
         if self._misses >= _MOST_MISSES:
             self.withdraw(f"{self._misses} steps in a row could not use it: {reason}")
 
-    def _proved(
-        self, values: list[Any], spec: Any, origins: dict[int, tuple[Delivery, int]]
-    ) -> tuple[tuple[Delivery, Split] | None, str]:
-        """The batch whose leaves the arguments are, and its cut, if all is as it was captured; else why not."""
-        guards = self._guards
-        if spec != guards.in_spec:
-            return None, "it was called with arguments of another structure"
-        if any(place not in origins or origins[place][1] != leaf for place, leaf in guards.leaves.items()):
-            return None, "its arguments are not, or no longer, the loader's own tensors"
-        delivery = origins[next(iter(guards.leaves))][0]
-        if any(origins[place][0] is not delivery for place in guards.leaves):
-            return None, "its arguments are of more than one batch"
-        cuts = (self.split, self._before)
-        split = next((cut for cut in cuts if cut is not None and cut.stage.generation == delivery.generation), None)
-        if delivery.cut is None or split is None:
-            return None, "data workers have not computed the cut for this batch"
-        if delivery.has_changed_cut():
-            return None, "the program has changed an output that data workers had computed in place"
-        is_other = any(values[place] != value for place, value in guards.plain_arguments.items())
-        if is_other or any(type(values[place]) is not kind for place, kind in guards.unread.items()):
-            return None, "an argument that is no tensor has another value"
-        if guards.first is None and not guards.forms.fit(values):
-            return None, _OTHER_FORM
-        if change := guards.state.change():
-            return None, change
-        if change := next(filter(None, (buffer.change() for buffer in self._copied_buffers)), ""):
-            return None, change
-        return (delivery, split), ""
-
-    def _run(self, split: Split, delivery: Delivery, values: list[Any], spec: Any, theirs: Any = None) -> Any:
-        """The forward's result with the cut; for the exceptions see `FirstGraph.run`.
-
-        Args:
-            split, delivery: the cut, and the batch with its values.
-            values, spec: the flattened arguments.
-            theirs: the program's own, in which it finds what the forward changes; None: it does not.
-        """
-        guards = self._guards
-        if guards.first is None:
-            return self._rest(split, delivery, values)
-
-        def instead(inputs: Sequence[Any]) -> Any:
-            if not guards.forms.fit(inputs):
-                raise DoesNotFit(_OTHER_FORM)
-            return self._rest(split, delivery, inputs)
-
-        own = _pytree.tree_unflatten(values, spec)
-        return guards.first.run(OwnCall(self._original, theirs or own, own), values, instead)
-
-    def _rest(self, split: Split, delivery: Delivery, inputs: Sequence[Any]) -> Any:
-        """The graph's outputs, of its inputs and of what data workers have computed."""
-        arguments: list[Any] = []
-        for name in split.given:
-            graph_input = self._inputs[name]
-            if graph_input.kind in (Kind.LEAF, Kind.PLAIN):
-                arguments.append(inputs[graph_input.argument])
+    def _instead(self, graph: Graph, inputs: Sequence[Any]) -> Any:
+        """Called by torch.compile in the place of a graph: what the graph gives."""
+        found, self._outcome = self._found(graph, inputs)
+        if found is None:
+            self._other = graph, inputs
+            return self._run(graph.module.forward, inputs, self._analysis)
+        delivery, split = found
+        values: list[Any] = [
+            value.item() if place in split.numbers else value if device is None else value.to(device, non_blocking=True)
+            for place, (value, device) in enumerate(zip(delivery.values, split.devices, strict=True))
+        ]
+        if self._is_to_be_checked(split, inputs):
+            own = self._moved(split, inputs)
+            if problem := _difference(values, own):
+                self.withdraw(f"the check of a batch failed: {problem}")
+                self._to_check = self._num_checked
             else:
-                arguments.append(self._guards.tensor_of(graph_input.target))
-        leaf = next(graph_input for graph_input in self._inputs.values() if graph_input.kind is Kind.LEAF)
-        device = inputs[leaf.argument].device
-        assert delivery.cut is not None
-        for name, value in zip(split.sent, delivery.cut, strict=True):
-            arguments.append(value.item() if name in split.numbers else value.to(device, non_blocking=True))
-        return _pytree.tree_unflatten(split.training(*arguments), self._guards.captured.out_spec)
+                self.counts.checked += 1
+                self._to_check = max(0, self._to_check - 1)
+            return self._run(split.training, [*(inputs[place] for place in split.given), *own], self._analysis)
+        result = self._run(split.training, [*(inputs[place] for place in split.given), *values], self._analysis)
+        self.counts.partitioned += 1
+        return result
 
-    def _checked(
-        self, proved: tuple[Delivery, Split], values: list[Any], spec: Any, run_original: Callable[[], Any]
-    ) -> Any:
-        """Both ways, from the same arguments, buffers and random numbers; the program gets its own outputs."""
-        problem = missed = ""
-        delivery, split = proved
-        delivery.was_checked = True
-        with restored(self._module, values) as after, saving_nothing():
-            try:
-                # Copied, because the forward may change them in place.
-                result = self._run(split, delivery, [*map(_copied, values)], spec)
-                partitioned = after(result)
-            except (RanAsWritten, DoesNotFit) as reason:
-                missed = str(reason)
-            except Exception as error:  # noqa: BLE001, whatever it is, the program runs as before
-                problem = f"the training side raised {error!r}"
-        original = run_original()
-        if missed:
-            self._missed(missed)
-            return original
-        if not problem:
-            problem = difference(partitioned, snapshot(self._module, original))
-        if problem:
-            self.withdraw(f"the check of a batch failed: {problem}")
-            return original
-        self._to_check = max(0, self._to_check - 1)
-        self.counts.checked += 1
-        self._misses = 0
-        return original
+    def _found(self, graph: Graph, inputs: Sequence[Any]) -> tuple[tuple[Delivery, Split] | None, str]:
+        """The batch whose leaves a graph gets, and its cut; else why there is none."""
+        if not self._is_known(graph):
+            return None, _ANOTHER_GRAPH
+        if torch.get_num_threads() != self._analysis.num_threads:
+            return None, "torch computes with another number of threads"
+        for split in (self.split, self._before):
+            if split is None:
+                continue
+            tensors = [inputs[place] for place in split.taken]
+            if any(inputs[place].requires_grad for place in (*split.taken, *(place for place, _ in split.copied))):
+                return None, "the program asks for gradients of its arguments"
+            numbers = [form.number for form in split.stage.forms]
+            delivery = self.deliveries.find(split.stage.generation, numbers, tensors)
+            if delivery is None:
+                continue
+            if any(not same_bytes(inputs[place], copy) for place, copy in split.copied):
+                return None, "a tensor that the forward reads, of which data workers have a copy, has changed"
+            if delivery.was_used and not _recomputes():
+                return None, _DRAWS_ANEW if split.draws else "it is called once more with a batch"
+            if not delivery.is_as_sent():
+                return None, "a value that it has given was changed in place"
+            delivery.was_used = True
+            return (delivery, split), ""
+        return None, _NOT_THE_BATCH
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model has its own forward."""
-        copied = memo.get(id(self._module))
-        return types.MethodType(type(copied).forward, copied) if copied is not None else self._original
+    def _is_known(self, graph: Graph) -> bool:
+        """Whether a graph is the one that was analysed, or computes the same."""
+        known = self._is_same.get(graph)
+        if known is None:
+            own = self._analysis.traced
+            is_same = graph.text == own.text and graph.constants.keys() == own.constants.keys()
+            known = self._is_same[graph] = is_same and all(
+                same_bytes(value, own.constants[name]) for name, value in graph.constants.items()
+            )
+        return known
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")  # of an object that has no attributes yet: its class's
+    def _run(self, function: Callable[..., Any], inputs: Sequence[Any], analysis: Analysis) -> Any:
+        """A graph's outputs; where it raises and has changed nothing, the forward begins anew."""
+        generator = torch.get_rng_state() if analysis.draws and not analysis.keeps_state else None
+        try:
+            return function(*inputs)
+        except _StopsRecomputation:
+            raise  # activation checkpointing has what it wants
+        except Exception as error:
+            if analysis.keeps_state or _recomputes():
+                raise
+            if generator is not None:
+                torch.set_rng_state(generator)
+            raise _GraphFailed from error
+
+    def _is_to_be_checked(self, split: Split, inputs: Sequence[Any]) -> bool:
+        if split.draws or not self._num_checked:
+            return False  # numbers that are drawn elsewhere are others than the program's own
+        sizes = tuple(inputs[place].shape for place in split.taken)
+        is_new = sizes not in self._sizes and len(self._sizes) < _MOST_SIZES
+        self._sizes.add(sizes) if is_new else None
+        return is_new or self._to_check > 0
+
+    def _moved(self, split: Split, inputs: Sequence[Any]) -> list[Any]:
+        """What data workers compute, computed here."""
+        with torch.no_grad():
+            return split.here(*(inputs[place] for place in split.taken))
 
 
 def _recomputes() -> bool:
@@ -303,56 +294,27 @@ def _recomputes() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _copied(value: Any) -> Any:
-    """A tensor in memory of its own, unless a copy would lie otherwise there."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    copy = value.clone()
-    return copy if copy.stride() == value.stride() else value
-
-
-def snapshot(module: torch.nn.Module, outputs: Any) -> list[Any]:
-    """Outputs and buffers, copied."""
-    leaves = _pytree.tree_leaves(outputs)
-    values = [*leaves, *module.buffers()]
-    return [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def saving_nothing() -> contextlib.AbstractContextManager[object]:
-    """For what has no backward pass: activation checkpointing counts what a call saves for one."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
-
-
-@contextlib.contextmanager
-def restored(module: torch.nn.Module, values: list[Any]) -> Iterator[Callable[[Any], list[Any]]]:
-    """Give buffers and random numbers their state back at the end."""
-    devices = {value.device.index for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
-    before = [buffer.detach().clone() for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield lambda outputs: snapshot(module, outputs)
-        finally:
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.data.copy_(value)  # uncounted: an earlier call's graph may hold the buffer as it is
-
-
-def difference(found: list[Any], expected: list[Any]) -> str:
-    """How values differ from those of the program's own forward; "" when they do not.
+def _difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
+    """How values differ from those of the trainer itself; "" when they do not.
 
     In host memory each byte must be the same; on an accelerator, numbers must be as near as `_TOLERANCE` says.
     """
-    if len(found) != len(expected):
-        return f"there are {len(found)} values instead of {len(expected)}"
     for index, (actual, other) in enumerate(zip(found, expected, strict=True)):
         if not isinstance(other, torch.Tensor):
             if actual != other:
                 return f"value {index} is {actual!r} instead of {other!r}"
             continue
-        if not isinstance(actual, torch.Tensor) or actual.dtype != other.dtype or actual.shape != other.shape:
+        if actual.dtype != other.dtype or actual.shape != other.shape or actual.device != other.device:
             return f"value {index} has another type or size"
+        if _strides(actual) != _strides(other):
+            return f"value {index} lies otherwise in memory"
         if not _alike(actual, other):
             return f"value {index} differs"
     return ""
+
+
+def _strides(value: torch.Tensor) -> list[int]:
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
 
 
 def _alike(actual: torch.Tensor, other: torch.Tensor) -> bool:

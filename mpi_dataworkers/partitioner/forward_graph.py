@@ -1,130 +1,152 @@
-"""The graph of a forward, or of its beginning: what goes into it, and which of that is of the batch.
-
-Called by `analysis.py`.
-"""
+"""Reads a graph of torch.compile into plain values: what goes in, what is called, what comes out."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from hetstream.mpi_dataworkers.partitioner.capture import CapturedForward, GraphInput, NotCaptured, capture
-from hetstream.mpi_dataworkers.partitioner.first_graph import FirstGraph, first_graph
+from hetstream.mpi_dataworkers.partitioner.capture import PLACE, Graph
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
-from hetstream.mpi_dataworkers.partitioner.guards import Forms, owners
-
-_pytree: Any = pytree
+from hetstream.mpi_dataworkers.partitioner.program import METHOD, Call, Ref, place_of, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured
 
 
 @dataclass(frozen=True)
-class GraphOfForward:
-    """A graph with what it was captured with.
+class GraphInput:
+    """What goes into the graph.
 
     Attributes:
-        captured: the graph.
-        first: set where it is only the beginning of the forward.
-        why_not_all: why it is only that.
-        inputs: what went into the graph.
-        leaves: the leaf of the batch that an argument of the forward is, by the number of the argument.
-        numbers: the same of the graph's inputs.
-        forms: types and sizes that the inputs may have.
+        name: of the value.
+        kind: what it is.
+        target: where torch.compile has it from, as text; of a constant its name in the graph.
+        argument: its number among the graph's inputs; -1 of a constant.
     """
 
-    captured: CapturedForward
-    first: FirstGraph | None
-    why_not_all: str
-    inputs: Sequence[Any]
-    leaves: Mapping[int, int]
-    numbers: Mapping[int, int]
-    forms: Forms
+    name: str
+    kind: Kind
+    target: str
+    argument: int
 
 
-def graph_of(module: torch.nn.Module, values: Sequence[Any], spec: Any, leaves: Mapping[int, int]) -> GraphOfForward:
+@dataclass(frozen=True)
+class CapturedForward:
     """The graph of a forward.
 
-    Args:
-        module: the model.
-        values, spec: the flattened arguments.
-        leaves: the leaf of the batch that an argument is, by its number.
-
-    Raises:
-        NotCaptured: there is none, or it takes nothing of the batch.
+    Attributes:
+        inputs: what goes in.
+        calls: its operators in the order in which they run.
+        lines: where the program calls each of them: file, line, text.
+        outputs: what comes out: a `Ref` or a plain value each.
     """
-    call_with = _pytree.tree_unflatten([*values], spec)
-    captured, first, why_not_all, inputs = _captured(module, call_with, values, frozenset(leaves))
-    own: Mapping[int, tuple[Kind, str]] = {}
-    places: Mapping[int, int] = {place: place for place in leaves}
-    if first is not None:
-        own, places = _own_tensors(inputs, owners(module)), first.places
-    taken = {place: number for place, number in leaves.items() if place in places.values()}
-    if not taken:
-        raise NotCaptured(f"not all of the forward moves: {why_not_all}; its beginning takes no tensor of the batch")
-    numbers = {number: taken[place] for number, place in places.items() if place in taken}
-    kinds = tuple(_of_the_batch(graph_input, numbers, own) for graph_input in captured.inputs)
-    forms = Forms(inputs, captured.shape_rules, _sizes_of(module, spec, first is None))
-    return GraphOfForward(replace(captured, inputs=kinds), first, why_not_all, inputs, taken, numbers, forms)
+
+    inputs: tuple[GraphInput, ...]
+    calls: tuple[Call, ...]
+    lines: Mapping[str, tuple[str, int, str]]
+    outputs: tuple[Any, ...]
 
 
-def _captured(
-    module: torch.nn.Module, call_with: tuple[Any, Any], values: Sequence[Any], leaves: frozenset[int]
-) -> tuple[CapturedForward, FirstGraph | None, str, Sequence[Any]]:
-    """The graph of a forward, or of its beginning and why not of all; and what goes into it.
-
-    Raises:
-        NotCaptured: there is neither.
-    """
-    try:
-        return capture(module, *call_with), None, "", values
-    except NotCaptured as reason:
-        why_not_all = str(reason)
-    try:
-        first, inputs = first_graph(module, call_with, values, leaves)
-    except NotCaptured as reason:
-        raise NotCaptured(f"{why_not_all}; nor is there a graph of its beginning: {reason}") from reason
-    return first.captured, first, why_not_all, inputs
-
-
-def _sizes_of(module: torch.nn.Module, spec: Any, is_whole: bool) -> Callable[[Sequence[Any]], Mapping[str, Any]]:
-    """Gives what the rules of torch.export for sizes are about, of the inputs of a graph."""
-    signature = inspect.signature(module.forward)
-
-    def sizes(inputs: Sequence[Any]) -> Mapping[str, Any]:
-        if not is_whole:
-            return {"inputs": tuple(inputs)}
-        args, kwargs = _pytree.tree_unflatten(list(inputs), spec)
-        return signature.bind(*args, **kwargs).arguments
-
-    return sizes
-
-
-def _own_tensors(
-    inputs: Sequence[Any], tables: Mapping[str, tuple[dict[str, Any], str]]
-) -> dict[int, tuple[Kind, str]]:
-    """Those inputs of a graph that are the model's own tensors: what they are, and their qualified names."""
-    targets = {id(table[name]): target for target, (table, name) in tables.items()}
-    own = {number: value for number, value in enumerate(inputs) if id(value) in targets}
-    return {
-        number: (Kind.PARAMETER if isinstance(value, torch.nn.Parameter) else Kind.BUFFER, targets[id(value)])
-        for number, value in own.items()
-    }
-
-
-def _of_the_batch(
-    graph_input: GraphInput, leaves: Mapping[int, int], own: Mapping[int, tuple[Kind, str]]
-) -> GraphInput:
-    """An input of the graph, whose kind is LEAF only if it is a leaf of the batch.
+def read(graph: Graph, kinds: Mapping[int, Kind], constant: Kind) -> CapturedForward:
+    """The graph as plain values.
 
     Args:
-        graph_input: as it was captured.
-        leaves: numbers of the leaves of the batch, by the number of the argument.
-        own: the model's tensors among the arguments, of a graph that takes them as such.
+        graph: as it was traced.
+        kinds: of its inputs, by number.
+        constant: what tensors that are written in it are.
+
+    Raises:
+        NotCaptured: it has something that is no plain value.
     """
-    if graph_input.kind is not Kind.LEAF or graph_input.argument in leaves:
-        return graph_input
-    kind, target = own.get(graph_input.argument, (Kind.PLAIN, ""))
-    return replace(graph_input, kind=kind, target=target)
+    inputs: list[GraphInput] = []
+    calls: list[Call] = []
+    lines: dict[str, tuple[str, int, str]] = {}
+    outputs: tuple[Any, ...] = ()
+    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    for number, node in enumerate(placeholders):
+        if number in graph.sizes:
+            tensor, dimension = graph.sizes[number]
+            calls.append(Call(node.name, METHOD, "size", (Ref(placeholders[tensor].name), dimension), {}))
+        else:
+            inputs.append(GraphInput(node.name, kinds[number], _source(node), number))
+    for node in graph.module.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            calls.append(_call(node, graph))
+            if place := _place(node.meta.get("stack_trace") or ""):
+                lines[node.name] = place
+        elif node.op == "get_attr" and node.target in graph.constants:
+            inputs.append(GraphInput(node.name, constant, node.target, -1))
+        elif node.op == "output":
+            outputs = tuple(_values(value, graph) for value in node.args[0])
+        elif node.op not in ("placeholder", "get_attr"):
+            raise NotCaptured(f"a node {node.op} {node.target} in the graph of torch.compile")
+    return CapturedForward(tuple(inputs), tuple(calls), lines, outputs)
+
+
+def _call(node: Any, graph: Graph) -> Call:
+    args, kwargs = _values(tuple(node.args), graph), _values(dict(node.kwargs), graph)
+    if node.op == "call_method":
+        return Call(node.name, METHOD, node.target, args, kwargs)
+    place = place_of(node.target)
+    if place is None:
+        return Call(node.name, "", _name(node.target), args, kwargs, node.target)
+    return Call(node.name, *place, args, kwargs)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or function)
+
+
+def _source(node: Any) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name) or str(node.name)
+
+
+def _values(argument: Any, graph: Graph) -> Any:
+    def value_of(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            if item.op == "get_attr" and item.target not in graph.constants:
+                return getattr(graph.module, str(item.target))  # a graph of its own, for an operator of higher order
+            return Ref(item.name)
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise NotCaptured("a size in the graph of torch.compile that nothing in it gives")
+        return item
+
+    return replace_in(_plain_containers(argument), value_of)
+
+
+def _plain_containers(value: Any) -> Any:
+    """Arguments of a node in Python's own containers."""
+    if isinstance(value, tuple | list):
+        items = [_plain_containers(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: _plain_containers(item) for key, item in value.items()}
+    return value
+
+
+def _place(stack: str) -> tuple[str, int, str] | None:
+    """The last place of the program in a stack, as torch.fx writes it; torch's own where there is no other."""
+    lines = stack.splitlines()
+    places = [(match, index) for index, line in enumerate(lines) if (match := PLACE.search(line))]
+    own = [place for place in places if not NOT_THE_PROGRAM.search(place[0].group(1))] or places
+    if not own:
+        return None
+    match, number = own[-1]
+    text = lines[number + 1].strip() if number + 1 < len(lines) else ""
+    return match.group(1), int(match.group(2)), text
+
+
+def on_both_sides(captured: CapturedForward) -> frozenset[str]:
+    """Numbers that follow from the sizes of what comes with the batch: each side finds them out itself."""
+    known = {each.name for each in captured.inputs if each.kind is Kind.LEAF}
+    found: set[str] = set()
+    for call in captured.calls:
+        names = references((call.args, call.kwargs))
+        of_size = (call.module, call.path) in ((METHOD, "size"), ("torch.ops", "aten.sym_size.int"))
+        of_numbers = call.module in ("_operator", "math") or call.path == "Size"
+        if (of_size and known.issuperset(names)) or (of_numbers and names and found.issuperset(names)):
+            found.add(call.name)
+    return frozenset(found)

@@ -13,21 +13,19 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.partitioner.capture import Graph
 from hetstream.mpi_dataworkers.partitioner.describe import Observed
-from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, references, replace_in
+from hetstream.mpi_dataworkers.partitioner.program import Call, OperatorProgram, Ref, called, references, replace_in
 
 # The fastest of so many runs counts: the first pays for memory and for what is loaded at first use.
 _NUM_RUNS = 3
 
 
-def observe(
-    calls: Sequence[Call], functions: Mapping[str, Any], values: Mapping[str, Any]
-) -> tuple[dict[str, Observed], float, dict[str, str]]:
+def observe(calls: Sequence[Call], values: Mapping[str, Any]) -> tuple[dict[str, Observed], float, dict[str, str]]:
     """Run operators one by one.
 
     Args:
         calls: in the order in which they run.
-        functions: what each of them calls.
         values: what goes in, by name.
 
     Returns:
@@ -41,7 +39,7 @@ def observe(
         for _ in range(_NUM_RUNS):
             known = dict(values)
             for call in calls:
-                _run(call, functions[call.name], known, seen, failed)
+                _run(call, known, seen, failed)
                 # Dropped as in a forward: an operator that gets fresh memory each time takes several times as long.
                 for name in references((call.args, call.kwargs)):
                     if last_users[name] == call.name and name in known and name not in values:
@@ -63,7 +61,7 @@ def _of_the_whole(
     return min(1.0, seconds_of(program, [values[name] for name in inputs]) / total_s)
 
 
-def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Observed], failed: dict[str, str]) -> None:
+def _run(call: Call, known: dict[str, Any], seen: dict[str, Observed], failed: dict[str, str]) -> None:
     names = references((call.args, call.kwargs))
     if any(name not in known for name in names):
         failed.setdefault(call.name, "what it needs cannot run by itself")
@@ -73,7 +71,8 @@ def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Obser
         return known[item.name] if isinstance(item, Ref) else item
 
     args, kwargs = replace_in(call.args, value_of), replace_in(call.kwargs, value_of)
-    if problem := falling_borders(function, args, kwargs):
+    function = called(call)
+    if problem := falling_borders(call.path, args, kwargs):
         failed[call.name] = problem
         return
     started = time.perf_counter()
@@ -86,24 +85,22 @@ def _run(call: Call, function: Any, known: dict[str, Any], seen: dict[str, Obser
     seconds = time.perf_counter() - started
     known[call.name] = value
     before = seen.get(call.name)
-    shares = tuple(name for name in dict.fromkeys(names) if _same_memory(value, known[name]))
     if before is None or seconds < before.seconds:
-        seen[call.name] = _observed(value, seconds, shares)
+        seen[call.name] = _observed(value, seconds)
 
 
 # What a reason begins with where an operator is right but its arguments cannot be.
 FALLING_BORDERS = "its borders decrease"
 # Operators that look values up among sorted ones, and which argument those are.
-_SORTED_ARGUMENTS = {"aten::bucketize": 1, "aten::searchsorted": 0}
+_SORTED_ARGUMENTS = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted_sequence")}
 
 
-def falling_borders(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def falling_borders(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Where the borders of a search decrease, so that torch's result means nothing; "" where they do not."""
-    schema = getattr(function, "_schema", None)
-    place = _SORTED_ARGUMENTS.get(schema.name) if schema is not None else None
-    if place is None or place >= len(args) or kwargs.get("sorter") is not None:
+    place, name = _SORTED_ARGUMENTS.get(path.rsplit(".", 1)[-1], (0, ""))
+    borders = args[place] if name and place < len(args) else kwargs.get(name)
+    if not isinstance(borders, torch.Tensor) or kwargs.get("sorter") is not None:
         return ""
-    borders = args[place]
     falls = (borders[..., 1:] < borders[..., :-1]).nonzero()
     if not len(falls):
         return ""
@@ -112,26 +109,28 @@ def falling_borders(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return f"{FALLING_BORDERS}: {second:g}, at place {at + 1}, is below {first:g}"
 
 
-def _observed(value: Any, seconds: float, shares: tuple[str, ...]) -> Observed:
+def _observed(value: Any, seconds: float) -> Observed:
     if isinstance(value, torch.Tensor):
         num_bytes = value.numel() * value.element_size()
-        return Observed(seconds, num_bytes, "tensor", value.dtype, value.numel(), shares)
+        return Observed(seconds, num_bytes, "tensor", value.dtype, value.numel(), value.device, _is_dense(value))
     if isinstance(value, bool | int | float):
         return Observed(seconds, 8, "number")
-    return Observed(seconds, 0, "several", shares=shares)
+    return Observed(seconds, 0, "several")
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, in some order of its dimensions, so that it can be sent as it lies there."""
+    if value.layout is not torch.strided:
+        return False
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda place: (-strides[place], place))
+    return value.numel() == 0 or value.permute(order).is_contiguous()
 
 
 def _finish(value: Any) -> None:
     """Wait for an accelerator: it works on when the call has returned."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
         torch.cuda.synchronize(value.device)
-
-
-def _same_memory(value: Any, other: Any) -> bool:
-    first = value[0] if isinstance(value, tuple | list) and value else value
-    if not isinstance(first, torch.Tensor) or not isinstance(other, torch.Tensor) or first.numel() == 0:
-        return False
-    return first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager
@@ -161,6 +160,19 @@ def seconds_of(program: OperatorProgram, inputs: Sequence[Any]) -> float:
             started = time.perf_counter()
             values = program(*inputs)
             for value in values:
+                _finish(value)
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+def seconds_of_graph(graph: Graph, inputs: Sequence[Any]) -> float:
+    """What a graph takes as a whole, with copies of what it may change in place."""
+    with _own_random_numbers(inputs), torch.no_grad():
+        best = float("inf")
+        for _ in range(_NUM_RUNS):
+            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+            started = time.perf_counter()
+            for value in graph.module.forward(*given):
                 _finish(value)
             best = min(best, time.perf_counter() - started)
     return best

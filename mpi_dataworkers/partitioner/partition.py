@@ -14,9 +14,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,20 +23,20 @@ import torch
 
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse
-from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
+from hetstream.mpi_dataworkers.partitioner.analysis import Analysis, analyse, analysis_of
+from hetstream.mpi_dataworkers.partitioner.capture import Graph
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Decision, Rates
+from hetstream.mpi_dataworkers.partitioner.deliveries import Delivery
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
 from hetstream.mpi_dataworkers.partitioner.measure import FALLING_BORDERS
-from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release, watched
+from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release
 from hetstream.mpi_dataworkers.partitioner.pace import Pace
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, compiled_functions
 from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
-from hetstream.mpi_dataworkers.partitioner.spared import SparedLeaves
-from hetstream.mpi_dataworkers.partitioner.split import spared_leaves, unpack
+from hetstream.mpi_dataworkers.partitioner.split import unpack
 from hetstream.mpi_dataworkers.partitioner.trial import Trial, Verdict
+from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
 
 _log = logging.getLogger(__name__)
@@ -46,6 +45,8 @@ _STEP_PER_FORWARD = 3.0
 NUM_CHECKED = 3
 # The cut changes at most so many times in a run: each change makes the batches on their way anew.
 _MOST_CHANGES = 8
+# So often another graph of a forward is analysed, as where an attribute changes from epoch to epoch.
+_MOST_ANALYSES = 3
 # Cuts of which is measured what they gain: what was measured counts for the later ones.
 _MOST_TRIALS = 3
 # Numbers of cuts, in common: one loader may feed two models, and neither takes what was computed for the other.
@@ -77,8 +78,8 @@ class Partition:
         self._pace = Pace() if follows_rates else None
         self._trial: Trial | None = None
         self._gain, self._num_trials = 1.0, 0
-        self._leaves = SparedLeaves()
-        self._knows_read = self._spares = False
+        self._num_analyses = 0
+        self._last: list[Any] = []  # leaves of the last batch
 
     @property
     def is_active(self) -> bool:
@@ -88,27 +89,21 @@ class Partition:
     @property
     def counts(self) -> Counts:
         """How the calls of the forward went since it was partitioned."""
-        counts = self._forward.counts if self._forward is not None else Counts()
-        counts.remade = self._leaves.num_remade
-        return counts
+        return self._forward.counts if self._forward is not None else Counts()
 
-    def begin(
-        self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int, read: set[int] | None = None
-    ) -> None:
+    def begin(self, analysis: Analysis, num_leaves: int, rates: Rates, num_checked: int) -> None:
         """Decide for the first time, and stand in for the module's forward.
 
         Args:
             analysis: of the forward.
             num_leaves: of a batch.
             rates: what the decision depends on.
-            num_checked: calls that are run both ways and compared.
-            read: numbers of the leaves that the program has read itself so far; None if that is not known.
+            num_checked: batches that are computed both ways and compared.
         """
-        if read is not None:
-            self._leaves.read, self._knows_read = read, True
         self.analysis, self._num_leaves = analysis, num_leaves
-        self._forward = PartitionedForward(self._module, analysis.guards, num_checked, self.remove)
+        self._forward = PartitionedForward(self._module, analysis, num_checked, self.remove, self._analyse_again)
         self._rates = rates
+        self._connection.at_close.append(self._forget)
         for operator in analysis.graph.operators:
             if operator.keeps.startswith(FALLING_BORDERS):
                 text = "hetstream: %s of %s's forward (%s) stays: %s"
@@ -128,61 +123,54 @@ class Partition:
         if self.analysis is None or self._forward is None:
             return
         self._rates = rates
-        read = self._leaves.read if self._knows_read else None
-        decision = self.analysis.decide(self._offload, rates, read, self._gain)
+        decision = self.analysis.decide(self._offload, rates, self._gain)
         before = self.decision.moved if self.decision is not None else frozenset()
         self.decision, self.reason = decision, decision.reason
         if self.analysis.why_not_all:
             self.reason += f"; that is the forward's beginning alone; the rest stays: {self.analysis.why_not_all}"
-        if decision.moved == before and not self._changes_what_is_sent(decision):
+        if decision.moved == before:
             return
         if not decision.moved:
             self._stop()
             return
-        is_known = decision.moved == before and self.is_active
         self._generation = next(_generations)
-        self._spares = self._spares and is_known
-        cut = self.analysis.cut(decision, self._num_leaves, self._generation, self._spares)
+        cut = self.analysis.cut(decision, self._num_leaves, self._generation)
         # Should data workers not take the stage, nothing has changed.
         self._connection.use_forward_stage(cut.stage, self._deliver)
         # Numbers that are drawn elsewhere are others than the program's own, so there is nothing to compare.
-        self._forward.use(cut, is_checked=is_known or cut.draws)
-        if is_known:
-            return
+        self._forward.use(cut, is_checked=cut.draws)
         if self._pace is not None and self._offload is Offload.AUTO and self._num_trials < _MOST_TRIALS:
             self._trial, self._num_trials = Trial(), self._num_trials + 1
-        self._forward.install()
+        if not self._forward.install():
+            self.remove("the program has put something else in the place of its call")
+            return
         text = "hetstream: data workers run %d operators of %s's forward: %s"
         _log.warning(text, len(decision.moved), type(self._module).__name__, self.reason)
 
-    def _changes_what_is_sent(self, decision: Decision) -> bool:
-        if not self.is_active or self._forward is None or self._forward.split is None or self.analysis is None:
-            return False
-        leaves, stage = self.analysis.leaves, self._forward.split.stage
-        taken = [name for name, form in leaves.items() if form in stage.forms]
-        spared = spared_leaves(leaves, taken, decision.not_sent) if self._spares else ()
-        return {*spared} != {*stage.spared}
+    def _analyse_again(self, graph: Graph, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> None:
+        """torch.compile has another graph of the forward, as where an attribute has changed for good: cut that one."""
+        if self._forward is None or self.analysis is None:
+            return
+        self._num_analyses += 1
+        if self._num_analyses > _MOST_ANALYSES:
+            self.remove(f"it has had {_MOST_ANALYSES} other graphs, and has another one")
+            return
+        kind = self.analysis.way, self.analysis.why_not_all
+        try:
+            self.analysis = analysis_of(graph, inputs, arguments, self._last, self._offload, *kind)
+        except NotCaptured as reason:
+            self.remove(str(reason))
+            return
+        self._forward.analysed(self.analysis)
+        self._trial, self._forward.is_paused, self.decision = None, False, None
+        self.decide(self._rates)
+        if not self.is_active:
+            self._stop()
 
     def _go_on(self, forward: PartitionedForward) -> None:
-        """After the check of a cut: measure what it gains, and spare what nothing else reads."""
-        if not forward.is_checked:
-            return
-        if self._trial is not None:
+        """After the check of a cut: measure what it gains."""
+        if forward.is_checked and self._trial is not None:
             self._try(self._trial, forward)
-            return
-        self._spare(forward)
-
-    def _spare(self, forward: PartitionedForward) -> None:
-        """Have what nothing else reads sent no more."""
-        may_spare = self._again() is not None and not compiled_functions.reads
-        if may_spare and not self._spares and self.is_active and self._leaves.may_be:
-            self._spares = self._knows_read = True
-            self.decide(self._rates)
-            split = forward.split
-            if split is not None and split.stage.spared and self.decision is not None:
-                text = "hetstream: %s of each batch is not sent any more, as nothing else reads it: %+d bytes in all"
-                leaves = ", ".join(f"leaf {number}" for number in split.stage.spared)
-                _log.warning(text, leaves, self.decision.bytes_added)
 
     def _try(self, trial: Trial, forward: PartitionedForward) -> None:
         """A step of the trial begins: change to the cut, or to how it was without, and in the end decide."""
@@ -199,13 +187,10 @@ class Partition:
         elif trial.uses_cut and not used:
             assert forward.split is not None
             self._connection.use_forward_stage(forward.split.stage, self._deliver)
-            self._spare(forward)  # so that what is tried is what stays
 
     def _resume(self, forward: PartitionedForward) -> None:
         """The first batch with values has come after steps without the cut."""
         forward.is_paused = False
-        if not forward.install():
-            self.remove("the program has given it another forward")
 
     def _judge(self, verdict: Verdict) -> None:
         """Have the decision know what the cut gains, as measured."""
@@ -218,9 +203,6 @@ class Partition:
         if not self.is_active:
             self.reason = self.reason if verdict.pays else verdict.reason
             _log.warning("hetstream: %s runs as it is written: %s", type(self._module).__name__, self.reason)
-
-    def _again(self) -> Callable[[], Any] | None:
-        return self._connection.last_again()
 
     def _reconsider(self, pace: Pace) -> None:
         """Decide again when the rates are other ones than those of the decision."""
@@ -250,51 +232,43 @@ class Partition:
         self.analysis = None
 
     def _stop(self) -> None:
-        if self._forward is None or self._forward.split is None:
+        if self._forward is None:
             return
-        stage = self._forward.split.stage
+        stage = self._forward.split.stage if self._forward.split is not None else None
         self._forward.use(None)
         self._forward.uninstall()
-        self._trial, self._spares, self._forward.is_paused = None, False, False
+        self._forget()
+        self._trial, self._forward.is_paused = None, False
         if self._connection.pipeline.forward_stage in (
             stage,
             None,
-        ):  # else another model's, which this loader feeds now
+        ):  # else of another model, which this loader feeds now
             self._connection.use_forward_stage(None, self._deliver if self._pace is not None else None)
 
+    def _forget(self) -> None:
+        """Let go of all batches: they may lie in memory of the connection's."""
+        self._last = []
+        if self._forward is not None:
+            self._forward.deliveries.clear()
+
     def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
-        """A batch for the program, with what data workers have computed for it."""
-        if self._forward is not None and self.is_active:
-            if not self._forward.is_paused:
-                self._send_again_what_is_read(self._forward)
-            self._go_on(self._forward)
+        """A batch for the program; what data workers have computed for it is kept for the forward."""
+        forward = self._forward
+        if forward is not None and self.is_active:
+            self._go_on(forward)
         if self._pace is not None and self.analysis is not None and self._trial is None:
             self._reconsider(self._pace)
-        forward = self._forward
-        if extra and forward is not None and forward.is_paused and (self._trial is None or self._trial.uses_cut):
-            self._resume(forward)
-        is_paused = forward is not None and forward.is_paused
-        if not extra and (self.analysis is None or not self.is_active or is_paused):
+        if not extra or forward is None:
             return batch
-        generation, values, shapes = unpack(extra) if extra else (0, None, {})
-        self._count_bytes(batch, values or (), shapes)
-        spared = self._leaves.makers(shapes, self._again()) if shapes else {}
-        if self.analysis is None:
-            return Delivery(read=set()).tag(batch, frozenset(), spared)
-        wanted = frozenset(form.number for form in self.analysis.leaves.values())
-        return Delivery(values, generation, self._leaves.read).tag(batch, wanted, spared)
-
-    def _count_bytes(self, batch: Any, values: Sequence[torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> None:
-        """For the loader's statistics: what the cut adds to this batch, and what it saves."""
-        leaves = leaves_of(batch) if shapes else ()
-        spared = sum(math.prod(shape) * leaves[number].element_size() for number, shape in shapes.items())
-        self._connection.count(moved_bytes=sum(value.nbytes for value in values), spared_bytes=spared)
-
-    def _send_again_what_is_read(self, forward: PartitionedForward) -> None:
-        if forward.split is not None and (often := self._leaves.often_read(forward.split.stage.spared)):
-            leaves = ", ".join(f"leaf {number}" for number in often)
-            _log.warning("hetstream: %s of each batch is sent again: something reads it", leaves)
-            self.decide(self._rates)
+        if forward.is_paused and (self._trial is None or self._trial.uses_cut):
+            self._resume(forward)
+        generation, values = unpack(extra)
+        self._connection.count(moved_bytes=sum(value.nbytes for value in values))
+        self._last = leaves_of(batch)
+        if (forms := forward.forms(generation)) and not forward.is_paused:
+            leaves = {form.number: self._last[form.number] for form in forms}
+            forward.deliveries.add(Delivery(generation, leaves, values))
+        return batch
 
 
 _EITHER = (
@@ -345,21 +319,19 @@ def partition(
         )
     module = inner_module(model)
     made = Partition(module, connection, Offload(offload), follows_rates=rates is None)
-    tagged = Delivery().tag(example_batch)
     leaves = leaves_of(example_batch)
     try:
         check_module(module)
         release(module)
-        args = _arguments(module, inputs or _default_inputs(module), tagged)
-        forward_s, effects = watched(module, args)
-        analysis = analyse(module, args, {}, effects, made._offload)
+        args = _arguments(module, inputs or _default_inputs(module), example_batch)
+        analysis = analyse(module, args, {}, leaves, made._offload)
     except NotCaptured as reason:
         made.reason = str(reason)
         _log.warning("hetstream: nothing of %s moves: %s", type(module).__name__, reason)
         return made
     num_workers = connection.client.num_data_workers if connection.client is not None else loader.num_workers
     batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-    measured = Rates(forward_s * _STEP_PER_FORWARD, 0.0, num_workers, batch_bytes=batch_bytes)
+    measured = Rates(analysis.seconds * _STEP_PER_FORWARD, 0.0, num_workers, batch_bytes=batch_bytes)
     made.begin(analysis, len(leaves), rates or with_wire(measured, connection), num_checked)
     return made
 

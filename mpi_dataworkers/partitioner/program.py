@@ -28,8 +28,9 @@ class Call:
 
     Attributes:
         name: of its value.
-        module, path: where the function is found, as `torch.ops` and `aten.log.default`.
+        module, path: where the function is found, as `torch` and `log1p`; of a method, `METHOD` and its name.
         args, kwargs: plain values, with a `Ref` for each value of the program.
+        function: of one that has no such place: it runs only where it is.
     """
 
     name: str
@@ -37,27 +38,59 @@ class Call:
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    function: Any = None
+
+
+METHOD = "method"
+# Where functions are that do not know their module.
+_PLACES = ("torch", "torch.nn.functional", "torch._C._nn", "torch.special", "torch.linalg", "torch.fft")
+_KNOWN_MODULES = frozenset(("torch", "_operator", "operator", "builtins", "math"))
 
 
 def place_of(function: Any) -> tuple[str, str] | None:
     """Where other processes find a function; None where they do not."""
     if isinstance(function, torch._ops.OpOverload):
-        return "torch.ops", str(function)
-    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(path, str):
+        return ("torch.ops", str(function)) if function.namespace in ("aten", "prims") else None
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if not isinstance(name, str):
         return None
-    if module.split(".")[0] not in ("torch", "_operator", "operator", "builtins", "math"):
-        return None
+    module = getattr(function, "__module__", None)
+    places = [(module, name)] if isinstance(module, str) and module.split(".")[0] in _KNOWN_MODULES else []
+    if (place := next((place for place in places if _is_at(function, *place)), None)) is not None:
+        return place
+    return _names().get(id(function))
+
+
+@functools.cache
+def _names() -> dict[int, tuple[str, str]]:
+    """Functions of torch that do not know their own place, by identity."""
+    modules = [(place, importlib.import_module(place)) for place in reversed(_PLACES)]
+    return {
+        id(value): (place, name) for place, module in modules for name, value in vars(module).items() if callable(value)
+    }
+
+
+def _is_at(function: Any, module: str, path: str) -> bool:
     try:
-        found = _find(module, path)
+        return _find(module, path) is function
     except (ImportError, AttributeError):
-        return None
-    return (module, path) if found is function else None
+        return False
 
 
 def _find(module: str, path: str) -> Any:
     root = torch.ops if module == "torch.ops" else importlib.import_module(module)
     return operator.attrgetter(path)(root)
+
+
+def called(call: Call) -> Callable[..., Any]:
+    """What a call calls."""
+    if call.function is not None:
+        function: Callable[..., Any] = call.function
+        return function
+    if call.module == METHOD:
+        return lambda value, *args, **kwargs: getattr(value, call.path)(*args, **kwargs)
+    found: Callable[..., Any] = _find(call.module, call.path)
+    return found
 
 
 def replace_in(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -81,12 +114,14 @@ class OperatorProgram:
         calls: in the order in which they run.
         outputs: names of the values that come out, or plain values.
         constants: tensors that belong to it, by name.
+        bounded: names of the values whose calls must have no tensor of `torch`'s grain size; see `TooLarge`.
     """
 
     inputs: tuple[str, ...]
     calls: tuple[Call, ...]
     outputs: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    bounded: frozenset[str] = frozenset()
 
     @functools.cached_property
     def function(self) -> Callable[..., list[Any]]:
@@ -98,6 +133,19 @@ class OperatorProgram:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "function"}
+
+
+# From so many elements on torch cuts an operator into one piece for each thread.
+GRAIN_SIZE = 32768
+
+
+class TooLarge(ValueError):
+    """An operator has so many elements that its last bits depend on the number of threads. Internal to this package."""
+
+
+def _check_size(*values: Any) -> None:
+    if any(isinstance(value, torch.Tensor) and value.numel() >= GRAIN_SIZE for value in values):
+        raise TooLarge
 
 
 class _Writer:
@@ -115,10 +163,13 @@ class _Writer:
             self._names[name] = self._constant(tensor)
         last_uses = self._last_uses()
         for place, call in enumerate(program.calls):
-            function = self._constant(_find(call.module, call.path))
             arguments = [self._text(value) for value in call.args]
             arguments += [f"{key}={self._text(value)}" for key, value in call.kwargs.items()]
+            function = f"{arguments.pop(0)}.{call.path}" if call.module == METHOD else self._constant(called(call))
             line = f"    {self._name(call.name)} = {function}({', '.join(arguments)})"
+            if call.name in program.bounded:
+                values = [self._name(name) for name in (*references((call.args, call.kwargs)), call.name)]
+                line += f"; {self._constant(_check_size)}({', '.join(values)})"
             done = [self._name(name) for name in last_uses.get(place, ())]
             lines.append(line + (f"; {' = '.join(done)} = None" if done else ""))
         lines.append(f"    return [{', '.join(self._text(value) for value in program.outputs)}]")

@@ -1,7 +1,7 @@
 """Partitions a program that does not know hetstream: `hetstream run --offload=auto python train.py`.
 
-Called by the start-up hook for each loader that data workers serve. It marks the batches of a loader, sees in which
-module's forward they arrive, and partitions that module in the third step; then it is out of the way.
+Called by the start-up hook for each loader that data workers serve. It sees in which module's forward the batches of a
+loader arrive, and partitions that module in the third step; then it is out of the way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,13 @@ from torch.utils import _pytree as pytree
 from hetstream.mpi_dataworkers.config import explain_file_from_environment
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 from hetstream.mpi_dataworkers.partitioner.analysis import analyse
-from hetstream.mpi_dataworkers.partitioner.capture import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.classify import Offload
 from hetstream.mpi_dataworkers.partitioner.cut import Rates
 from hetstream.mpi_dataworkers.partitioner.findings import Findings
-from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward, saving_nothing
-from hetstream.mpi_dataworkers.partitioner.leaves import flatten_call, leaves_of
-from hetstream.mpi_dataworkers.partitioner.modules import CHANGES_ITS_ARGUMENTS, check_hooks, check_module, release
-from hetstream.mpi_dataworkers.partitioner.own_call import OwnCall
+from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of, same_bytes
+from hetstream.mpi_dataworkers.partitioner.modules import check_module, release
 from hetstream.mpi_dataworkers.partitioner.partition import NUM_CHECKED, Partition
-from hetstream.mpi_dataworkers.partitioner.provenance import Delivery, origin, whole
-from hetstream.mpi_dataworkers.partitioner.side_effects import ModelState, is_plain, watch
+from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 from hetstream.mpi_dataworkers.partitioner.wire_rate import with_wire
 
 _log = logging.getLogger(__name__)
@@ -41,6 +38,8 @@ _Module: Any = torch.nn.Module
 _STEP_OF_CAPTURE = 3
 # A loader whose batches arrive in no forward for so many steps is followed no more.
 _MOST_STEPS = 50
+# Batches that a program may have fetched ahead.
+_MOST_AHEAD = 4
 
 
 class _Calls:
@@ -79,28 +78,20 @@ class _Calls:
             _Module.__call__ = stands_in
 
     def _called(self, own: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or self._depth or not module.training:
+            return own(module, *args, **kwargs)
         is_wrapper = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        if self._depth or is_wrapper or not any(True for _ in module.parameters()):
+        if is_wrapper or not any(True for _ in module.parameters()):
             return own(module, *args, **kwargs)
-        follower = self._follower_of(args, kwargs)
-        if follower is None:
-            return own(module, *args, **kwargs)
+        tensors = [value for value in _pytree.tree_leaves((args, kwargs)) if type(value) is torch.Tensor]
+        follower = next((follower for follower in self.followers if follower.gave(tensors)), None)
         self._depth += 1
         try:
-            plain_ones = _pytree.tree_map(whole, (args, kwargs))  # what the forward reads, it alone reads
-            call = OwnCall(functools.partial(own, module), (args, kwargs), plain_ones)
-            return follower.called(call, module, args, kwargs)
+            if follower is not None:
+                follower.called(module, args, kwargs)
+            return own(module, *args, **kwargs)
         finally:
             self._depth -= 1
-
-    def _follower_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Follower | None:
-        deliveries = _deliveries(args, kwargs)
-        return next((follower for follower in self.followers if any(map(follower.gave, deliveries))), None)
-
-
-def _deliveries(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Delivery]:
-    """The batches of which tensors are among arguments."""
-    return [found[0] for value in _pytree.tree_leaves((args, kwargs)) if (found := origin(value)) is not None]
 
 
 _calls = _Calls()
@@ -123,94 +114,61 @@ class Follower:
         self.partition: Partition | None = None
         self._connection = connection
         self._offload = offload
-        self._read: set[int] = set()
         self._num_processes = num_processes
-        self._num_leaves = 0
-        self._batch_bytes = 0
+        self._batches: deque[list[Any]] = deque(maxlen=_MOST_AHEAD)
         self._steps = 0
         self._seen: list[tuple[torch.nn.Module, float, float]] = []  # in which module, when, waits until then
-        self._plain_values: dict[int, Any] | None = None  # among the arguments of the first call
-        self._changing = frozenset[int]()
         connection.on_extra = self._deliver
         _calls.add(self)
 
-    def gave(self, delivery: Delivery) -> bool:
-        """Whether it is a batch of this loader. It need not be the last one: programs fetch some ahead."""
-        return delivery.read is self._read
+    def gave(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of the tensors is of a batch of this loader, not only the last: programs fetch some ahead."""
+        return any(_is_of(tensors, batch) for batch in self._batches)
 
     def _deliver(self, _step: int, batch: Any, _extra: Sequence[torch.Tensor]) -> Any:
         self._steps += 1
         if self._steps > _MOST_STEPS:
             self._end("its batches arrive in no model's forward as the loader gives them")
             return batch
-        leaves = leaves_of(batch)
-        self._num_leaves = len(leaves)
-        self._batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return Delivery(read=self._read, step=self._steps).tag(batch)
+        self._batches.appendleft(leaves_of(batch))
+        return batch
 
-    def called(self, call: OwnCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An outermost module is called with leaves of the loader's batch."""
-        if not module.training:
-            return call()
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An outermost module is about to be called with leaves of the loader's batch."""
         if any(other is not module for other, _, _ in self._seen):
             self._end("its batches go to several models")
-            return call()
-        deliveries = _deliveries(args, kwargs)
-        latest = max(filter(self.gave, deliveries), key=lambda delivery: delivery.step)
-        takes_others = any(delivery is not latest for delivery in deliveries)
-        if takes_others and isinstance(vars(module).get("forward"), PartitionedForward):
-            self._end(f"what moves of {type(module).__name__} is of another loader, whose batches it takes as well")
-            return call()
+            return
         self._seen.append((module, time.monotonic(), self._connection.statistics.counters.wait_s))
-        self._note_plain_values(args, kwargs)
         if len(self._seen) < _STEP_OF_CAPTURE:
-            return call()
+            return
         release(module)
-        state = ModelState(module, [])
-        result, effects = watch(call)
-        change = state.change()
+        tensors = [value for value in _pytree.tree_leaves((args, kwargs)) if type(value) is torch.Tensor]
+        batch = next(batch for batch in self._batches if _is_of(tensors, batch))
         try:
-            check_hooks(state)
-            if change:
-                raise NotCaptured(f"the forward changes the model beside its tensors: {change}")
-            if call.has_changed:
-                raise NotCaptured(CHANGES_ITS_ARGUMENTS)
             check_module(module)
-            with saving_nothing(), _calls.paused():
-                analysis = analyse(module, args, kwargs, effects, self._offload, latest, self._changing)
+            with _calls.paused():
+                analysis = analyse(module, args, kwargs, batch, self._offload)
         except NotCaptured as reason:
             self._end(f"nothing of {type(module).__name__} moves: {reason}")
-            return result
+            return
         self._leave()
+        rates = self._rates(batch)
         if (path := explain_file_from_environment()) is not None:
-            name = type(module).__name__
-            why_not_all = analysis.why_not_all  # the rest of the forward may read all of them
-            read = tuple(leaf for leaf, form in analysis.leaves.items() if why_not_all or form.number in self._read)
-            measured = analysis.graph, analysis.verdicts, analysis.costs, self._rates()
-            found = Findings(name, "", *measured, read, why_not_all)
-            _explain(path, found)
+            measured = analysis.graph, analysis.verdicts, analysis.costs, rates
+            _explain(path, Findings(type(module).__name__, "", *measured, analysis.why_not_all))
         self.partition = Partition(module, self._connection, self._offload, follows_rates=True)
-        self.partition.begin(analysis, self._num_leaves, self._rates(), NUM_CHECKED, self._read)
-        return result
+        self.partition.begin(analysis, len(batch), rates, NUM_CHECKED)
 
-    def _note_plain_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which arguments that are no tensors are others than in the first call."""
-        leaves = enumerate(flatten_call(args, kwargs)[0])
-        now = {place: value for place, value in leaves if not isinstance(value, torch.Tensor) and is_plain(value)}
-        if self._plain_values is None:
-            self._plain_values = now
-        first = self._plain_values
-        self._changing |= {place for place, value in now.items() if place in first and first[place] != value}
-
-    def _rates(self) -> Rates:
+    def _rates(self, batch: Sequence[Any]) -> Rates:
         client = self._connection.client
         pairs = zip(self._seen, self._seen[1:], strict=False)
         steps = [after[1] - before[1] - (after[2] - before[2]) for before, after in pairs]
         num_processes = client.num_data_workers if client is not None else self._num_processes
-        rates = Rates(max(1e-6, min(steps)), 0.0, num_processes, batch_bytes=self._batch_bytes)
-        return with_wire(rates, self._connection)
+        batch_bytes = sum(leaf.nbytes for leaf in batch if isinstance(leaf, torch.Tensor))
+        return with_wire(Rates(max(1e-6, min(steps)), 0.0, num_processes, batch_bytes=batch_bytes), self._connection)
 
     def _leave(self) -> None:
+        self._batches.clear()
         self._connection.on_extra = None
         _calls.drop(self)
 
@@ -219,6 +177,14 @@ class Follower:
         if (path := explain_file_from_environment()) is not None:
             _explain(path, Findings("the model", reason))
         _log.warning("hetstream: a DataLoader's forward stays where it is: %s", reason)
+
+
+def _is_of(tensors: Sequence[torch.Tensor], batch: Sequence[Any]) -> bool:
+    """Whether one of the tensors is a leaf of a batch, or has its bytes, as on another device."""
+    leaves = [leaf for leaf in batch if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    if {*map(id, tensors)} & {*map(id, leaves)}:
+        return True
+    return any(same_bytes(tensor, leaf) for tensor in tensors for leaf in leaves)
 
 
 def _explain(path: Path, findings: Findings) -> None:

@@ -229,7 +229,6 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wait_s: time that the loop waited for steps.
         elapsed_s: time inside sessions, with the waits; of the open one, up to its last step.
         moved_bytes: of what operators that a partitioner has moved have computed, in these batches.
-        spared_bytes: of these batches' tensors that were not sent, because only such operators read them.
         compared_steps: that were made from the program's own objects, too, and compared.
         differing_steps: those of them that were not the same.
     """
@@ -249,7 +248,6 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost_shards: int = 0
     skipped: int = 0
     moved_bytes: int = 0
-    spared_bytes: int = 0
     compared_steps: int = 0
     differing_steps: int = 0
 

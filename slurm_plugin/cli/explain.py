@@ -115,37 +115,28 @@ def report_of(found: Findings, decision: Decision) -> Report:
         "why_not_all": found.why_not_all or None,
         "num_moved": len(decision.moved),
         "bytes_added": decision.bytes_added,
-        "leaves": _leaves(found, decision),
+        "leaves": _leaves(found),
         "step_s_before": decision.before.total_s,
         "step_s_after": decision.after.total_s,
     }
     lines = [f"{found.module}: {reason}"]
     if found.why_not_all:
-        lines.append(f"the table has the forward's beginning alone; of the rest torch.export says {found.why_not_all}")
+        lines.append(f"the table has the forward's beginning alone; of the rest torch.compile says {found.why_not_all}")
     if decision.moved:
         lines.append(
             f"{len(decision.moved)} of {len(rows)} operators move; {decision.bytes_added:+,} bytes for each batch"
         )
-    lines += [f"{leaf['leaf']}, {leaf['bytes']:,} bytes of the batch: {leaf['reason']}" for leaf in summary["leaves"]]
+    lines += [f"{leaf['leaf']}, {leaf['bytes']:,} bytes of the batch" for leaf in summary["leaves"]]
     return Report({"verb": "explain"}, summary, lines, [Section("operators", columns, rows, empty="no operators")])
 
 
-def _leaves(found: Findings, decision: Decision) -> list[dict[str, Any]]:
+def _leaves(found: Findings) -> list[dict[str, Any]]:
     """What becomes of the tensors of the batch that the forward takes."""
     leaves = []
     for operator in found.graph.operators:
         if operator.kind is Kind.LEAF:
-            is_spared = operator.name in decision.not_sent
-            reason = "the program reads it" if operator.name in found.read else "an operator that stays takes it"
             cost = found.costs.get(operator.name)
-            leaves.append(
-                {
-                    "leaf": operator.name,
-                    "bytes": cost.value_bytes if cost else 0,
-                    "is_sent": not is_spared,
-                    "reason": "not sent, as nothing but moved operators reads it" if is_spared else f"sent: {reason}",
-                }
-            )
+            leaves.append({"leaf": operator.target, "bytes": cost.value_bytes if cost else 0})
     return leaves
 
 

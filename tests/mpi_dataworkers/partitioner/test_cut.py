@@ -23,9 +23,9 @@ def chain(*costs: OperatorCost) -> tuple[ForwardGraph, dict[str, OperatorCost]]:
     return ForwardGraph(tuple(operators), ("dense",)), {f"o{number}": cost for number, cost in enumerate(costs)}
 
 
-def cutter(graph: ForwardGraph, costs: dict[str, OperatorCost], **options: frozenset[str]) -> Cutter:
+def cutter(graph: ForwardGraph, costs: dict[str, OperatorCost]) -> Cutter:
     movable = frozenset(operator.name for operator in graph.operators if operator.name != "dense")
-    return Cutter(graph, movable, costs, **options)
+    return Cutter(graph, movable, costs)
 
 
 def test_cheap_bytes_move_all_that_costs_the_trainer() -> None:
@@ -33,7 +33,6 @@ def test_cheap_bytes_move_all_that_costs_the_trainer() -> None:
     decision = cutter(graph, costs).decide(RATES)
     assert decision.moved == {"o0", "o1"}
     assert decision.sent == ("o1",)
-    assert decision.not_sent == ("x",)
     assert decision.after.total_s == pytest.approx(0.05, rel=0.01)
     assert "2 operators moved" in decision.reason
 
@@ -87,15 +86,6 @@ def test_several_values_are_never_sent_but_each_of_them_is() -> None:
     decision = cutter(graph, {"unique": OperatorCost(0.05, 0.01, 0)}).decide(RATES)
     assert decision.moved == {"unique", "first", "second"}
     assert decision.sent == ("first", "second")
-
-
-def test_a_leaf_that_something_else_reads_is_sent_as_well() -> None:
-    graph, costs = chain(OperatorCost(0.03, 0.01, 700))
-    costs["x"] = OperatorCost(value_bytes=1000)
-    spared = cutter(graph, costs).decide(RATES)
-    kept = cutter(graph, costs, kept_leaves=frozenset("x")).decide(RATES)
-    assert (spared.not_sent, spared.bytes_added) == (("x",), -300)
-    assert (kept.not_sent, kept.bytes_added) == ((), 700)
 
 
 def test_the_largest_cut_leaves_constants_that_only_the_trainer_needs() -> None:

@@ -95,7 +95,7 @@ def test_nothing_moves_in_a_model_that_begins_with_parameters(loaders: Callable[
     program = PROGRAMS["nothing_to_move"]
     dataset = program.dataset(64)
     done = partition(program.model(), example(dataset, 32), loader=loaders(dataset, batch_size=32), offload="all")
-    assert done.reason.startswith("no operator of the forward may move; the first is aten.linear.default (")
+    assert done.reason.startswith("no operator of the forward may move; the first is _C._nn.linear (")
     assert "a product of matrices" in done.reason
 
 
@@ -126,30 +126,30 @@ def test_borders_that_decrease_are_named_with_their_line(
     assert f"test_partition.py:{FallingBorders.forward.__code__.co_firstlineno + 2}) stays: its borders" in caplog.text
 
 
-BAD = {
-    models.InPlace: "aten.nan_to_num_.default (sample_models.py:56) changes it in place",
-    models.ReadsFile: "io.open (",
-    models.ReadsTime: "the forward uses the module time, whose results no graph can hold (sample_models.py:",
-    models.DrawsPythonNumbers: "the forward uses the module random",
-    models.UsesNumpy: "the forward uses the module numpy",
-    models.ReadsObject: "the forward reads the global OTHER, a object, which may change (sample_models.py:",
-    models.WritesGlobal: "the forward writes the global FACTOR",
-    models.Counts: "calls was 0 and is 1",
-    models.CountsPrivately: "_calls was 0 and is 1",
-    models.Prints: "the forward calls print (sample_models.py",
+# What is said of each; of some the beginning moves, or all: torch.compile sees what they write.
+SAID = {
+    models.InPlace: "nan_to_num_ (sample_models.py:56) changes it in place",
+    models.ReadsFile: "that is the forward's beginning alone",
+    models.ReadsTime: "that is the forward's beginning alone",
+    models.DrawsPythonNumbers: "that is the forward's beginning alone",
+    models.UsesNumpy: "that is the forward's beginning alone",
+    models.ReadsObject: "everything that may move was asked for",
+    models.WritesGlobal: "everything that may move was asked for",
+    models.Counts: "everything that may move was asked for",
+    models.CountsPrivately: "everything that may move was asked for",
+    models.Prints: "that is the forward's beginning alone",
     models.OwnOperator: "a custom operator, hetstream_tests::twice, which data workers may not have",
 }
 
 
-@pytest.mark.parametrize("kind", BAD, ids=lambda kind: kind.__name__)
-def test_what_no_graph_can_hold_is_named_and_the_program_runs_as_before(
+@pytest.mark.parametrize("kind", SAID, ids=lambda kind: kind.__name__)
+def test_what_a_graph_cannot_hold_is_named_and_the_program_has_its_losses(
     kind: type[torch.nn.Module], loaders: Callable[..., Any]
 ) -> None:
     done, _ = both(loaders, kind, num_rows=40)
-    reasons = [done.reason, *done.counts.reasons]
-    if done.analysis is not None:
-        reasons += [verdict.reason for verdict in done.analysis.verdicts.values()]
-    assert any(BAD[kind] in reason for reason in reasons), reasons
+    assert done.analysis is not None
+    reasons = [done.reason, *done.counts.reasons, *(each.reason for each in done.analysis.verdicts.values())]
+    assert any(SAID[kind] in reason for reason in reasons), reasons
 
 
 def test_random_numbers_stay_where_they_are_unless_asked_for(loaders: Callable[..., Any]) -> None:
@@ -189,7 +189,9 @@ def test_jagged_values_move_as_far_as_the_table(loaders: Callable[..., Any]) -> 
     done, _ = both(loaders, models.Jagged)
     assert done.decision is not None
     assert done.counts.partitioned == 7, done.reason
-    assert any("unique" in name for name in done.decision.moved)
+    assert done.analysis is not None
+    targets = done.analysis.graph.by_name()
+    assert any("unique" in targets[name].target for name in done.decision.moved)
 
 
 @pytest.mark.parametrize("kind", [models.HoldsLambda, models.FallingBorders, models.EmptyJagged])
@@ -219,7 +221,7 @@ def test_what_stands_between_loader_and_forward_is_proved_to_only_move(loaders: 
 
     done, _ = both(loaders, models.Clean, between=mixed)
     assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 2, 5)
-    assert [*done.counts.reasons] == ["its arguments are not, or no longer, the loader's own tensors"]
+    assert [*done.counts.reasons] == ["data workers have computed nothing of what it is given now"]
     done, _ = both(loaders, models.Clean, inputs=lambda batch: (batch[0] * 2,))
     assert "no argument of the forward is a tensor of the loader" in done.reason
 
@@ -314,7 +316,7 @@ def test_two_calls_in_a_step_share_running_statistics_with_the_check(loaders: Ca
 
 
 def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Module], None]) -> Partition:
-    """The reason under which the steps after the fifth run as they are written."""
+    """Trains with a model that changes before the sixth step, and has the same losses."""
     dataset, doubled, forward = models.Rows(80), models.doubled, models.Clean.forward
 
     def losses(partitioned: bool) -> tuple[list[str], Partition | None]:
@@ -338,38 +340,37 @@ def change_in_mid_run(loaders: Callable[..., Any], change: Callable[[torch.nn.Mo
     found, done = losses(partitioned=True)
     assert found == expected
     assert done is not None
-    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 2, 5)
     return done
 
 
-CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "attribute": (lambda model: setattr(model, "factor", 3.0), "ReadsGlobals.factor was 1.5 and is 3.0"),
-    "global": (lambda _: models.SETTINGS.update(scale=4.0), "the global SETTINGS was {'scale': 3.0}"),
-    "structure": (lambda model: setattr(model, "layer", torch.nn.Linear(4, 1)), "ReadsGlobals.layer is another"),
-    "more parts": (lambda model: model.add_module("more", torch.nn.Linear(1, 1)), "other parts than it had"),
-    "hook": (lambda model: model.layer.register_forward_hook(lambda *_: None), "layer has a hook"),
-    "private attribute": (lambda model: setattr(model, "_gain", 3.0), "ReadsGlobals._gain was 1.0 and is 3.0"),
-    "new attribute": (lambda model: setattr(model, "offset", 3.0), "other attributes than it had, now offset too"),
-    "attribute of the class": (lambda model: setattr(type(model), "offset", 3.0), "ReadsGlobals.offset was 0.0"),
-    "forward of a layer": (
-        lambda model: setattr(model.layer, "forward", lambda x: x @ model.layer.weight.T),
-        "layer has other attributes than it had",
-    ),
+# What changes, and how many of the five steps behind compute all: three with another graph, which is then cut; all
+# where a copy is another one, or what no guard sees; none where the operators and what they take are as they were.
+CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "attribute": (lambda model: setattr(model, "factor", 3.0), 3),
+    "global": (lambda _: models.SETTINGS.update(scale=4.0), 3),
+    "structure": (lambda model: setattr(model, "layer", torch.nn.Linear(4, 1)), 0),
+    "more parts": (lambda model: model.add_module("more", torch.nn.Linear(1, 1)), 0),
+    "hook": (lambda model: model.layer.register_forward_hook(lambda *_: None), 0),
+    "hook with a result": (lambda model: model.layer.register_forward_hook(lambda *given: given[2] * 2), 3),
+    "private attribute": (lambda model: setattr(model, "_gain", 3.0), 3),
+    "new attribute": (lambda model: setattr(model, "offset", 3.0), 3),
+    "attribute of the class": (lambda model: setattr(type(model), "offset", 3.0), 3),
+    "forward of a layer": (lambda model: setattr(model.layer, "forward", lambda x: x @ model.layer.weight.T), 3),
     "forward of the class": (
         lambda _: setattr(models.Clean, "forward", lambda self, values: self.layer(values.nan_to_num())),
-        "Clean.forward is another object than it was",
+        5,
     ),
-    "global function": (lambda _: setattr(models, "doubled", torch.neg), "the global doubled was"),
-    "global object": (lambda _: setattr(models.GAIN, "gain", 3.0), "the global gain was 1.0 and is 3.0"),
-    "uncounted": (lambda model: model.mean.data.add_(1), "a copy, has changed uncounted, as through .data"),
-    "buffer": (lambda model: model.mean.add_(1), "the buffer mean, of which data workers have a copy, has changed"),
+    "global function": (lambda _: setattr(models, "doubled", torch.neg), 3),
+    "global object": (lambda _: setattr(models.GAIN, "gain", 3.0), 3),
+    "uncounted": (lambda model: model.mean.data.add_(1), 5),
+    "buffer": (lambda model: model.mean.add_(1), 5),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_changes_runs_as_it_is_written(change: str, loaders: Callable[..., Any]) -> None:
+def test_a_model_that_changes_is_seen_to(change: str, loaders: Callable[..., Any]) -> None:
     done = change_in_mid_run(loaders, CHANGES[change][0])
-    assert any(CHANGES[change][1] in reason for reason in done.counts.reasons), done.counts.reasons
+    assert done.counts.original == CHANGES[change][1], done.counts
 
 
 def test_a_checkpoint_with_the_same_buffers_keeps_the_cut(loaders: Callable[..., Any]) -> None:
@@ -396,31 +397,35 @@ def test_a_checkpoint_with_the_same_buffers_keeps_the_cut(loaders: Callable[...,
     assert found == expected
     assert done is not None
     assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 6, 1)
-    assert [*done.counts.reasons] == ["the buffer mean, of which data workers have a copy, has changed"]
+    assert [*done.counts.reasons] == ["a tensor that the forward reads, of which data workers have a copy, has changed"]
 
 
-def test_hooks_inside_the_model_are_named(loaders: Callable[..., Any]) -> None:
+def test_hooks_inside_the_model_are_a_part_of_it(loaders: Callable[..., Any]) -> None:
     def hooked() -> torch.nn.Module:
         model = models.Clean()
         model.layer.register_forward_hook(lambda module, args, output: output * 2)
         return model
 
     done, _ = both(loaders, hooked)
-    where = f"test_partition.py:{test_hooks_inside_the_model_are_named.__code__.co_firstlineno + 3}"
-    assert done.reason == f"the module layer has a hook ({where}), which a graph does not call"
+    assert done.counts.partitioned == 7
 
 
-def test_a_batch_of_another_size_is_taken_and_of_another_form_runs_as_written(loaders: Callable[..., Any]) -> None:
+def test_a_batch_of_another_size_is_taken_and_one_with_other_bytes_runs_as_written(loaders: Callable[..., Any]) -> None:
     done, _ = both(loaders, models.Clean, num_rows=77)
-    assert (done.counts.partitioned, done.counts.original) == (7, 0)
-    done, _ = both(loaders, models.Clean, num_rows=73)  # torch.export makes a graph of its own for one row
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (4, 6, 0), "each size is checked"
+    done, _ = both(loaders, models.Clean, num_rows=73)  # torch.compile makes a graph of its own for one row
     assert (done.counts.partitioned, done.counts.original) == (6, 1)
     done, _ = both(
         loaders,
         models.Clean,
-        between=lambda number, batch: [batch[0].double().float(), batch[1]] if number > 3 else batch,
+        between=lambda number, batch: [batch[0].double().float() + number // 4, batch[1]],
     )
     assert done.counts.original == 6
+
+
+def test_a_copy_of_the_batch_is_as_good_as_the_batch(loaders: Callable[..., Any]) -> None:
+    done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0].double().float().clone(), batch[1]])
+    assert (done.counts.checked, done.counts.partitioned, done.counts.original) == (3, 7, 0)
 
 
 def test_evaluation_copies_and_checkpoints_know_nothing_of_it(loaders: Callable[..., Any]) -> None:
@@ -436,8 +441,9 @@ def test_evaluation_copies_and_checkpoints_know_nothing_of_it(loaders: Callable[
         with torch.no_grad():
             other.layer.weight.add_(1)
         assert not torch.equal(other(batch[0]), expected)
-    done.remove("the test ends")
     assert "forward" not in vars(model)
+    done.remove("the test ends")
+    assert "_compiled_call_impl" not in vars(model)
 
 
 def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +458,7 @@ def test_a_difference_in_the_check_ends_it(loaders: Callable[..., Any], monkeypa
 
 
 def test_work_in_vain_ends(loaders: Callable[..., Any]) -> None:
-    done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0] + 0, batch[1]], num_rows=480)
+    done, _ = both(loaders, models.Clean, between=lambda _, batch: [batch[0] + 1, batch[1]], num_rows=480)
     assert not done.is_active
     assert "50 steps in a row could not use it" in done.reason
 
@@ -503,13 +509,13 @@ def test_a_model_that_is_no_plain_module_stays_as_it_is(loaders: Callable[..., A
     dataset = models.Rows(16)
     loader = loaders(dataset, batch_size=8)
     compiled = partition(torch.compile(models.Clean(), backend="eager"), example(dataset, 8), loader=loader)
-    assert "compiled by torch.compile" in compiled.reason
+    assert "torch.compile compiles the model" in compiled.reason
     evaluated = partition(models.Clean().eval(), example(dataset, 8), loader=loader)
     assert "eval mode" in evaluated.reason
     anything = partition(
         models.TakesAnything(), example(dataset, 8), loader=loader, inputs=lambda one: (one[0], object())
     )
-    assert "argument 1 of the forward is a object" in anything.reason
+    assert not anything.is_active
     with pytest.raises(OptionsError, match="must be a hetstream"):
         partition(models.Clean(), example(dataset, 8), loader=[])
     with pytest.raises(OptionsError, match=r"Clean.forward does not take these 2 argument.*inputs=lambda batch"):

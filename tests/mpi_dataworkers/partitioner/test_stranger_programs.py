@@ -21,15 +21,9 @@ NOWHERE = "its batches arrive in no model's forward as the loader gives them"
 SAID = {
     "data_classes": NOWHERE,
     "own_kind_of_tensor": NOWHERE,
-    "default_type_in_mid_run": "torch's default type was torch.float32 and is torch.float64",
-    "model_of_another_type_in_mid_run": "the buffer mean, of which data workers have a copy, has changed",
-    "lone_last_row": "its arguments have another type or size",
-    "hooks_in_mid_run": "layer has a hook (stranger_programs.py:",
-    "hooks_of_all_modules_in_mid_run": "torch.nn.Module has a hook (stranger_programs.py:",
-    "caught_in_forward": "the training side raised RuntimeError('mat1 and mat2 shapes cannot be multiplied",
-    "caught_outside": "an argument that is no tensor has another value",
-    "called_with_other_parameters": "layer.weight is another object than it was",
-    "a_part_in_eval_mode": "norm.training was True and is False",
+    "lone_last_row": "torch.compile has traced it anew, and its graph is another one",
+    "hooks_of_all_modules_in_mid_run": "there are hooks of all modules",
+    "caught_in_forward": "nothing of Catches moves",
 }
 
 
@@ -56,7 +50,7 @@ def test_a_program_has_its_losses(
     expected = losses_of(program)
     assert moved(program, "auto", three.name, monkeypatch) == expected
     assert SAID.get(program.__name__, MOVES) in caplog.text
-    assert ("the check of a batch failed" in caplog.text) == (program.__name__ == "caught_in_forward")
+    assert "the check of a batch failed" not in caplog.text
 
 
 def test_two_calls_with_one_batch_drop_other_values(

@@ -115,7 +115,7 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 
 test-peers: $(PEERS_VENV)/.ready
 	-$(PEERS_VENV)/bin/python tests/peers/suite_files.py $(if $(CLONES),--clones $(CLONES))
-	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_tables.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/mpi_dataworkers/test_torchrec.py tests/peers/test_random_numbers.py tests/peers/test_timm_train.py tests/peers/test_tables.py tests/mpi_dataworkers/partitioner/test_public_models.py
 	$(PEERS_VENV)/bin/python tests/peers/suites.py $(addprefix --peers ,$(PEERS))
 
 # A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.

@@ -169,7 +169,7 @@ def is_of_started_manager(value: Any) -> bool:
     managers = sys.modules.get("multiprocessing.managers")
     return (
         managers is not None
-        and isinstance(value, managers.BaseProxy)
+        and issubclass(type(value), managers.BaseProxy)
         and getattr(value._manager, "_process", None) is not None
     )
 

@@ -689,9 +689,8 @@ class Explainer:
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         if kept == shape.cpus:
             return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
-        per_cpu = job.memory_per_cpu_mb
-        least = min(kept, shape.min_cpus)
-        trainer = replace(shape, cpus=kept, min_cpus=least, memory_mb=kept * per_cpu if per_cpu else shape.memory_mb)
+        # The trainer keeps the memory of all its CPUs (`step_demand.py`): conversion writes --mem-per-cpu for fewer.
+        trainer = replace(shape, cpus=kept, min_cpus=min(kept, shape.min_cpus))
         fits, still = self._room(trainer, job)
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))

@@ -436,10 +436,12 @@ def test_data_workers_would_let_it_start() -> None:
     beside = explain(pending(14), node("g0", 11, 2)).conversion
     assert beside.directive == "#HETSTREAM --data-workers=2-3 --data-worker-partition=gpu"
     assert explain(pending(14), node("g0", 4, 2)).conversion.directive == "#HETSTREAM --data-workers=0-3"
-    # Memory for each CPU shrinks with the CPUs, other memory stays.
-    scarce = node("g0", 4, 2, memory_mb=60)
-    assert not explain(pending(14, memory_mb=420), scarce, cpus).conversion.helps
-    assert explain(pending(14, memory_mb=420, memory_per_cpu_mb=30), scarce, cpus).conversion.helps
+    # The trainer keeps its memory, also where it asks for it by CPUs: these get more each.
+    scarce, enough = node("g0", 4, 2, memory_mb=60), node("g0", 4, 2, memory_mb=420)
+    for per_cpu_mb in (None, 30):
+        job = pending(14, memory_mb=420, memory_per_cpu_mb=per_cpu_mb)
+        assert not explain(job, scarce, cpus).conversion.helps
+        assert explain(job, enough, cpus).conversion.helps
     array = explain(pending(14, array_job_id=7, array_tasks="1-3"), node("g0", 4, 2), cpus).conversion
     assert array.directive == "#HETSTREAM --data-workers=0-3 --data-worker-partition=cpu"
 

@@ -430,7 +430,16 @@ local function why_not_counted(job)
       return "--ntasks is not --ntasks-per-gpu for each of its GPUs. Write --gpus=N"
     end
   end
-  if not named or named == "tres_per_job" then return end
+  if not named then return end
+  if named == "tres_per_job" then
+    -- A job on more nodes than it has GPUs gets more: 22.05 gives it all of each of them, 24.11 does for its cores.
+    local tasks = size(job)
+    local least = math.max(not of_each and tasks or 1, positive(job.min_nodes) or 1)
+    if (positive(job.max_nodes) or least) > total then
+      return "its tasks may need more nodes than it has GPUs. Write --nodes=N, with N of its GPUs at most"
+    end
+    return
+  end
   -- Where tasks by node are named, slurmctld makes the tasks of them (node_scheduler.c, build_node_details).
   local is_fixed = positive(job.max_nodes) and job.max_nodes == job.min_nodes
   if named == "tres_per_task" and not positive(job.num_tasks) and not (is_fixed and not given(job.num_tasks)) then
@@ -447,7 +456,7 @@ local function why_not_counted(job)
   local of_one = math.max(positive(job.cpus_per_task) or 1, total * gpus_in(job.cpus_per_tres))
   local spreads = given(job.num_tasks) and job.num_tasks > 1 or given(job.min_cpus) and job.min_cpus > of_one
   local is_open = not positive(job.max_nodes) and named == "tres_per_node" and spreads
-  if is_range or is_open then return "it says no single number of nodes. Write --nodes=N, or --gpus=N in all" end
+  if is_range or is_open then return "it says no single number of nodes. Write --nodes=N" end
 end
 
 local function not_counted(partition, why)
@@ -509,9 +518,9 @@ local function keeps_quota(policy, change, record, part_list)
         .. "submit another one")
     end
   end
-  if given(change.req_nodes) and gpus_in(record.tres_per_job) == 0 then    -- each of them has GPUs of it
-    return refuse("quota", "jobs with GPUs of each node in partition " .. from .. " keep their nodes. scancel the job and "
-      .. "submit another one")
+  if given(change.req_nodes) then                         -- each of them gets GPUs, also of a job with --gpus=1
+    return refuse("quota", "jobs with GPUs in partition " .. from .. " keep their nodes. scancel the job and submit another "
+      .. "one")
   end
 end
 

@@ -305,7 +305,7 @@ class QuotaPacker:
         """End a job that holds more than it was granted, and have it wait, held, for as much as it takes. Who dies in
         between finds it so again. What Slurm cannot requeue (salloc, srun) is cancelled.
         """
-        reason = f"{excess.reason}. Submit it again with --nodes=N and --ntasks=N, or with --gpus=N in all"
+        reason = f"{excess.reason}. Submit it again with --nodes=N and --ntasks=N"
         held, granted = excess.job.gpus, excess.job.granted_gpus
         comment = with_requeuehold(job.comment, job.num_restarts + 1, is_owners=False)
         said = comment_without_place(comment, f"it held {held} GPUs and {granted} were granted")

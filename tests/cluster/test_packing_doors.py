@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 
 from hetstream.hetjob.gpu.config import settings_from_environment
 from hetstream.hetjob.site.gpus import GpuNow, NodeGpus, ShowGpus
+from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.packing_slurm import PackingSlurm
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord
@@ -323,6 +325,51 @@ def test_no_way_to_gpus_goes_round_the_quotas(cluster: Cluster, release: str, wa
         ):
             done = cluster.run(*OWNER, "sbatch", "--mem=100", "-pgpu", *words[1:], words[0], "job.sh")
             assert (done.returncode, "(site rule: cpus_per_gpu)" in done.stderr) == (1, True), (words, done.stderr)
+
+
+def requests_for_gpus(number: int) -> Iterator[tuple[int, list[str]]]:
+    """GPUs in all that requests name, and words on tasks, nodes and cores that have nothing to do with them."""
+    choices = random.Random(7)
+    options = {
+        "-n": (2, 3, 4, 8, 12), "-N": (1, 2, "1-2"), "-c": (1, 2, 4), "--ntasks-per-node=": (1, 2, 4),
+        "--ntasks-per-socket=": (1, 2), "--ntasks-per-core=": (1,), "--cpus-per-gpu=": (1, 4), "--mincpus=": (2, 4),
+        "--sockets-per-node=": (1,), "--ntasks-per-gpu=": (1, 2),
+    }  # fmt: skip
+    known = [[], ["-n3", "--ntasks-per-node=1"], ["-n3", "--ntasks-per-socket=1"], ["-n12", "-c1"], ["-n6", "-c2"]]
+    yield from ((1, words) for words in known)
+    for _ in range(number - len(known)):
+        chosen = choices.sample(list(options), choices.randint(0, 4))
+        yield choices.choice((1, 1, 2, 3)), [f"{name}{choices.choice(options[name])}" for name in chosen]
+
+
+@pytest.mark.slow
+def test_no_request_that_is_accepted_gets_more_gpus_than_were_counted(
+    release: str, running_cluster: Callable[..., Any]
+) -> None:
+    """Slurm may give a job on more nodes than it has GPUs all of each: what it gave is compared."""
+    name = f"pytest-{os.getpid()}-wide-{release.replace('.', '')}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(3, 2, 0, 4), packing=True)
+    counted = 0
+    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as running:
+        cluster = Cluster(running.record, running.out_dir)
+        (running.out_dir / "job.sh").write_text("#!/bin/sh\ntouch $SLURM_JOB_ID..runs\nsleep 60\n")
+        with policy_of(cluster, 'quota = { partitions = { "gpu" } }'):
+            for gpus, words in requests_for_gpus(60):
+                common = ("--parsable", "--time=5", "--mem-per-cpu=1", "--output=/dev/null", "-pgpu", f"--gpus={gpus}")
+                job = cluster.run(*OWNER, "sbatch", *common, *words, "job.sh").stdout.strip()
+                if not job:
+                    continue
+                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "ReqNodeList=gpu0,gpu1,gpu2")
+                cluster.run(*OWNER, "scontrol", "update", f"JobId={job}", "NumNodes=3")
+                cluster.run("scontrol", "release", job)
+                deadline = time.monotonic() + 3
+                while not cluster.runs(job) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                given = re.findall(r"Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=\S*?gpu[^,()]*:(\d+)\(", cluster.show(job))
+                assert sum(len(expand(hosts)) * int(each) for hosts, each in given) <= gpus, (gpus, words)
+                counted += bool(given)
+                cluster.cancel(job)
+    assert counted >= 15
 
 
 def test_what_one_node_suffices_for_is_counted(cluster: Cluster, release: str) -> None:

@@ -532,7 +532,7 @@ def test_jobs_with_gpus_wait_where_these_have_quotas(lua: object, fields: str, u
         ('tres_per_node = "gres:gpu:1", num_tasks = 1', None),
         ('tres_per_node = "gres:gpu:1", num_tasks = 16, min_nodes = 2, max_nodes = 2', None),
         ('tres_per_task = "gres:gpu:1", num_tasks = 16', None),
-        ('tres_per_job = "gres:gpu:1", num_tasks = 16, min_nodes = 1, max_nodes = 2', None),
+        ('tres_per_job = "gres:gpu:2", num_tasks = 16, min_nodes = 1, max_nodes = 2', None),
         ("min_nodes = 1, max_nodes = 2, num_tasks = 16", None),
     ],
 )
@@ -745,6 +745,12 @@ def test_a_job_without_gpus_waits_for_no_quota(lua: object, fields: str) -> None
         ('num_tasks = 64, ntasks_per_tres = 1, tres_per_job = "gres/gpu:1"', "--ntasks is not --ntasks-per-gpu"),
         ('tres_per_job = "gres/gpu:a:1", tres_per_node = "gres/gpu:b:4"', "two of its options name GPUs"),
         ('tres_per_job = "gres/gpu:2", tres_per_node = "gres/gpu:1"', "two of its options name GPUs"),
+        ('tres_per_job = "gres/gpu:1", num_tasks = 3, ntasks_per_node = 1', "more nodes than it has GPUs"),
+        ('tres_per_job = "gres/gpu:1", num_tasks = 20, cpus_per_task = 2', "more nodes than it has GPUs"),
+        ('tres_per_job = "gres/gpu:2", num_tasks = 20, min_nodes = 1, max_nodes = 2', "gres/gpu:2"),
+        ('tres_per_job = "gres/gpu:2", num_tasks = 2, min_nodes = 1, max_nodes = 3', "more nodes than it has GPUs"),
+        ('tres_per_job = "gres/gpu:4", num_tasks = 4', "gres/gpu:4"),
+        ('tres_per_job = "gres/gpu:4"', "gres/gpu:4"),
     ],
 )
 def test_gpus_that_slurm_makes_of_tasks_are_written_down(lua: object, fields: str, said: str) -> None:
@@ -768,8 +774,9 @@ def test_gpus_that_slurm_makes_of_tasks_are_written_down(lua: object, fields: st
         'partition = "old"',
     ],
 )  # fmt: skip
-def test_a_job_that_has_quota_keeps_its_size(lua: object, change: str) -> None:
-    record = 'tres_per_node = "gres/gpu:1", admin_comment = "hetstream:guarded"'
+@pytest.mark.parametrize("asked", ["tres_per_node", "tres_per_job"])
+def test_a_job_that_has_quota_keeps_its_size(lua: object, asked: str, change: str) -> None:
+    record = f'{asked} = "gres/gpu:1", admin_comment = "hetstream:guarded"'
     old = "partition = " in change
     text = (
         guard(QUOTA)

@@ -538,7 +538,7 @@ def test_who_holds_more_gpus_than_were_granted_is_taken_back_by_name(site: Site)
     (reason,) = [event.reason for event in site.events if event.event == "taken back"]
     assert reason == (
         "it holds 2 GPUs, and 1 were granted: tenant a has 0 of its 1 GPUs left. Submit it again with --nodes=N and "
-        "--ntasks=N, or with --gpus=N in all"
+        "--ntasks=N"
     )
     assert [call for call in slurm.calls if call[0] == "requeuehold"] == [("requeuehold", "1")]
     assert slurm.jobs[2].is_running, "nobody else's job is touched"

@@ -36,4 +36,3 @@ def test_guards_cost_where_only_the_beginning_was_captured(monkeypatch: pytest.M
     monkeypatch.setattr(partition, "GUARD_CALLS", 5)
     [share_row] = [row for row in partition.guards("depends_on_data", 4.0) if row.unit == "% of a step"]
     assert share_row.value
-    assert partition.guards("nothing_to_move", 4.0) == []

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import sys
+import time
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -25,6 +27,9 @@ _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _MapDatasetFetcher: Any = torch_fetch._MapDatasetFetcher
 _worker_loop: Any = torch_worker._worker_loop
 _signals: Any = signal_handling
+
+# A process whose connections are closed has so long to end by itself.
+_ENDS_IN_S = 5.0
 
 
 def handed_over(error: SampleError, pipeline: Pipeline, step: int) -> bytes:
@@ -87,7 +92,13 @@ def of_dead_process(pid: int) -> RuntimeError:
     error = RuntimeError(f"DataLoader worker (pid(s) {pid}) exited unexpectedly")
     key = id(error)
     with contextlib.suppress(ChildProcessError):  # its connections are closed a moment before
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        deadline = time.monotonic() + _ENDS_IN_S
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:  # a sample has closed them, and goes on
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                break
+            time.sleep(0.01)
     _signals._set_worker_pids(key, (pid,))
     try:
         _signals._error_if_any_worker_fails()  # it says how: of exit code 0, nothing

@@ -13,8 +13,6 @@ import functools
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -37,30 +35,34 @@ _OWN = "hetstream", "multiprocessing", "torch.multiprocessing"
 
 
 class _State:
-    is_on = False
-    found = ""
-    temporary: set[str]  # what `tempfile` has made in this step
+    def __init__(self) -> None:
+        self.is_on = False
+        self.found = ""
+        self.temporary: set[str] = set()  # what `tempfile` has made in this step
 
 
 _state = _State()
 
 
-class Found:
-    """What was found: `act` is the first one, on one line; "" for none."""
+class acts_on_files:
+    """Inside, note what user code makes or changes in the file system.
 
-    act = ""
+    Attributes:
+        act: the first one, on one line; "" for none.
+    """
 
+    # Written out: a generator as context takes four times as long, of the time for each step.
+    __slots__ = ("act",)
 
-@contextmanager
-def acts_on_files() -> Iterator[Found]:
-    """Inside, note what user code makes or changes in the file system."""
-    _audit()
-    found = Found()
-    _state.is_on, _state.found, _state.temporary = True, "", set()
-    try:
-        yield found
-    finally:
-        _state.is_on, found.act = False, _state.found
+    def __enter__(self) -> acts_on_files:
+        _audit()
+        _state.is_on, _state.found = True, ""
+        if _state.temporary:
+            _state.temporary.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _state.is_on, self.act = False, _state.found
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from hetstream.mpi_dataworkers.partitioner.graph import ForwardGraph, Kind
 from hetstream.mpi_dataworkers.partitioner.leaves import same_bytes
 from hetstream.mpi_dataworkers.partitioner.measure import observe, one_thread, seconds_of_graph
 from hetstream.mpi_dataworkers.partitioner.program import GRAIN_SIZE, Call, references
+from hetstream.mpi_dataworkers.partitioner.quiet import unwarned
 from hetstream.mpi_dataworkers.partitioner.split import LeafForm, Split, StageInputs, split
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 
@@ -137,13 +138,15 @@ def analyse(
     Raises:
         NotCaptured: nothing can be said of it; the message is the reason.
     """
-    breaks = _graph_breaks()
-    graph, given, way = traced(module, args, kwargs)
+    with unwarned():
+        breaks = _graph_breaks()
+        graph, given, way = traced(module, args, kwargs)
     why_not_all = _why_not_all(breaks) if way is not Way.WHOLE else ""
     arguments = [value for value in _pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
     return analysis_of(graph, given, arguments, batch, offload, way, why_not_all)
 
 
+@unwarned()
 def analysis_of(
     graph: Graph,
     given: Sequence[Any],

@@ -11,23 +11,19 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import io
-import logging
 import re
-import sys
-import threading
 import traceback
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.loader.embedding_lookups import pause_all
+from hetstream.mpi_dataworkers.partitioner.quiet import quiet
 from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured, Unseen
 
 _pytree: Any = pytree
@@ -323,34 +319,6 @@ def _tracing(tensors: Sequence[torch.Tensor], into_calls: bool) -> Iterator[None
         for tensor, attributes in zip(tensors, before, strict=True):
             vars(tensor).clear()
             vars(tensor).update(attributes)
-
-
-class _OfOthers(io.TextIOBase):
-    """Standard error without what this thread writes: torch tells at length what it cannot trace."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        """Write it, or not."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch's own words to itself: what it cannot do is no warning of the program's."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.fx")]
-    levels = [logger.level for logger in loggers]
-    stream = sys.stderr
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(_OfOthers(stream)):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def reason_of(error: BaseException) -> str:

@@ -60,12 +60,16 @@ def effects_of(graph: Graph) -> dict[str, Effects]:
     if mode is None or mode.shape_env is None:
         raise NotCaptured("torch.compile's graph takes no tensor")
     watcher = _Watcher(graph.module)
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
         # With operators that are made of others as Python has them: some of those in C++ take no symbolic sizes.
         with quiet(), torch.no_grad(), mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols():
             watcher.run(*fakes)
     except Exception as error:
         raise NotCaptured(f"its graph cannot be described: {reason_of(error)}") from error
+    finally:
+        # What has failed within one of torch.func's transforms has not ended it.
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
     return watcher.found
 
 

@@ -8,13 +8,17 @@ Called by `capture.py`.
 from __future__ import annotations
 
 import abc
+import builtins
 import dis
 import functools
 import gc
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,6 +28,7 @@ import torch
 NOT_THE_PROGRAM = re.compile(
     r"/(site|dist)-packages/torch/|/torch/(nn|fx|_[a-z]+)/|/partitioner/|/lib/python3[.]\d+/[a-z_]+[.]py"
 )
+_DENORMAL, _ONE = 5e-324, 1.0
 _PLAIN = bool | int | float | str
 _any_hook: Any = torch.nn.modules.module._has_any_global_hook
 _HOOKS_OF_ALL: tuple[Any, ...] = tuple(
@@ -54,11 +59,19 @@ class Unseen:
 
     def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, codes: Sequence[CodeType]) -> None:
         _check_random(graph)
+        _check_transforms(graph)
+        if not _keeps_denormals():
+            raise NotCaptured("torch.set_flush_denormal is on, which holds for the trainer alone")
         if _has_hooks_of_all():
             raise NotCaptured("there are hooks of all modules, which torch.compile does not see")
         self.catches = next(filter(None, map(_catches, codes)), "")
         traced, owners = set(codes), _classes()
         _check_functions(_functions(owners), traced)
+        for code in traced:
+            _check_code(code)
+        _check_kinds(owners, traced)
+        self._absent = [*_absent(traced), *_own_calls(module)]
+        self._alike = list(_alike(module))
         self._environment = dict(_environment())
         self._settings = _settings()
         self._modules = {name: sys.modules.get(name) for code in codes for name in _imported(code)}
@@ -80,6 +93,13 @@ class Unseen:
             return "there are hooks of all modules"
         if self._registered is not None and self._registered != abc.get_cache_token():
             return "a class has been registered with an abstract one"
+        for text, find, found in self._alike:
+            value = _value(find)
+            if value == found and repr(value) != repr(found):  # others are seen by torch.compile's guards
+                return f"{text} is equal to what it was, and not the same"
+        for table, names in self._absent:
+            if not table.keys().isdisjoint(names):
+                return f"there is a {next(iter(table.keys() & names))}, which there was not"
         for owner, name, value in self._found:
             if getattr(owner, name, None) is not value:
                 return f"{owner.__name__}.{name} has been replaced"
@@ -93,19 +113,71 @@ class Unseen:
 
 
 _Places = Iterator[tuple[Any, str, Any]]
+_Absent = list[tuple[Mapping[str, Any], frozenset[str]]]  # tables, and names that are not in them
+
+
+def _alike(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """Values that torch.compile's guards take for the same if they are equal, as 0.0 and -0.0, or (1,) and (1.0,)."""
+    context: Any = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    helpers: Any = getattr(torch._dynamo.guards, "_get_closure_vars", dict)()
+    model = weakref.ref(module)  # torch keeps for good what stands for a graph
+    for guard in context.guards_context.dynamo_guards:
+        text = guard.name() if callable(guard.name) else guard.name
+        if guard.create_fn_name() not in _BY_EQUALITY or "L['args']" in text or "L['kwargs']" in text:
+            continue
+        try:
+            source = eval(f"lambda L, G: {text}", dict(helpers))  # torch's own text of where the value is
+            find = functools.partial(_in_model, model, source)
+            value = find()
+        except _NOT_FOUND:
+            continue  # not in the model
+        is_zero = isinstance(value, float) and value == 0
+        is_plain = guard.create_fn_name() in _OF_PLAIN and (is_zero or isinstance(value, _OF_NUMBERS))
+        if is_plain or (isinstance(value, OrderedDict) and value):
+            yield text, find, _value(find)
+
+
+_BY_EQUALITY = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH", "DICT_KEYS_MATCH", "TYPE_MATCH"))
+_OF_PLAIN = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
+_NOT_FOUND = AttributeError, LookupError, NameError, SyntaxError, TypeError, ValueError
+_OF_NUMBERS = (tuple, set, frozenset)
+
+
+def _in_model(model: Any, source: Callable[..., Any]) -> Any:
+    """What torch finds at a place of its own."""
+    module = model()
+    return source({"module": module, "self": module}, {})
+
+
+def _value(find: Callable[[], Any]) -> Any:
+    """A constant, whose text is another one for each type of number; of an `OrderedDict`, its keys."""
+    try:
+        value = find()
+    except _NOT_FOUND:
+        return None
+    return dict.fromkeys(value) if isinstance(value, OrderedDict) else value
 
 
 def _settings() -> tuple[Any, ...]:
     """What torch.compile asks functions for, once."""
     return (
         sys.getrecursionlimit(),
+        sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else 0,
         torch.get_default_dtype(),
+        _keeps_denormals(),
         torch.get_autocast_dtype("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
         torch._C._get_cublas_allow_tf32(),
         torch.distributed.is_available() and torch.distributed.is_initialized(),
     )
+
+
+def _keeps_denormals() -> bool:
+    """Whether numbers below 1e-38 are kept, which `torch.set_flush_denormal` changes for this thread."""
+    return _DENORMAL * _ONE != 0.0
 
 
 def _has_hooks_of_all() -> bool:
@@ -222,9 +294,104 @@ def _check_functions(objects: Iterable[Any], traced: set[CodeType]) -> None:
             if code in traced and code is not None and not NOT_THE_PROGRAM.search(code.co_filename):
                 raise NotCaptured(f"{found.__wrapped__.__qualname__} keeps results, which torch.compile does not see")
         elif type(found) is FunctionType and "_torchdynamo_orig_callable" in found.__dict__:
-            own = found.__dict__["_torchdynamo_orig_callable"]
+            # torch's own wrappers, as of `no_grad`, have one code for all functions.
+            own = inspect.unwrap(found.__dict__["_torchdynamo_orig_callable"])
             if getattr(own, "__code__", None) in traced:
                 raise NotCaptured(f"torch.compile compiles {getattr(own, '__qualname__', own)}, a part of the model")
+
+
+def _check_code(code: CodeType) -> None:
+    """Refuse what a function of the program does that torch.compile answers once, and guards by nothing.
+
+    Raises:
+        NotCaptured: naming it.
+    """
+    if NOT_THE_PROGRAM.search(code.co_filename):
+        return
+    where = f"({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+    if code.co_name == "__getattr__":
+        raise NotCaptured(f"attributes are found by __getattr__ {where}, and torch.compile guards no missing attribute")
+    if name := next((name for name in code.co_names if name in _NOT_GUARDED), ""):
+        raise NotCaptured(f"the forward reads {name} {where}, which torch.compile does not guard")
+    catches = _catches(code) or "suppress" in code.co_names
+    if catches and (name := next((name for name in code.co_names if name in _OF_MISSING), "")):
+        raise NotCaptured(f"the forward catches {name} {where}, and torch.compile guards no missing attribute")
+    if _compares_identity(code):
+        raise NotCaptured(f"the forward asks whether two objects are the same {where}, which has no guard")
+
+
+# Attributes and functions whose answers torch.compile takes for constant.
+_NOT_GUARDED = frozenset(("_version", "__annotations__", "dir"))
+# What an attribute or a name raises that is not there.
+_OF_MISSING = frozenset(("AttributeError", "NameError", "Exception", "BaseException"))
+
+
+def _compares_identity(code: CodeType) -> bool:
+    """Whether a function compares two objects by `is`, and not one with a constant, a global, or what that has."""
+    before: list[str] = ["", ""]
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        is_single = before[-1] in _SINGLE or (before[-1] == "LOAD_ATTR" and before[-2] in _SINGLE)
+        if name == "IS_OP" and not is_single:
+            return True
+        if name not in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL"):
+            before = [before[-1], name]
+    return False
+
+
+_SINGLE = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def _check_kinds(owners: Sequence[Any], traced: set[CodeType]) -> None:
+    """Refuse questions for classes of the program that answer themselves what is one of theirs.
+
+    Raises:
+        NotCaptured: naming one.
+    """
+    names = {name for code in traced if _asks_for_kinds(code) for name in (*code.co_names, *code.co_freevars)}
+    for owner in owners if names else ():
+        for name in ("__instancecheck__", "__subclasscheck__"):
+            code = _code_of(_in_class(type(owner), name))
+            if owner.__name__ in names and code is not None and _is_of_program(code):
+                raise NotCaptured(f"{owner.__name__} answers itself what is one of it, which torch.compile asks once")
+
+
+def _is_of_program(code: CodeType) -> bool:
+    """Not of torch or of Python, whose abstract classes are compared by their own count."""
+    return not NOT_THE_PROGRAM.search(code.co_filename) and not code.co_filename.startswith("<frozen")
+
+
+def _own_calls(module: torch.nn.Module) -> _Absent:
+    """The classes of a model that are called as torch calls modules."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__ if kind not in torch.nn.Module.__mro__}
+    return [(vars(kind), _CALLS - vars(kind).keys()) for kind in kinds]
+
+
+_CALLS = frozenset(("__call__", "_call_impl"))
+
+
+def _absent(codes: Iterable[CodeType]) -> _Absent:
+    """Names that are not there, and that a function would find if they were: globals, and what globals have."""
+    found: dict[int, tuple[Any, set[str]]] = {}
+
+    def note(table: Any, names: Iterable[str]) -> None:
+        found.setdefault(id(table), (table, set()))[1].update(name for name in names if name not in table)
+
+    modules: dict[str, list[dict[str, Any]]] = {}
+    for module in list(sys.modules.values()):
+        modules.setdefault(getattr(module, "__file__", None) or "", []).append(getattr(module, "__dict__", {}))
+    for code in codes:
+        for table in modules.get(code.co_filename, []) if not NOT_THE_PROGRAM.search(code.co_filename) else ():
+            note(table, (name for name in code.co_names if hasattr(builtins, name)))
+            if not _ASK_FOR_NAMES.isdisjoint(code.co_names):
+                names = {value for value in code.co_consts if isinstance(value, str) and value.isidentifier()}
+                owners = [table[name] for name in code.co_names if name in table]
+                for owned in (table, vars(builtins), *(vars(owner) for owner in owners if hasattr(owner, "__dict__"))):
+                    note(owned, names)
+    return [(table, frozenset(names)) for table, names in found.values() if names]
+
+
+_ASK_FOR_NAMES = frozenset(("getattr", "hasattr", "globals", "vars", "__dict__"))
 
 
 def _check_random(graph: torch.fx.Graph) -> None:
@@ -237,3 +404,14 @@ def _check_random(graph: torch.fx.Graph) -> None:
         source = getattr(node.meta.get("grapharg"), "source", None)
         if "Random" in type(source).__name__:
             raise NotCaptured("the forward draws Python's random numbers")
+
+
+def _check_transforms(graph: torch.fx.Graph) -> None:
+    """Refuse torch.func's transforms, whose operators begin and end them.
+
+    Raises:
+        NotCaptured: there is one.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and "_functorch" in (getattr(node.target, "__module__", "") or ""):
+            raise NotCaptured("the forward uses torch.func")

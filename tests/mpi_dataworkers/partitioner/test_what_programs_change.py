@@ -15,8 +15,10 @@ import pytest
 import sample_models as models
 import state_programs
 import torch
+import unguarded_states
 from state_programs import CONSTANTS, STATES, WAYS, Reads
 from torch.utils.data import DataLoader, default_collate
+from unguarded_states import COMPARED, REFUSED
 
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
@@ -30,6 +32,7 @@ Before = Callable[[int, Any, torch.Tensor], Any]
 def _as_it_was() -> Iterator[None]:
     restore = state_programs.put_back()
     yield
+    unguarded_states.put_back()
     restore()
 
 
@@ -57,6 +60,7 @@ def both(loaders: Callable[..., Any], make: Callable[[], Any], before: Before) -
     dataset, restore = models.Rows(8 * STEPS), state_programs.put_back()
     torch.manual_seed(0)
     expected = trained(DataLoader(dataset, 8), make(), before)
+    unguarded_states.put_back()
     restore()
     torch.manual_seed(0)
     model, loader = make(), loaders(dataset)
@@ -68,17 +72,46 @@ def both(loaders: Callable[..., Any], make: Callable[[], Any], before: Before) -
     return done
 
 
-@pytest.mark.parametrize("kind", [*STATES, *CONSTANTS])
-def test_what_a_forward_reads_may_change(kind: str, loaders: Callable[..., Any]) -> None:
-    make, read, change = (STATES | CONSTANTS)[kind]
-
+def changing(change: Any) -> Before:
     def before(number: int, model: Any, _: torch.Tensor) -> None:
         if number == CHANGE:
             change(model)
 
-    done = both(loaders, lambda: Reads(make, read), before)
+    return before
+
+
+@pytest.mark.parametrize("kind", [*STATES, *CONSTANTS])
+def test_what_a_forward_reads_may_change(kind: str, loaders: Callable[..., Any]) -> None:
+    make, read, change = (STATES | CONSTANTS)[kind]
+    done = both(loaders, lambda: Reads(make, read), changing(change))
     refused = "keeps results", "Python's random numbers"
     assert done.counts.checked >= 1 or any(text in done.reason for text in refused), done.counts
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_what_has_no_guard_is_compared(kind: str, loaders: Callable[..., Any]) -> None:
+    make, read, change = COMPARED[kind]
+    done = both(loaders, lambda: Reads(make, read), changing(change))
+    assert done.counts.partitioned == CHANGE - 3, done.reason
+    assert done.counts.original >= 1
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_guard_and_cannot_be_compared_is_refused(kind: str, loaders: Callable[..., Any]) -> None:
+    reason, (make, read, change) = REFUSED[kind]
+    done = both(loaders, lambda: Reads(make, read), changing(change))
+    assert reason in done.reason
+    assert done.counts.checked == done.counts.partitioned == 0
+
+
+class HasNoGradient(models.Clean):
+    @torch.no_grad()
+    def also(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+
+def test_a_method_without_gradients_is_no_part_that_is_compiled(loaders: Callable[..., Any]) -> None:
+    assert both(loaders, HasNoGradient, lambda *_: None).counts.partitioned == STEPS - 3
 
 
 @pytest.mark.parametrize("way", WAYS)

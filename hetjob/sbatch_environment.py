@@ -66,13 +66,15 @@ _VARIABLES: Mapping[str, str] = {
 # Both parts of --switches=COUNT@TIME, and the file with the nodes, which is no option's.
 _SWITCHES, _SWITCH_TIME, _HOSTFILE = "SBATCH_REQ_SWITCH", "SBATCH_WAIT4SWITCH", "SLURM_HOSTFILE"
 _FLAGS = ("consolidate-segments", "overcommit", "spread-job", "spread-segments", "use-min-nodes")
-# An option of the script or the command line on the left makes sbatch forget those of its environment on the right.
+# An option of the script or the command line on the left makes sbatch forget those of its environment on the right. Of
+# CPUs only newer releases do so, and 22.05 refuses both; its own variable stays in sbatch's environment, which decides.
 _THREADS = ("ntasks-per-core", "threads-per-core", "extra-node-info", "cores-per-socket", "sockets-per-node")
+_LEFT_TO_SBATCH = ("cpus-per-gpu",)
 _GIVES_WAY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("mem",), ("mem-per-cpu", "mem-per-gpu")),
     (("mem-per-cpu",), ("mem", "mem-per-gpu")),
     (("mem-per-gpu",), ("mem", "mem-per-cpu")),
-    (("cpus-per-task",), ("cpus-per-gpu",)),
+    (("cpus-per-task",), _LEFT_TO_SBATCH),
     (("hint",), _THREADS),
     (_THREADS, ("hint",)),
 )
@@ -102,18 +104,38 @@ def from_environment(
         path = environ[_HOSTFILE]
         for name, value in (("nodelist", path if "/" in path else f"./{path}"), ("distribution", "arbitrary")):
             found.append(SbatchOption(name, value, _HOSTFILE, (_written(name, value),)))
-    of_environment = {option.name for option in found}
-    firm = {option.name for option in script} - of_environment | {option.name for option in command_line}
-    if TRES_CPUS.search(others.value("tres-per-task") or ""):
-        firm.add("cpus-per-task")
-    dropped = {name for strong, weak in _GIVES_WAY if firm & {*strong} for name in weak}
+    dropped = _forgotten(environ, script, command_line)
     return [option for option in found if option.name not in dropped]
 
 
-def taken_variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables that have become options: sbatch is to be called without them."""
-    read = [name for name in environ.keys() & _VARIABLES if _value(_VARIABLES[name], environ[name]) is not False]
+def taken_variables(
+    environ: Mapping[str, str], script: Sequence[SbatchOption] = (), command_line: Sequence[SbatchOption] = ()
+) -> list[str]:
+    """The variables that have become options, or give way to one: sbatch is to be called without them.
+
+    Not those beside whose option some releases refuse the job: sbatch sees them, and says so or forgets them.
+    """
+    dropped = _forgotten(environ, script, command_line)
+    left = dropped.intersection(_LEFT_TO_SBATCH)
+    read = [
+        variable
+        for variable, name in _VARIABLES.items()
+        if variable in environ and name not in left and _value(name, environ[variable]) is not False
+    ]
     return sorted([*read, *(environ.keys() & {_SWITCHES, _SWITCH_TIME, _HOSTFILE})])
+
+
+def _forgotten(
+    environ: Mapping[str, str], script: Sequence[SbatchOption], command_line: Sequence[SbatchOption]
+) -> set[str]:
+    """The options of the environment that give way to others of the script or the command line."""
+    of_environment = {name for variable, name in _VARIABLES.items() if variable in environ}
+    firm = {option.name for option in script} - of_environment | {option.name for option in command_line}
+    if TRES_CPUS.search(SbatchOptions((*script, *command_line)).value("tres-per-task") or ""):
+        firm.add("cpus-per-task")
+    dropped = {name for strong, weak in _GIVES_WAY if firm & {*strong} for name in weak}
+    # One value of sbatch's: the command line's is the last. As options newer releases refuse both.
+    return dropped | ({"exclusive"} if any(option.name == "oversubscribe" for option in command_line) else set())
 
 
 def handed_on(environ: Mapping[str, str], script: SbatchOptions, command_line: SbatchOptions) -> dict[str, str]:

@@ -68,11 +68,22 @@ class Conversion:
         script: the bytes to submit; the user's own when there is no plan.
         plan: None when the script has no directives.
         notes: what the user should know, one line each.
+        taken: variables of the environment that the script says as options; sbatch is to be called without them, as
+            they would be options of every component.
     """
 
     script: bytes
     plan: HetPlan | None
     notes: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+
+    def environ_of_sbatch(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment to call sbatch in."""
+        return {name: value for name, value in environ.items() if name not in self.taken}
+
+    def words_to_unset(self) -> list[str]:
+        """The words before `sbatch` with which a shell calls it in that environment."""
+        return ["env", *(word for name in self.taken for word in ("-u", name))] if self.taken else []
 
 
 def convert_script(
@@ -126,10 +137,10 @@ def convert_script(
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     notes = (*notes, *_notes_on_dashes(all_options), *_note_on_partition(spec, cluster))
     notes += (*_note_on_time(spec, all_options, cluster), *_note_on_own_job(spec, text, name))
-    taken = taken_variables(environ)
+    taken = tuple(taken_variables(environ, in_script, given))
     # sbatch is called without these, and would have handed them on to the job.
     plan = replace(plan, exports={name: job_environ[name] for name in taken if name in job_environ})
-    return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+    return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes, taken)
 
 
 def read_script(file: BinaryIO, name: str) -> bytes:

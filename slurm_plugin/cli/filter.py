@@ -20,7 +20,6 @@ from hetstream.base.private import temporary_place
 from hetstream.base.text import printable
 from hetstream.hetjob.directives import read_directives
 from hetstream.hetjob.errors import ConversionError
-from hetstream.hetjob.sbatch_environment import taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -91,13 +90,11 @@ def run(args: argparse.Namespace) -> int:
     except OSError:
         shutil.rmtree(directory)
         raise
-    # These variables are options for every component; the plan has made them options of the trainer.
-    unset = [word for key in taken_variables(os.environ) for word in ("-u", key)]
     command = shlex.join([*conversion.plan.sbatch_options, str(path), *unread[1:]])
     made = shlex.quote(str(path)), shlex.quote(str(directory))
     plan = (
         "trap : INT TERM",  # what a terminal sends ends sbatch, and the script is removed all the same
-        f'{shlex.join(["env", *unset])} "$sbatch" {command}',
+        f'{shlex.join(conversion.words_to_unset())} "$sbatch" {command}'.lstrip(),
         "code=$?",
         f"rm -f -- {made[0]}; rmdir -- {made[1]}",
         "exit $code",

@@ -21,7 +21,6 @@ from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
 from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.render import without_block
-from hetstream.hetjob.sbatch_environment import taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.cli.why import named_jobs
@@ -197,8 +196,7 @@ def _submit(
     conversion: Conversion, options: Sequence[SbatchOption], name: str, arguments: Sequence[str], cwd: str
 ) -> str:
     """As `hetstream sbatch` does, with the script under its own name."""
-    taken = taken_variables(os.environ) if conversion.plan else []
-    environ = {key: value for key, value in os.environ.items() if key not in taken}
+    environ = conversion.environ_of_sbatch(os.environ)
     with tempfile.TemporaryDirectory(prefix="hetstream-", dir=temporary_place()) as directory:
         path = Path(directory, name)
         path.write_bytes(conversion.script)
@@ -208,7 +206,7 @@ def _submit(
 def _print_dry_run(conversion: Conversion, options: Sequence[SbatchOption], script: Sequence[str], cwd: str) -> int:
     sys.stdout.flush()
     sys.stdout.buffer.write(conversion.script)
-    command = shlex.join(["sbatch", *_words(conversion, options), *script])
+    command = shlex.join([*conversion.words_to_unset(), "sbatch", *_words(conversion, options), *script])
     _note(f"would run in {cwd}, on the script above: {command}")
     return 0
 

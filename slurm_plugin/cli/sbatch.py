@@ -17,7 +17,6 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.convert import AlreadyHeterogeneous
 from hetstream.hetjob.directives import is_own
-from hetstream.hetjob.sbatch_environment import taken_variables
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, words_of
 from hetstream.hetjob.spec import OPTIONS, written
 from hetstream.hetjob.temporary import temporary_directory
@@ -115,9 +114,7 @@ def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], 
         plan = conversion.plan
         if plan is None:
             return run_sbatch([*words_of(options), str(path)], os.environ)
-        # These variables are options for every component; the plan has made them options of the trainer.
-        taken = taken_variables(os.environ)
-        environ = {key: value for key, value in os.environ.items() if key not in taken}
+        environ = conversion.environ_of_sbatch(os.environ)
         return run_sbatch([*plan.sbatch_options, str(path), *arguments], environ)
 
 
@@ -126,7 +123,6 @@ def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], unread: Se
     sys.stdout.buffer.write(conversion.script)
     plan = conversion.plan
     submitted = list(plan.sbatch_options) if plan else words_of(options)
-    unset = [word for key in taken_variables(os.environ) if plan for word in ("-u", key)]
-    command = shlex.join([*(["env", *unset] if unset else []), "sbatch", *submitted, *unread])
+    command = shlex.join([*conversion.words_to_unset(), "sbatch", *submitted, *unread])
     print(f"would run, on the script above: {command}{'' if unread else ' < SCRIPT'}", file=sys.stderr)
     return 0

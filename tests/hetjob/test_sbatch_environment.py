@@ -28,6 +28,8 @@ GPUS = {"SBATCH_CPUS_PER_GPU": "4"}
         (GPUS, "--tres-per-task=gres/gpu:1", "", "--cpus-per-gpu=4"),
         ({"SLURM_HINT": "nomultithread"}, "--threads-per-core=1", "", ""),
         ({"SBATCH_THREADS_PER_CORE": "1"}, "", "--hint=nomultithread", ""),
+        ({"SBATCH_EXCLUSIVE": "user"}, "", "-s", ""),
+        ({"SBATCH_EXCLUSIVE": "user"}, "-s", "", "--exclusive=user"),
         # A flag's variable is a flag, or takes one back, which no option can say.
         ({"SBATCH_OVERCOMMIT": "1"}, "", "", "--overcommit"),
         ({"SBATCH_OVERCOMMIT": "no", "SBATCH_SPREAD_JOB": "0"}, "-O", "", ""),
@@ -54,6 +56,23 @@ def test_sbatch_is_called_without_what_has_become_an_option() -> None:
         "A": "",
     }
     assert taken_variables(environ) == ["SBATCH_GRES", "SLURM_HOSTFILE"]
+
+
+@pytest.mark.parametrize(
+    ("script", "command_line", "taken"),
+    [
+        ("", "", True),
+        ("-n 8", "", True),
+        ("-c 8", "", False),
+        ("", "-c 8", False),
+        ("", "--tres-per-task=cpu:8", False),
+    ],
+)
+def test_what_sbatch_may_refuse_beside_an_option_is_left_for_it_to_see(
+    script: str, command_line: str, taken: bool
+) -> None:
+    given = [parse_words(words.split(), "x")[0] for words in (script, command_line)]
+    assert taken_variables(GPUS, *given) == (["SBATCH_CPUS_PER_GPU"] if taken else [])
 
 
 @pytest.mark.parametrize(

@@ -204,10 +204,11 @@ def parse_descriptions(log: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A script, and what is set in the environment in which it is submitted."""
+    """A script, what is set in the environment in which it is submitted, and options on the command line."""
 
     path: Path
     environ: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class Submitter:
         # One place for all, so that paths have no other difference.
         shutil.copyfile(case.path, self._directory / case.path.name)
         out = self._directory / "output"
-        code = how([*words, case.path.name], out, case.environ)
+        code = how([*words, *case.arguments, case.path.name], out, case.environ)
         stdout, stderr = (Path(f"{out}.{name}").read_text(errors="replace") for name in ("stdout", "stderr"))
         with self._log.open(errors="replace") as log:
             log.seek(begin)

@@ -12,7 +12,7 @@ from hetstream.hetjob.spec import GUARANTEED, OPPORTUNISTIC
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from hetstream.slurm_plugin.cli.reading import add_fresh_argument
 from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
-from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
+from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, memory_asked_mb, whole_if_near
 from hetstream.slurm_plugin.client.held import knows_held_cpus, without_types
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import PENDING_STATES, REVOKED, Gres, Job, Snapshot
@@ -177,7 +177,7 @@ def _order(job: Job) -> tuple[bool, int, int]:
 def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection[str]) -> Row:
     since_s = job.submit_s if job.is_pending else job.start_s if job.is_running else None
     held = held_by(job)
-    has = (job.gpus, job.memory_mb) if job.is_pending else (held.gpus, held.memory_mb)
+    has = (job.gpus, memory_asked_mb(job)) if job.is_pending else (held.gpus, held.memory_mb)
     return {
         "job": job.label,
         "job_id": job.job_id,
@@ -189,7 +189,7 @@ def _row(job: Job, now_s: float, explainer: Explainer, opportunistic: Collection
         "num_nodes": job.num_nodes,
         "nodes": list(job.nodes),
         # Whoever may see the job is told the same, also who may not see its nodes, or the jobs beside it.
-        "cpus": job.num_cpus if job.is_pending or held.cpus else 0,
+        "cpus": cpus_asked(job) if job.is_pending or held.cpus else 0,
         "gpus": whole_if_near(has[0]),
         "memory_mb": has[1],
         "time_s": max(0, round(now_s - since_s)) if since_s else None,

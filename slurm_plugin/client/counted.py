@@ -70,6 +70,17 @@ _HELD = {"cpus": "cpus_held", "gpus": "gpus_held", "mig": "mig_held", "memory_mb
          "gpus_with_mig": "gpus_with_mig_held"}  # fmt: skip
 
 
+def cpus_asked(job: Job) -> int:
+    """The CPUs of a job on all nodes together, of a pending one with those that come with its GPUs."""
+    return max(job.num_cpus, job.cpus_per_gpu * job.count("gpu")) if job.is_pending else job.num_cpus
+
+
+def memory_asked_mb(job: Job) -> int:
+    """Its memory, of a pending job with that of the CPUs that come with its GPUs."""
+    cpus = cpus_asked(job)
+    return max(job.memory_mb, (job.memory_per_cpu_mb or 0) * cpus) if cpus > job.num_cpus else job.memory_mb
+
+
 def held_by(job: Job) -> Held:
     """What a job keeps others from having: nothing before it starts, and nothing as soon as it completes.
 

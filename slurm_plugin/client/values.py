@@ -25,10 +25,13 @@ def text_or_empty(value: str) -> str:
 def seconds(value: str) -> float | None:
     """Seconds of `3-02:03:04`, `02:03:04`, `5:00` (minutes and seconds) or `7` (minutes); None for no limit.
 
+    squeue writes INVALID for a limit above 365 days (_print_secs in src/squeue/print.c), which counts as none: a job
+    without a limit has those 365 days when it runs.
+
     Raises:
         ValueError: another form.
     """
-    if value in NONE_WORDS or value == "Partition_Limit":
+    if value in NONE_WORDS or value in ("Partition_Limit", "INVALID"):
         return None
     found = time_limit_s(value)
     if found is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetstream.slurm_plugin.client.counted import held_by, whole_if_near
+from hetstream.slurm_plugin.client.counted import cpus_asked, held_by, whole_if_near
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
 from hetstream.slurm_plugin.insight.shapes import alike_jobs
@@ -198,7 +198,7 @@ def _together(alike: Sequence[WaitingJob]) -> Waiting:
     num_jobs, job = sum(counts), alike[0].job
     return Waiting(
         num_jobs=num_jobs,
-        cpus=job.num_cpus * num_jobs,
+        cpus=cpus_asked(job) * num_jobs,
         gpus=whole_if_near(job.gpus * num_jobs),
         waited_s=sum(pending_job.waited_s * count for pending_job, count in zip(alike, counts, strict=True)),
         longest_s=max(pending_job.waited_s for pending_job in alike),

@@ -16,7 +16,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from hetstream.slurm_plugin.client.counted import whole_if_near
+from hetstream.slurm_plugin.client.counted import cpus_asked, whole_if_near
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
 from hetstream.slurm_plugin.insight.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
@@ -306,7 +306,7 @@ def _longest_waits(seen: Observation) -> str:
             pending_job.job.user,
             _short(pending_job.job.name),
             whole_if_near(pending_job.job.gpus),
-            pending_job.job.num_cpus,
+            cpus_asked(pending_job.job),
             pending_job.cause,
             duration(pending_job.waited_s),
         )

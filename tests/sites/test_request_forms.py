@@ -24,6 +24,7 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.devcluster.sites import GPU_KINDS
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from hetstream.slurm_plugin.insight.why import Explainer
+from tests.sites.conftest import HETSTREAM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 KINDS = (GPU_KINDS,)
@@ -169,6 +170,38 @@ def test_one_thread_of_each_core_takes_the_other_too(site: Any) -> None:
         ("CPUs", "it needs 12 CPUs (6 and what is beside them) on a node; of 1 node(s) with enough memory the most "
                  "free is 10 (ht0)")
     ]  # fmt: skip
+
+
+def test_cpus_that_come_with_gpus_are_a_pending_jobs_own(site: Any) -> None:
+    """They are not in what squeue says of it; what it then holds has them."""
+    forms = (
+        ("-pgpu", "--gpus=2", "--cpus-per-gpu=3"),
+        ("-pgpu", "--gpus-per-node=1", "-N2", "--cpus-per-gpu=2"),
+        ("-pgpu", "--gpus=1", "--cpus-per-gpu=4", "--mem=100"),
+    )
+    jobs = [site.submit("--hold", *form) for form in forms]
+    site.settle(**dict.fromkeys(jobs, "PENDING JobHeldUser"))
+
+    def sizes_of() -> list[tuple[int, int]]:
+        rows = {row["job"]: row for row in site.told("jobs")["jobs"]}
+        return [(rows[job]["cpus"], rows[job]["memory_mb"]) for job in jobs]
+
+    pending = sizes_of()
+    assert [cpus for cpus, _ in pending] == [6, 4, 4]
+    assert 'hetstream_pending_cpus{cause="held"} 14' in site.run(str(HETSTREAM), "exporter", "--print")
+    site.run("scontrol", "release", *jobs)
+    site.settle(**dict.fromkeys(jobs, "RUNNING"))
+    assert sizes_of() == pending
+
+
+def test_a_time_limit_above_a_year_is_read_without_a_word(site: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """squeue has no word for it."""
+    job = site.submit("-pcpu", "--hold", "--time=400-0")
+    site.settle(**{job: "PENDING JobHeldUser"})
+    row = next(row for row in site.told("jobs")["jobs"] if row["job"] == job)
+    assert row["time_limit_s"] is None
+    assert [kind for kind, _ in site.blockers(job)] == ["held"]
+    assert caplog.messages == []
 
 
 def test_shards_are_no_room_on_nodes_without_them(site: Any) -> None:

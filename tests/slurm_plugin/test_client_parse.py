@@ -245,8 +245,8 @@ def test_hostlists_are_short() -> None:
 
 
 def test_values() -> None:
-    assert [seconds(text) for text in ("3-02:03:04", "02:03:04", "5:00", "7", "1-12", "UNLIMITED")] == [
-        266584, 7384, 300, 420, 129600, None,
+    assert [seconds(text) for text in ("3-02:03:04", "02:03:04", "5:00", "7", "1-12", "UNLIMITED", "INVALID")] == [
+        266584, 7384, 300, 420, 129600, None, None,
     ]  # fmt: skip
     assert [megabytes(text) for text in ("100M", "62.50G", "4000", "512K", "N/A")] == [100, 64000, 4000, 0, 0]
     assert moment("2026-11-20T16:00:15") is not None

@@ -325,7 +325,7 @@ def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Count
     rooms = [table.devices(shape.gpu_type)[1] // shape.gpus] if shape.gpus else []
     cpus, memory_mb = table.needed(shape)
     rooms += [cpus_free // np.maximum(1, cpus)] if shape.cpus else []
-    rooms += [table.memory_free_mb // np.maximum(1, memory_mb)] if shape.memory_mb else []
+    rooms += [table.memory_free_mb // np.maximum(1, memory_mb)] if shape.memory_mb or shape.all_memory else []
     rooms += [free // count for _, count, _, free in table.gres_of(shape)]
     copies = np.minimum.reduce(rooms) if rooms else np.zeros_like(table.cpus)
     if shape.whose:

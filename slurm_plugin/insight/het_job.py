@@ -77,6 +77,6 @@ def _with(node: Node, shape: Shape) -> Node:
     return replace(
         node,
         cpus_allocated=node.cpus_allocated + shape.cpus,
-        memory_allocated_mb=node.memory_allocated_mb + shape.memory_mb,
+        memory_allocated_mb=node.memory_mb if shape.all_memory else node.memory_allocated_mb + shape.memory_mb,
         gres_used=(*node.gres_used, *([Gres("gpu", shape.gpu_type, shape.gpus)] if shape.gpus else ())),
     )

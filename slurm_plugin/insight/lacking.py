@@ -128,6 +128,7 @@ def memory_words(shape: Shape) -> str:
 
 def _all_of(least: Least) -> str:
     memory = [f"{least.memory_mb:,} MB"] if least.memory_mb else []
+    memory = ["all memory of each node"] if least.of_node.all_memory else memory
     gpus = [f"{least.gpus} GPU(s)"] if least.gpus else []
     return ", ".join([*gpus, *map(gres_words, least.gres), f"{least.cpus} CPU(s)", *memory])
 
@@ -171,6 +172,10 @@ def lack(resource: str, room: Room, at_once: str) -> Blocker:
         others = count(room.enough_but(resource))
         where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
         return Blocker(resource, f"it needs {asked} on a node{at_once}; {where}")
+    if resource == "memory" and shape.all_memory:
+        others = room.enough_but(resource)
+        where = f"of {count(others)} node(s) with enough {' and '.join(beside)} {count(others & room.enough[resource])}"
+        return Blocker(resource, f"it needs all memory of a node (--mem=0){at_once}; {where} have all of it free")
     needed, most, name, num_others = room.most_free(resource)
     unit = " MB of memory" if resource == "memory" else f" {resource}"
     where = f"{num_others} node(s) with enough {' and '.join(beside)}"

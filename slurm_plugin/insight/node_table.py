@@ -320,7 +320,8 @@ class NodeTable:
         # Cores of sockets must be free that it need not be given.
         cores_free = max(1, shape.layout[0]) * max(1, shape.layout[1]) if max(shape.layout[:2]) > 1 else 0
         cpus = np.maximum(cpus, cores_free * self.cpus_per_core)
-        return cpus, np.maximum(memory_mb, self.memory_mb) if shape.all_memory else memory_mb
+        # Slurm counts that of a partition's first node for a job that waits, and takes what its own node has.
+        return cpus, self.memory_mb if shape.all_memory else memory_mb
 
     def has_sockets_free(self, shape: Shape, cpus_free: Counts) -> Mask:
         """Where so few cores are busy that as many sockets as a shape names have as many free, wherever those are."""

@@ -204,6 +204,24 @@ def test_a_time_limit_above_a_year_is_read_without_a_word(site: Any, caplog: pyt
     assert caplog.messages == []
 
 
+def test_all_memory_of_a_node_is_that_of_any(site: Any) -> None:
+    """Slurm counts that of big0 for it while it waits, and it gets core0, which has less."""
+    for name in ("ht0", "ht1", "ht2", "ht3", "big0", "core0"):
+        last = site.submit("-pmix", f"-w{name}", "--mem=100")
+        site.settle(**{last: "CONFIGURING"})
+    job = site.submit("-pmix", "--mem=0", "--time=10")
+    site.settle(**{job: "PENDING Resources"})
+    assert site.blockers(job) == [
+        ("memory", "it needs all memory of a node (--mem=0); of 6 node(s) with enough CPUs 0 have all of it free")
+    ]
+    held = site.submit("-pmix", "--mem=0", "--hold", "--time=10")
+    site.run("scancel", job, last)
+    site.wait_until(lambda: site.facts(held)["fits_on"] == ["core0"], 60, "room on core0")
+    site.run("scontrol", "release", held)
+    site.settle(**{held: "CONFIGURING"})
+    assert site.run("squeue", "--noheader", f"--jobs={held}", "--format=%N") == "core0"
+
+
 def test_shards_are_no_room_on_nodes_without_them(site: Any) -> None:
     """Of gpu2 alone; 5 are more than one GPU has, which `why` does not count, and says so."""
     job = site.submit("-pgpu", "-wgpu0", "--gres=gpu:1", "-N1")

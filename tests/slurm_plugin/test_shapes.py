@@ -171,6 +171,14 @@ def test_memory_goes_with_the_cpus_of_a_core() -> None:
     assert kind(replace(three, layout=(0, 0, 1)), scarce) == "scheduler"
     everything = pending(memory_mb=32000, all_memory=True)
     assert kind(everything, node(memory_allocated_mb=1)) == "memory"
+    # It is counted with that of its partition's first node, and gets what its own node has.
+    large, small = node("large", memory_mb=256000, memory_allocated_mb=1), node("small", memory_mb=16000)
+    everything = pending(memory_mb=256000, all_memory=True)
+    assert explain(everything, large, small).fits_on == ("small",)
+    found = explain(everything, large, replace(small, memory_allocated_mb=1)).blockers[0]
+    assert found.text == (
+        "it needs all memory of a node (--mem=0); of 2 node(s) with enough CPUs 0 have all of it free"
+    )
     assert kind(pending(memory_mb=640000, num_cpus=16, num_tasks=16, memory_per_cpu_mb=40000), FOUR[0],
                 config={"SelectTypeParameters": "CR_CORE"}) == "scheduler"  # fmt: skip
 

@@ -223,7 +223,9 @@ class CommandReader:
                 row["State"],
                 whole(row["NumCPUs"].split("-")[0]),
                 time_limit_s(row["TimeUsed"]) or 0.0,
-                time_limit_s(row["TimeLeft"]),  # None of UNLIMITED; and of INVALID: a limit that is over, or above a year
+                time_limit_s(
+                    row["TimeLeft"]
+                ),  # None of UNLIMITED; and of INVALID: a limit that is over, or above a year
             )
             for row in rows
             if mark in row["Comment"].split()

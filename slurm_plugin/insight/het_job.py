@@ -6,7 +6,7 @@ waits for Resources although it has room, and others have a word that is long ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Snapshot
@@ -32,6 +32,9 @@ def explain_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[
         for blocker in part.blockers:
             if blocker.kind != "component":  # another one that waits is named itself
                 found.setdefault((blocker.kind, blocker.text), (part.job.label, blocker))
+    is_told = snapshot.without_nodes or any(kind in _NEVER for kind, _ in found)
+    if never := None if is_told else _never_together(snapshot, parts):
+        found.setdefault((never[1].kind, never[1].text), never)
     ordered = sorted(found.values(), key=lambda entry: _rank(entry[1].kind))
     if ordered and ordered[0][1].kind in _TURNS:
         together = None if snapshot.without_nodes else _not_together(snapshot, parts)
@@ -45,6 +48,52 @@ def _rank(kind: str) -> tuple[int, int]:
     if kind in _TURNS:
         return (3, _TURNS.index(kind))
     return (2, 0) if kind in _FREE else (1, 0)
+
+
+def _never_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[str, Blocker] | None:
+    """What components need together that all nodes of their partitions have not, be they empty; None if they have.
+
+    Only sums are compared, so nothing is said to be impossible that could start in some way or other.
+    """
+    shown = {node.name for node in snapshot.nodes}
+    # Nodes may be hidden or powered down, and jobs may share CPUs.
+    in_part = {
+        partition.name
+        for partition in snapshot.partitions
+        if partition.jobs_per_cpu > 1 or not shown.issuperset(partition.nodes)
+    }
+    for names in dict.fromkeys([*(frozenset(part.job.partitions) for part in parts), _all_partitions(parts)]):
+        mine = [part for part in parts if names.issuperset(part.job.partitions)]
+        nodes = [node for node in snapshot.nodes if names.intersection(node.partitions)]
+        if len(mine) < 2 or names & in_part:
+            continue
+        for what, needed, has in _sums(mine, nodes):
+            if needed > has:
+                text = f"its components start together and need {needed:,} {what} together; all {len(nodes)} node(s)"
+                text += f" of {', '.join(sorted(names))} have {has:,}, be they empty"
+                return mine[-1].job.label, Blocker(
+                    "size", text, "ask for less, or for another partition: hetstream frag"
+                )
+    return None
+
+
+def _all_partitions(parts: Sequence[Explanation]) -> frozenset[str]:
+    return frozenset(name for part in parts for name in part.job.partitions)
+
+
+def _sums(parts: Sequence[Explanation], nodes: Sequence[Node]) -> Iterator[tuple[str, int, int]]:
+    """What components need at least, each resource with what nodes have of it at the most."""
+    yield "CPUs", sum(part.job.num_cpus for part in parts), sum(node.cpus for node in nodes)
+    yield "GPUs", sum(part.job.count("gpu") for part in parts), sum(node.devices("") for node in nodes)
+    # Nobody else is on a node that one has for itself, or of which it has all memory.
+    alone = [part for part in parts if part.shape.whole_nodes or part.shape.all_memory]
+    beside = [part for part in parts if part not in alone and part.shape.memory_mb]
+    least = sum(_num_nodes(part) for part in alone) + max(map(_num_nodes, beside), default=0)
+    yield "nodes", least, len(nodes)
+
+
+def _num_nodes(part: Explanation) -> int:
+    return max(1, part.job.num_nodes)
 
 
 def _not_together(snapshot: Snapshot, parts: Sequence[Explanation]) -> tuple[str, Blocker] | None:
@@ -76,7 +125,7 @@ def _with(node: Node, shape: Shape) -> Node:
     """A node on which one more such job runs."""
     return replace(
         node,
-        cpus_allocated=node.cpus_allocated + shape.cpus,
+        cpus_allocated=node.cpus if shape.whole_nodes else node.cpus_allocated + shape.cpus,
         memory_allocated_mb=node.memory_mb if shape.all_memory else node.memory_allocated_mb + shape.memory_mb,
         gres_used=(*node.gres_used, *([Gres("gpu", shape.gpu_type, shape.gpus)] if shape.gpus else ())),
     )

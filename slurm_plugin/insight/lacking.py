@@ -173,8 +173,8 @@ def lack(resource: str, room: Room, at_once: str) -> Blocker:
         where = f"of {others} node(s) with enough {' and '.join(beside)} too few have them free"
         return Blocker(resource, f"it needs {asked} on a node{at_once}; {where}")
     if resource == "memory" and shape.all_memory:
-        others = room.enough_but(resource)
-        where = f"of {count(others)} node(s) with enough {' and '.join(beside)} {count(others & room.enough[resource])}"
+        mask = room.enough_but(resource)
+        where = f"of {count(mask)} node(s) with enough {' and '.join(beside)} {count(mask & room.enough[resource])}"
         return Blocker(resource, f"it needs all memory of a node (--mem=0){at_once}; {where} have all of it free")
     needed, most, name, num_others = room.most_free(resource)
     unit = " MB of memory" if resource == "memory" else f" {resource}"

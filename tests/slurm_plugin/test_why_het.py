@@ -70,9 +70,16 @@ ROOMY = node("g0", 16, 4), node("c0", 16)
          (node("g0", 16, 1), node("c0", 16)), [("70+1", "size"), ("70+1", "limit"), ("70+0", "GPUs")]),
         ([part(0, 2, 1), part(1, 4, reason="Priority")], ROOMY, [("70+0", "scheduler")]),
         # Each has room, and all at once have not: 10 and 10 of 16 CPUs.
-        ([part(0, 10), part(1, 10)], (node("g0", 16, 4), node("c0", 16)), [("70+1", "CPUs")]),
+        ([part(0, 10), part(1, 10)], (*ROOMY, node("c1", 2)), [("70+1", "CPUs")]),
         ([part(0, 10), part(1, 10)], (node("c0", 16), node("c1", 10)), [("70+0", "scheduler")]),
-        ([part(0, 1, 3), part(1, 1, 3), part(2, 1)], (node("g0", 16, 4), node("c0", 16)), [("70+1", "GPUs")]),
+        ([part(0, 1, 3), part(1, 1, 3), part(2, 1)], (*ROOMY, node("g1", 16, 2)), [("70+1", "GPUs")]),
+        # Each could run on empty nodes, and all together never.
+        ([part(0, 1, 3), part(1, 1, 3), part(2, 1)], ROOMY, [("70+1", "size")]),
+        ([part(0, 1, 3), part(1, 1, 3)], (node("g0", 16, 0), node("c0", 16)), [("70+1", "size"), ("70+0", "GPUs")]),
+        ([part(0, 10), part(1, 10)], ROOMY, [("70+1", "size")]),
+        ([part(0, 1, exclusive="NODE"), part(1, 1)], ROOMY, [("70+1", "size")]),
+        ([part(0, 1, all_memory=True), part(1, 1)], ROOMY, [("70+1", "size")]),
+        ([part(0, 1, exclusive="NODE"), part(1, 1)], (node("c0", 16), node("c1", 0)), [("70+1", "CPUs")]),
     ],
 )  # fmt: skip
 def test_the_true_reason_comes_first_and_once(
@@ -148,6 +155,9 @@ def test_why_a_heterogeneous_job_waits_on_slurm(devcluster: Any, wait_until: Cal
             submit("-p", "gpu", "--gres=gpu:1", "-c4", *workers, "-c2"): ("+0", "CPUs"),
             submit(*trainer, *workers, "-c12"): ("+1", "CPUs"),
             submit("-p", "cpu", "-c4", *workers, "-c4"): ("+1", "CPUs"),  # not both at once
+            # Never: 9 GPUs of 8, and 5 nodes of 4.
+            submit("-p", "gpu", "--gpus=5", "-c1", ":", "-p", "gpu", "--mem=100", "--gpus=4"): ("+1", "size"),
+            submit("-p", "cpu", "-N3", "--exclusive", *workers, "-N2"): ("+1", "size"),
             submit("-d", f"afterany:{first}", *trainer, *workers, "-c2"): ("+0", "dependency"),
             submit("-H", *trainer, *workers, "-c2"): ("+0", "held"),
             submit("--begin=now+1hour", *trainer, *workers, "-c2"): ("+0", "time"),

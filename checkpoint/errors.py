@@ -15,6 +15,7 @@ CheckpointError
 ├── DirectoryNotWritable     its file system says no
 ├── DirectoryReplaced        another directory has its name: somebody has deleted or replaced it
 ├── NotEnoughSpace           the disk is too full for a checkpoint
+├── NotOnDisk                the program ends, and its newest checkpoint could not be written
 ├── SharedMemoryFull         no room in memory for a generation
 ├── StoreInUse               a living process has this rank's store, or this store's checkpoint writer
 ├── ForeignOwner             another user's files under our name
@@ -41,6 +42,7 @@ __all__ = [
     "MissingRanks",
     "NoCheckpoint",
     "NotEnoughSpace",
+    "NotOnDisk",
     "OtherRelease",
     "ReplicaError",
     "SharedMemoryFull",
@@ -124,6 +126,10 @@ class DirectoryNotWritable(CheckpointError):
 
 class DirectoryReplaced(CheckpointError):
     """A checkpoint directory is not the one that a training began in."""
+
+
+class NotOnDisk(CheckpointError):
+    """The program ends, and its newest checkpoint could not be written; it is left in memory."""
 
 
 class NotEnoughSpace(CheckpointError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import io
 import os
 import pickle
 from collections import Counter, OrderedDict, deque
@@ -130,8 +131,8 @@ class _Loadable:
             return self._tensor(value)
         if isinstance(value, np.ndarray | np.generic):
             return _of_numpy(value)
-        if isinstance(value, bytes):
-            return _of_bytes(value)
+        if isinstance(value, bytes | io.BytesIO):
+            return _of_bytes(value if isinstance(value, bytes) else value.getvalue())
         if isinstance(value, Mapping):
             return self._mapping(value)
         if isinstance(value, list | deque):

@@ -21,7 +21,7 @@ from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.errors import NotEnoughSpace
 from hetstream.checkpoint.formats.part import plan_part
 from hetstream.checkpoint.formats.plan import FilePlan
-from hetstream.checkpoint.record.structure import Record
+from hetstream.checkpoint.record.structure import Record, written_metrics
 from hetstream.checkpoint.tensors.copy_plan import make_plan
 from hetstream.checkpoint.tensors.leaves import Flattener
 from hetstream.checkpoint.tensors.views import bytes_as_tensor
@@ -90,6 +90,6 @@ def plan_state(
         memory = bytes_as_tensor(payload)
         for index, tensor in enumerate(plan.tensors_to_copy(leaves.tensors)):
             plan.destination(index, memory).copy_(tensor.detach())
-    metrics = {name: float(value) for name, value in part.metrics.items()}
+    metrics = written_metrics({name: float(value) for name, value in part.metrics.items()})
     record = Record(leaves.tree, plan.refs, list(shared), part.rank, part.world_size, metrics)
     return plan_part(plan.layout.entries, record, keys), payload

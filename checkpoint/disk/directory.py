@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from hetstream.base.errors import HetstreamError
+from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable, shortened
 from hetstream.checkpoint.disk import commit, ownership
@@ -45,6 +46,24 @@ _log = logging.getLogger(__name__)
 KEEP_ALL = Retention(keep_last=None)
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """An absolute path from what a program gives as one; "~" is a home directory.
+
+    Raises:
+        OptionsError: it is a URL, which would be taken for a directory of that name.
+    """
+    text = os.fsdecode(path)
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", text):
+        raise OptionsError(
+            f"{text}: checkpoints lie in a directory of a file system, and not at a URL ({scheme[1]}:). Give a path "
+            "that all nodes of the job have"
+        )
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise OptionsError(f"{text}: there is no such home directory") from error
+
+
 class CheckpointDirectory:
     """A directory of checkpoints.
 
@@ -55,7 +74,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
-        self.path = Path(path).absolute()
+        self.path = local_path(path)
         self.read_only = read_only
         self.attempt = 0
         self._lock: FileLock | None = None
@@ -284,13 +303,19 @@ class CheckpointDirectory:
                 )
             return held.read(rank, num_threads=num_threads)
 
-    def verify(self, generation: Generation, progress: Callable[[int], None] | None = None) -> list[str]:
+    def verify(
+        self,
+        generation: Generation,
+        progress: Callable[[int], None] | None = None,
+        check: Callable[[RankFile], None] = lambda _file: None,
+    ) -> list[str]:
         """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly, if it
         lies in a directory of this user's.
 
         Args:
             generation: which.
             progress: told how many more bytes have been compared.
+            check: looks at each file that is whole; raises DamagedCheckpoint where it cannot be used nevertheless.
         """
         problems = []
         is_marked = True
@@ -309,7 +334,8 @@ class CheckpointDirectory:
                 manifests = ()
             for manifest in manifests:
                 try:
-                    open_file(place, manifest, progress=progress).close()
+                    with open_file(place, manifest, progress=progress) as file:
+                        check(file)
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
         if is_marked:

@@ -71,7 +71,7 @@ class PartSpec:
             num_bytes=num_bytes,
             checksums=checksums,
             layout_digest=self.layout_digest,
-            # JSON has no NaN, and a metric that is none is as good as not there.
+            # They choose the best checkpoint, which one that is not finite never is. The record has all of them.
             metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
             time_s=time_s,
             repeat=self.generation.repeat or msgspec.UNSET,

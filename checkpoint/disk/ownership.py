@@ -124,7 +124,12 @@ def prepare_directory(path: Path) -> None:
         with Directory.open(path) as root:
             owner, strangers = root.owner, root.strangers()
     except OSError as error:
-        raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
+        why = str(error)
+        if path.is_symlink() and not path.exists():
+            why = f"it is a link to {os.readlink(path)}, which is not there"
+        elif path.exists() and not path.is_dir():
+            why = "it is a file"
+        raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {why}") from error
     if owner != os.geteuid():
         raise ForeignOwner(
             f"{path} belongs to user {owner}, this is user {os.geteuid()}; a checkpoint directory belongs to the user "

@@ -30,6 +30,8 @@ import torch
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job
+from hetstream.checkpoint.errors import NotOnDisk
+from hetstream.checkpoint.flash import exit_code
 from hetstream.checkpoint.flash.distributed import Communicator, communicator
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step, requested_step
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
@@ -298,8 +300,14 @@ class FlashCheckpointer:
     def close(self, *, keep_memory: bool = False) -> None:
         """Bring the newest generation to disk, and free the memory. Safe to call twice; a forked child does nothing.
 
+        A program that does not call it does so at its exit, whose code then is 1 where the newest generation could not
+        be written.
+
         Args:
             keep_memory: leave the generations in memory for the next start, as after a crash.
+
+        Raises:
+            NotOnDisk: the newest generation could not be written, on a full disk, say. All else is closed.
         """
         if not self._storage.is_open or os.getpid() != self._pid:
             return
@@ -329,7 +337,11 @@ class FlashCheckpointer:
 
     def _at_exit(self) -> None:
         # Python sets sys.last_value when an exception ends the program: then memory is kept, as after any crash.
-        self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
+        try:
+            self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
+        except NotOnDisk as error:
+            _log.error("%s", error)
+            exit_code.fail()
 
     def _check_open(self) -> None:
         if not self._storage.is_open:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Literal
 
+from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0
@@ -20,7 +22,11 @@ from hetstream.checkpoint.flash.restore.candidates import RestoreCandidates
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
+from hetstream.checkpoint.policy.retention import Best
 from hetstream.checkpoint.record.lineage import Lineage
+from hetstream.checkpoint.record.structure import RNG
+from hetstream.checkpoint.record.tree import numbers_in
+from hetstream.checkpoint.tensors.views import make_foreign
 
 
 class CheckpointReader:
@@ -52,6 +58,70 @@ class CheckpointReader:
         choice = self._candidates().newest()
         return choice.generation.step if choice.generation else None
 
+    def metrics(self, *, step: int | None = None) -> dict[str, float]:
+        """What `save` was given as metrics, without loading anything; those that are not finite are left out.
+
+        Args:
+            step: as for `restore`.
+
+        Raises:
+            NoCheckpoint: there is none, or none of this step.
+        """
+        return from_rank_0(self._ranks, lambda: dict(self._checkpoint(step).metrics), dict[str, float])
+
+    def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """The step whose metric is the smallest or the greatest, of equals the first; None: no checkpoint has it.
+
+        Raises:
+            OptionsError: the mode is another one.
+        """
+        Best(metric, mode)  # checks them
+
+        def best() -> int | None:
+            found = {step: self._checkpoint(step).metrics for step in self._on_disk()}
+            values = {step: metrics[metric] for step, metrics in found.items() if metric in metrics}
+            return (min if mode == "min" else max)(values, key=values.__getitem__, default=None)
+
+        return from_rank_0(self._ranks, best, int | None)  # type: ignore[arg-type]
+
+    def metadata(self, *, step: int | None = None) -> dict[str, Any]:
+        """What was saved under the top-level keys that hold no tensor, such as the program's settings, without reading
+        the tensors. With several ranks it is what rank 0 saved. Every rank reads for itself.
+
+        Args:
+            step: as for `restore`.
+
+        Raises:
+            NoCheckpoint: there is none, or none of this step.
+            DamagedCheckpoint: it cannot be read.
+        """
+        generation = self._checkpoint(step).generation
+        with (
+            self._directory.hold(generation, [0]) as held,
+            open_file(held.place, held.manifests[0], compare="structure", copies=True) as file,
+        ):
+            record = file.record
+            with_tensors = [key for key, node in record.tree.items() if any(True for _ in numbers_in(node))]
+            make = make_foreign(allow_pickle=self._allow_pickle)
+            return record.decode(None, make, [*with_tensors, RNG])
+
+    def _on_disk(self) -> dict[int, Checkpoint]:
+        """Those that can be used, by step, in order; of several attempts at a step the newest."""
+        lineage = self._directory.lineage()
+        found = (one for one in self._directory.scan() if not one.problem and lineage.holds(one.generation))
+        return {one.generation.step: one for one in sorted(found, key=lambda one: one.generation)}
+
+    def _checkpoint(self, step: int | None) -> Checkpoint:
+        wanted, found = requested_step(step), self._on_disk()
+        if not found:
+            raise self._nothing()
+        if wanted is None:
+            wanted = max(found)
+        if wanted not in found:
+            steps = ", ".join(map(str, found))
+            raise NoCheckpoint(f"{self._directory.path} has no checkpoint of step {wanted} that can be used: {steps}")
+        return found[wanted]
+
     def restore(self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True) -> int:
         """Bring a checkpoint into a state, in place. Random number generators stay as they are.
 
@@ -74,7 +144,8 @@ class CheckpointReader:
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
             )
-            restored = restore_state(self._candidates(), state, capture.flatten(state), request)
+            leaves = capture.flatten(state)
+            restored = restore_state(self._candidates(), state, lambda: leaves, request)
         if restored.generation is None:
             raise self._nothing()
         return restored.generation.step

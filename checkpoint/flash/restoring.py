@@ -5,6 +5,7 @@ Called by the checkpointer of every rank. `restore/` finds the generation and co
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import MutableMapping
 from typing import Any
@@ -47,14 +48,16 @@ class Restoring:
         self._storage.become_owner()
         candidates = self._storage.candidates()
         with collector.held_off():
-            restored = restore_state(candidates, state, leaves, RestoreRequest(step, strict, self._allow_pickle))
+            whole = functools.partial(self._saving.flatten, state) if leaves.unasked else lambda: leaves
+            restored = restore_state(candidates, state, whole, RestoreRequest(step, strict, self._allow_pickle))
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
         self._storage.succession.note_restored(restored.step or 0)
         try:
             # Last, as it goes on in a thread, and each look at a file would wait for that.
-            self._saving.prepare(state, leaves if restored.keeps_leaves else None)
+            is_known = restored.keeps_leaves and not (leaves.unasked and restored.generation)
+            self._saving.prepare(state, leaves if is_known else None)
         except UnsupportedState as error:  # the restore is done, here and on the other ranks; a save raises it
             _log.warning("what was restored cannot be saved: %s", error)
         return restored.step

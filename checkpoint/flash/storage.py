@@ -15,6 +15,7 @@ import time
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import job_and_component, job_has_writers
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import NotOnDisk
 from hetstream.checkpoint.flash.assembly import other_hosts_of, succession_of
 from hetstream.checkpoint.flash.distributed import Communicator, from_rank_0, together
 from hetstream.checkpoint.flash.host import find_host
@@ -26,7 +27,7 @@ from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import FALLBACK, StoreIdentity, make_fallback
+from hetstream.checkpoint.memory.store_files import FALLBACK, StoreFiles, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.lineage import Lineage
@@ -177,6 +178,9 @@ class CheckpointStorage:
             unsaved: what this rank saved last, until a job's checkpoint writer has it on disk; None: do not wait.
             keep_memory: leave the generations in memory for the next start.
             hands_over: another job goes on with the training.
+
+        Raises:
+            NotOnDisk: after all else: the newest generation could not be written.
         """
         timeout_s, is_owner = self._options.close_timeout_s, self.attempt > 0 and not hands_over
         self.store.renew_if_deleted()
@@ -191,3 +195,24 @@ class CheckpointStorage:
         if is_owner:
             with contextlib.suppress(OSError):
                 self._fallback.rmdir()  # unless it is used, or the user's
+        if unsaved and not keep_memory:
+            self._check_written(unsaved)
+
+    def _check_written(self, unsaved: Generation) -> None:
+        """See that a generation is on disk, now that no checkpoint writer of this rank's own is left.
+
+        Raises:
+            NotOnDisk: it could not be written.
+        """
+        files = StoreFiles(self.store.path)
+        if not files.path.is_dir() or not files.has_unsaved():
+            return
+        status = files.read_status()
+        why = status.error if status else ""
+        if files.is_writer_alive() and not why:
+            return  # the job's, which goes on with it
+        raise NotOnDisk(
+            f"{unsaved} is not on disk: {why or 'its checkpoint writer is gone'}. It stays in the memory of this host, "
+            f"{files.path}, as long as the job does. Make room; then write it with hetstream ckpt writer --once, or "
+            "start the program again here"
+        )

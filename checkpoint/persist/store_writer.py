@@ -355,7 +355,7 @@ def _plan_part(segment: Segment) -> tuple[PartSpec, FilePlan]:
     header = segment.header
     layout_json, structure = split_metadata(segment.metadata)
     layout, record = from_json(layout_json), Record.read(structure)
-    part = PartSpec(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
+    part = PartSpec(header.generation, record.rank, record.world_size, header.layout_digest, record.metric_values)
     keys = None if record.rank == 0 else record.own
     return part, plan_part(layout.entries, record, keys)
 

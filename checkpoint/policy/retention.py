@@ -149,7 +149,7 @@ def _wanted(good: list[Saved], rule: Retention) -> dict[Saved, str]:
         ranked = sorted(
             (sign * saved.metrics[best.metric], saved)
             for saved in good
-            if not math.isnan(saved.metrics.get(best.metric, math.nan))
+            if math.isfinite(saved.metrics.get(best.metric, math.nan))
         )
         for _, saved in ranked[: best.num]:
             wanted.setdefault(saved, f"{best.mode} {best.metric}={saved.metrics[best.metric]:g}")

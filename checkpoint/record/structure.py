@@ -10,8 +10,9 @@ file that holds all of them. Pure: no torch, no files.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +23,14 @@ from hetstream.checkpoint.record.tree import Foreign, MakeForeign, Node, decode,
 VERSION = 1
 # Where a state has its random number generators: a top-level key, which no program may use itself.
 RNG = "_rng"
+
+WrittenMetrics = dict[str, float | Literal["nan", "inf", "-inf"]]
+"""Metrics as JSON: it has no number for some of them."""
+
+
+def written_metrics(metrics: Mapping[str, float]) -> WrittenMetrics:
+    """Metrics as a record has them: a diverged loss must not make the state unreadable."""
+    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}  # type: ignore[misc]
 
 
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -79,7 +88,7 @@ class Record(msgspec.Struct, frozen=True):
         shared: top-level keys that every rank has equal: on disk the file of rank 0 alone has them.
         rank: whose state this is.
         world_size: how many ranks saved.
-        metrics: what `save` was given.
+        metrics: what `save` was given, as `written_metrics` gives it.
         version: of this form.
         shared_elsewhere: the tree is without the keys that are equal on every rank: in memory another rank of the host
             has them for this one.
@@ -90,7 +99,7 @@ class Record(msgspec.Struct, frozen=True):
     shared: list[str] = []
     rank: int = 0
     world_size: int = 1
-    metrics: dict[str, float] = {}
+    metrics: WrittenMetrics = {}
     version: int = VERSION
     shared_elsewhere: bool = False
 
@@ -121,6 +130,11 @@ class Record(msgspec.Struct, frozen=True):
     def write_with(tensors: msgspec.Raw, **fields: Any) -> bytes:
         """As `write`, with tensors that are JSON already: the same in every save, and by far the most."""
         return msgspec.json.encode({**fields, "tensors": tensors})
+
+    @property
+    def metric_values(self) -> dict[str, float]:
+        """What `save` was given as metrics."""
+        return {name: float(value) for name, value in self.metrics.items()}
 
     @property
     def own(self) -> list[str]:

@@ -52,11 +52,22 @@ class PlainObject(SimpleNamespace):
 
     def __eq__(self, other: object) -> bool:
         if dataclasses.is_dataclass(other) and not isinstance(other, type):
-            return vars(self) == {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
+            return vars(self) == attributes_of(other)
         return super().__eq__(other)
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(vars(self).values()))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What a dataclass's object holds: its fields, and what else the program has set, but for cached properties."""
+    names = (field.name for field in dataclasses.fields(value))
+    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    kind = type(value)
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        if name not in fields and not isinstance(getattr(kind, name, None), functools.cached_property):
+            fields[name] = attribute
+    return fields
 
 
 MakeForeign = Callable[[str, Node, Callable[[Node], Any]], Any]
@@ -105,6 +116,9 @@ class Encoder:
         foreign: called with (path, value) for a value whose exact type is unknown; gives a node or NotImplemented.
         store: called with (path, data) for what is too much for the structure; puts it into the payload and gives the
             node of a tensor that `loaded_numbers` or `loaded_json` gets as bytes. None: all of it is structure.
+
+    Attributes:
+        forms: type, tag and NumPy's or torch's dtype of every value met so far that is not JSON as it is.
     """
 
     def __init__(
@@ -116,6 +130,7 @@ class Encoder:
         self._foreign = foreign
         self._store = store
         self._num_inline = 0
+        self.forms: set[tuple[type, str, Any]] = set()
         self._handlers: dict[type, Callable[[str, Any], Node]] = {
             type(None): _itself,
             bool: _itself,
@@ -159,10 +174,14 @@ class Encoder:
     def item(self, path: str, value: Any) -> Node:
         """As `encode`, for use inside handlers."""
         handler = self._handlers.get(type(value))
-        if handler is not None:
-            return handler(path, value)
-        node = self._foreign(path, value)
-        return self.unusual(path, value) if node is NotImplemented else node
+        node = self._foreign(path, value) if handler is None else handler(path, value)
+        if node is NotImplemented:
+            node = self.unusual(path, value)
+        if type(node) is dict:
+            tag = next(iter(node), "")
+            if tag[:1] == "$" and tag != TENSOR:
+                self.forms.add((type(value), tag, getattr(value, "dtype", None)))
+        return node
 
     def items(self, path: str, values: Collection[Any]) -> Node:
         """Values in order, as a list."""
@@ -247,8 +266,7 @@ class Encoder:
             fields = {name: self.item(f"{path}.{name}", entry) for name, entry in zip(kind._fields, value, strict=True)}
             return {"$named": [name_of(kind), fields]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            return self._data(path, kind, {name: getattr(value, name) for name in names})
+            return self._data(path, kind, attributes_of(value))
         if kind is PlainObject:
             return self._data(path, SimpleNamespace, vars(value))
         numpy = sys.modules.get("numpy")
@@ -261,10 +279,15 @@ class Encoder:
             return {"$array": [_dtype_of(value.dtype), list(value.shape), _text(value.tobytes())]}
         if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
             return {"$scalar": [_dtype_of(value.dtype), _text(value.tobytes())]}
+        state = next((name for name in ("get_state", "getstate", "bit_generator") if hasattr(value, name)), "")
+        if state:  # a generator of random numbers
+            call = "bit_generator.state" if state == "bit_generator" else f"{state}()"
+            advice = f"Store what its {call} gives, and set it after the restore"
+        else:
+            advice = "Give the object state_dict() and load_state_dict(), store plain values instead"
         raise UnsupportedState(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. Give the object "
-            "state_dict() and load_state_dict(), store plain values instead, or allow pickle with allow_pickle=True "
-            "(both to save and to load)"
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. {advice}, or allow "
+            "pickle with allow_pickle=True (both to save and to load)"
         )
 
     def _data(self, path: str, kind: type, fields: Mapping[str, Any]) -> Node:
@@ -352,7 +375,35 @@ def name_of(kind: type) -> str:
 
 
 def _dtype_of(dtype: Any) -> Node:
-    return dtype.descr if dtype.names else dtype.str
+    """A NumPy dtype: what `numpy.dtype` makes it of again; fields may be records and arrays themselves."""
+    if dtype.subdtype:
+        base, shape = dtype.subdtype
+        return {"base": _dtype_of(base), "shape": list(shape)}
+    if not dtype.names:
+        return dtype.str
+    fields = [dtype.fields[name] for name in dtype.names]
+    return {
+        "names": list(dtype.names),
+        "formats": [_dtype_of(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+        "aligned": dtype.isalignedstruct,
+    }
+
+
+def _dtype_from(node: Node) -> Any:
+    import numpy
+
+    if not isinstance(node, dict):
+        return numpy.dtype([tuple(field) for field in node] if isinstance(node, list) else node)
+    if "base" in node:
+        return numpy.dtype((_dtype_from(node["base"]), tuple(node["shape"])))
+    given: Any = {name: node[name] for name in ("names", "offsets", "titles", "itemsize")}
+    given["formats"] = [_dtype_from(form) for form in node["formats"]]
+    if not any(given["titles"]):
+        del given["titles"]
+    return numpy.dtype(given, align=node["aligned"])
 
 
 # Decoding
@@ -446,7 +497,7 @@ _MAKERS: dict[str, Callable[[_Decoder, Node], Any]] = {
         type=str(body[0]), context=decoder.value(body[1]), children=decoder.value(body[2])
     ),
     "$array": lambda _decoder, body: _array(*body),
-    "$scalar": lambda _decoder, body: _array(body[0], [1], body[1])[0],
+    "$scalar": lambda _decoder, body: _scalar(*body),
 }
 
 
@@ -481,7 +532,13 @@ def _is_pythons(name: str) -> bool:
 def _array(dtype: Node, shape: list[int], text: str) -> Any:
     import numpy
 
-    form = numpy.dtype([tuple(field) for field in dtype] if isinstance(dtype, list) else dtype)
+    form = _dtype_from(dtype)
     if form.hasobject:
         raise DamagedCheckpoint(f"the structure holds an array of objects, dtype {dtype!r}")
     return numpy.frombuffer(_data(text), form).reshape(shape).copy()
+
+
+def _scalar(dtype: Node, text: str) -> Any:
+    array = _array(dtype, [1], text)
+    # NumPy takes zeros at the end of a text for padding.
+    return type(array[0])(_data(text)) if array.dtype.kind == "S" else array[0]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import math
 import pickle
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,8 @@ class Leaves:
             tensors.
         stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
             but not buffers, which a forward pass may change. Known where it was asked for.
+        states: what the `state_dict` of each object gave, by its place.
+        unasked: places of objects that were not asked for their state. They are None in the tree.
         shapeless: names of what has no shape yet: parameters and buffers of lazy modules before their first forward
             pass. They are no tensors here, and None in the tree.
     """
@@ -102,6 +105,8 @@ class Leaves:
     plain: dict[str, range] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     shapeless: list[str] = field(default_factory=list)
+    states: dict[str, Any] = field(default_factory=dict)
+    unasked: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def signature(self) -> Signature:
@@ -159,7 +164,14 @@ class Leaves:
             plain,
             {places[index] for index in self.stepped if index in places},
             [name for name in self.shapeless if name.partition(".")[0] not in keys],
+            self.states,
+            self.unasked,
         )
+
+
+# Objects whose `state_dict` changes nothing.
+_HARMLESS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_OWN = "hetstream."
 
 
 class Flattener:
@@ -174,6 +186,7 @@ class Flattener:
         self._leaves = Leaves()
         self._is_plain = True
         self._finds_stepped = False
+        self._asks_all = True
         self._encoder = Encoder(
             {
                 torch.Tensor: self._tensor,
@@ -183,6 +196,7 @@ class Flattener:
                 UninitializedBuffer: self._shapeless,
                 np.ndarray: self._array,
                 bytes: self._bytes,
+                io.BytesIO: self._file,
                 torch.Size: lambda _path, value: {"$size": list(value)},
                 torch.dtype: _word,
                 torch.layout: _word,
@@ -193,18 +207,25 @@ class Flattener:
             self._data,
         )
 
-    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
+    @property
+    def forms(self) -> Set[object]:
+        """What kinds of values were met so far that are neither tensors nor JSON as they are."""
+        return self._encoder.forms
+
+    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False, asks_all: bool = True) -> Leaves:
         """Take a state apart; objects with `state_dict` are replaced by what it gives.
 
         Args:
             state: top-level key to anything.
             finds_stepped: fill `Leaves.stepped`, too.
+            asks_all: ask objects of the program's own classes, too. To ask one may change it: torch's `get_state_dict`
+                lets an optimizer without a state make a step.
 
         Raises:
             UnsupportedState: something in it cannot be stored.
         """
         leaves = self._leaves = Leaves()
-        self._finds_stepped = finds_stepped
+        self._finds_stepped, self._asks_all = finds_stepped, asks_all
         try:
             for key, value in state.items():
                 begin, self._is_plain = len(leaves.tensors), True
@@ -259,6 +280,10 @@ class Flattener:
             return inline_bytes(path, value)
         return self._add(path, torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8), kind)
 
+    def _file(self, path: str, file: io.BytesIO) -> Node:
+        """A file in memory, which some libraries keep as a module's extra state."""
+        return {"$file": [self._bytes(path, file.getvalue()), file.tell()]}
+
     def _data(self, path: str, data: Data) -> Node:
         self._is_plain = False
         return self._add(path, torch.frombuffer(data, dtype=torch.uint8), "bytes")
@@ -278,7 +303,16 @@ class Flattener:
 
     def _object(self, path: str, value: Any) -> Node:
         begin = len(self._leaves.tensors)
-        node = self._encoder.item(path, value.state_dict())
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(value).__mro__):
+            raise UnsupportedState(
+                f"{path} is a ZeroRedundancyOptimizer, which gives its state on one rank alone, after a call on all. "
+                "Store what it has within (optimizer.optim), the part of each rank; it is restored on as many ranks"
+            )
+        if not self._asks_all and not isinstance(value, _HARMLESS) and not type(value).__module__.startswith(_OWN):
+            self._leaves.unasked.append(path)
+            return None
+        state = self._leaves.states[path] = value.state_dict()
+        node = self._encoder.item(path, state)
         if self._finds_stepped and not self._leaves.shapeless:
             mine = range(begin, len(self._leaves.tensors))
             if isinstance(value, torch.nn.Module):

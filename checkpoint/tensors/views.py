@@ -5,6 +5,7 @@ Called by restores and conversions; `leaves.py` is the way there.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import warnings
@@ -159,6 +160,10 @@ def make_foreign(*, allow_pickle: bool) -> MakeForeign:
             parts, shape, is_coalesced = body
             indices, values = again(parts)
             return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
+        if tag == "$file":
+            file = io.BytesIO(again(body[0]))
+            file.seek(body[1])
+            return file
         if tag == "$numbers":
             return loaded_numbers(again(body[0]), *body[1:])
         if tag == "$json":

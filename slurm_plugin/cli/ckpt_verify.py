@@ -1,4 +1,4 @@
-"""`hetstream ckpt verify`: read checkpoints and compare every byte with its checksum."""
+"""`hetstream ckpt verify`: read checkpoints, compare every byte with its checksum, and decode what restores decode."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hetstream.base.text import printable
 from hetstream.checkpoint.disk.bounds import bounded
 from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.errors import NoCheckpoint
+from hetstream.checkpoint.flash.restore.readable import check_readable
 from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
 from hetstream.slurm_plugin.render.table import size_words
 
@@ -30,7 +31,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the action."""
-    parser.description = "Read checkpoints and compare their checksums."
+    parser.description = "Read checkpoints, compare their checksums, and decode them as a restore does."
     parser.epilog = EPILOG
     parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--step", type=int, metavar="N", help="only checkpoints of this step")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         progress = _Progress(checkpoint, f"{number}/{len(chosen)}")
         began_s = time.monotonic()
         with bounded(checkpoint.path):
-            problems = directory.verify(checkpoint.generation, progress.advance)
+            problems = directory.verify(checkpoint.generation, progress.advance, check_readable)
         took_s = time.monotonic() - began_s
         progress.clear()
         results.append(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DirectoryNotWritable, ForeignOwner
+from hetstream.checkpoint.memory.store_files import StoreFiles
+from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.mounted import mounted_memory
@@ -62,6 +66,35 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(
     with make() as checkpointer:
         loaded = checkpointer.load()
         assert (loaded.step, loaded.sources) == (3, ("disk",))
+
+
+@pytest.mark.parametrize("ending", ["close", "interpreter", "an exit handler of its own"])
+def test_a_full_disk_at_the_end_is_an_exit_code(ending: str, disk: Path, tmp_path: Path, memory: Path) -> None:
+    program = f"""
+import atexit, pathlib, torch
+from hetstream import CheckpointOptions, FlashCheckpointer
+options = CheckpointOptions(shared_memory=pathlib.Path({str(memory)!r}), close_timeout_s=1)
+if {ending!r}[:2] == "an":
+    atexit.register(print, "its own handler")
+checkpointer = FlashCheckpointer({str(tmp_path / "ckpt")!r}, options=options)
+checkpointer.save(1, {{"w": torch.ones(8 << 20, dtype=torch.uint8)}})
+if {ending!r} == "close":
+    checkpointer.close()
+"""
+    out, err = tmp_path / "out", tmp_path / "err"  # a pipe would end with the checkpoint writer
+    with out.open("w") as stdout, err.open("w") as stderr:
+        done = subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=stderr, timeout=100)
+    assert done.returncode == 1
+    said = err.read_text()
+    assert "step 1 of attempt 1 is not on disk: " in said
+    assert "are free; nothing was written" in said
+    assert f"memory of this host, {memory}/" in said
+    assert out.read_text() == ("its own handler\n" if ending[:2] == "an" else "")
+    (store,) = find_stores([memory])
+    assert store.writer_alive
+    status = StoreFiles(store.path).read_status()
+    assert status is not None
+    os.kill(status.pid, signal.SIGKILL)  # else it tries for half a minute more
 
 
 def test_a_read_only_disk_is_refused_and_can_be_looked_at(

@@ -103,6 +103,8 @@ def copies_alike(keys: list[str], leaves: Leaves, part: StoredPart) -> Copies | 
         (here.addresses[number], begin + entry.offset, entry.num_bytes)
         for number, entry in zip(numbers, entries, strict=True)
     ]
+    if len({move[0] for move in moves}) < len({move[:2] for move in moves if move[2]}):
+        return None  # tensors that share memory here, and did not when they were saved
     are_plain = [
         here.are_contiguous[number] and not here.are_lazy[number] and here.devices[number] == _MAIN_MEMORY
         for number in numbers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +75,17 @@ class RestoreRequest:
 
 
 def restore_state(
-    candidates: RestoreCandidates, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest
+    candidates: RestoreCandidates,
+    state: MutableMapping[str, Any],
+    leaves: Callable[[], Leaves],
+    request: RestoreRequest,
 ) -> RestoreResult:
     """Bring a generation into a state, in place, and set the generators.
 
     Args:
         candidates: finds it.
         state: as it is given to `save`.
-        leaves: the same taken apart.
+        leaves: gives the same taken apart; called once there is something to restore.
         request: which, and how.
 
     Raises:
@@ -101,7 +105,7 @@ class _StateDestination:
 
     Args:
         state: as it is given to `save`.
-        leaves: the same taken apart.
+        leaves: gives the same taken apart.
         request: how.
         rank: of this process.
 
@@ -109,9 +113,11 @@ class _StateDestination:
         keeps_leaves: as in `RestoreResult`, of what was prepared last.
     """
 
-    def __init__(self, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest, rank: int) -> None:
+    def __init__(
+        self, state: MutableMapping[str, Any], leaves: Callable[[], Leaves], request: RestoreRequest, rank: int
+    ) -> None:
         self._state = state
-        self._leaves = leaves
+        self._leaves = functools.cache(leaves)
         self._request = request
         self._rank = rank
         self._prepared: tuple[StateComparison, Any, Choice] | None = None
@@ -129,7 +135,7 @@ class _StateDestination:
         saved: dict[str, Any] = {}
         all_alike: set[str] = set()
         for part in parts:
-            alike = comparison.take_alike(state, self._leaves, part)
+            alike = comparison.take_alike(state, self._leaves(), part)
             without = alike | ({*part.record.tree} - {*state} if self._request.only_given else set())
             saved.update(part.saved(allow_pickle=self._request.allow_pickle, without=without))
             all_alike |= alike

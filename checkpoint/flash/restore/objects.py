@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,62 @@ def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[tuple[Any, s
             holder[place[1]] = old
 
 
+def _keep_dtypes(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Give an optimizer's state the dtypes that were saved: torch's `load_state_dict` casts it to those of the
+    parameters, and so takes the float32 of a bfloat16 model's moments and master weights away.
+
+    Args:
+        optimizer: that has loaded its state.
+        loaded: what it was given.
+    """
+    now, saved = optimizer.state_dict()["state"], loaded["state"]
+    names = [name for group in loaded["param_groups"] for name in group["params"]]
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, (name, parameter) in enumerate(zip(names, params, strict=True)):
+        held = optimizer.state.get(parameter)
+        for key, value in saved.get(name, {}).items():
+            if isinstance(held, dict) and key in held and held[key] is now.get(number, {}).get(key):
+                held[key] = _as_saved(held[key], value)
+
+
+def _keep_dtypes_within(path: str, here: Any, loaded: Mapping[str, Any]) -> None:
+    """The same for an object that may have an optimizer within, and whose `state_dict` gives the tensors themselves."""
+    for _, now, saved in _of_other_dtypes(path, here.state_dict(), loaded):
+        if type(now) is torch.Tensor and type(saved) is torch.Tensor:
+            now.data = saved.to(now.device)  # as torch.nn.Module.to does
+    for place, now, saved in _of_other_dtypes(path, here.state_dict(), loaded):
+        _log.warning("%s was saved as %s, and its object has made %s of it", place, saved.dtype, now.dtype)
+
+
+def _of_other_dtypes(path: str, now: Any, saved: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Tensors in the same places of two trees that differ in nothing but their dtypes."""
+    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if now.dtype != saved.dtype and now.shape == saved.shape:
+            yield path, now, saved
+    elif isinstance(now, Mapping) and isinstance(saved, Mapping):
+        for key in now:
+            yield from _of_other_dtypes(f"{path}.{key}", now[key], saved.get(key))
+    elif isinstance(now, list | tuple) and isinstance(saved, list | tuple):
+        for index, (one, other) in enumerate(zip(now, saved, strict=False)):
+            yield from _of_other_dtypes(f"{path}.{index}", one, other)
+
+
+def _as_saved(now: Any, saved: Any) -> Any:
+    """What an optimizer has made of a value, with the dtypes that it had when it was saved."""
+    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if now.dtype == saved.dtype or now.shape != saved.shape:
+            return now
+        return saved.to(now.device)
+    if isinstance(now, dict) and isinstance(saved, Mapping):
+        for key, value in now.items():
+            now[key] = _as_saved(value, saved.get(key))
+    elif isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):
+        now[:] = [_as_saved(*pair) for pair in zip(now, saved, strict=True)]
+    elif type(now) is tuple and isinstance(saved, tuple) and len(now) == len(saved):
+        return tuple(_as_saved(*pair) for pair in zip(now, saved, strict=True))
+    return now
+
+
 def _put_back(here: Any, before: Any) -> bool:
     """Whether an object has taken what `_backup` gave of it."""
     try:
@@ -107,6 +163,11 @@ def _is_plain_loader(module: torch.nn.Module) -> bool:
     )
 
 
+def own_loaders(module: torch.nn.Module) -> Collection[str]:
+    """Names of the modules within that load their tensors by code of their own: what fits these, they alone know."""
+    return {name for name, child in module.named_modules() if not _is_plain_loader(child)}
+
+
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
     for name in (
         "_load_state_dict_pre_hooks",
@@ -137,7 +198,12 @@ def load_objects(objects: Sequence[tuple[str, Any, Any]], *, strict: bool) -> No
             if isinstance(here, torch.nn.Module):
                 here.load_state_dict(owned(saved, before), strict=strict)
             else:
-                here.load_state_dict(owned(saved, before))
+                loaded = owned(saved, before)
+                here.load_state_dict(loaded)
+                if isinstance(here, torch.optim.Optimizer) and isinstance(loaded, Mapping):
+                    _keep_dtypes(here, loaded)
+                elif isinstance(loaded, Mapping):
+                    _keep_dtypes_within(path, here, loaded)
         except Exception as error:  # the object's own code
             changed = [place for place, *backup in reversed(backups) if not _put_back(*backup)]
             result = f"{', '.join(changed)} may be half restored" if changed else "Nothing was restored"

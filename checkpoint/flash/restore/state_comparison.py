@@ -7,6 +7,9 @@ is touched. Nothing that is given to the program lies in shared memory, unless i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import StateMismatch
 from hetstream.checkpoint.flash.restore.copies import Copies, copies_alike
-from hetstream.checkpoint.flash.restore.objects import is_pristine, load_objects
+from hetstream.checkpoint.flash.restore.objects import is_pristine, load_objects, own_loaders
 from hetstream.checkpoint.flash.restore.stored import (
     StoredPart,
     StoredTensor,
@@ -31,6 +34,8 @@ from hetstream.checkpoint.flash.restore.stored import (
 )
 from hetstream.checkpoint.flash.restore.wrappers import advice
 from hetstream.checkpoint.tensors.leaves import Leaves
+
+_log = logging.getLogger(__name__)
 
 _MISSING, _UNEXPECTED = ": missing in the checkpoint", ": unexpected, only in the checkpoint"
 # More of them would hide the cause.
@@ -73,8 +78,8 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, Mapping | list | tuple) and not value)
+# What a program may also hold by a name of its own, and so is filled and never replaced.
+_HELD = (MutableMapping, list, set, deque, bytearray)
 
 
 class StateComparison:
@@ -91,6 +96,7 @@ class StateComparison:
         self._copies = Copies()
         self._objects: list[tuple[str, Any, Any]] = []
         self._fill: Fill = lambda: None
+        self._copied: dict[tuple[int, int], StoredTensor] = {}  # by address and size of the program's tensor
 
     def take_alike(self, state: Mapping[str, Any], leaves: Leaves, part: StoredPart) -> set[str]:
         """Compare all that is equal but for the values of its tensors, by text and not value by value.
@@ -142,29 +148,33 @@ class StateComparison:
             return self._match_object(path, here, saved)
         if isinstance(saved, StoredTensor | np.ndarray) and isinstance(here, np.ndarray):
             return self._match_array(path, here, saved)
-        if _is_empty(here):
+        if here is None:
             return lambda: owned(saved)
         if isinstance(here, MutableMapping) and isinstance(saved, Mapping):
             return self.match_mapping(path, here, saved)
         if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
             return self._match_sequence(path, here, saved)
+        if isinstance(here, set | deque | bytearray) and isinstance(saved, type(here)):
+            return functools.partial(_filled, here, saved)
         old = children_of(saved, here)
         if old is not None:
             return self._match_node(path, here, old)
         if dataclasses.is_dataclass(here) and not isinstance(here, type):
             return self._match_dataclass(path, here, saved)
-        if _has_tensor(here) or (_has_tensor(saved) and not isinstance(here, np.ndarray)):
+        if isinstance(here, _HELD) or _has_tensor(here) or (_has_tensor(saved) and not isinstance(here, np.ndarray)):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
+            return lambda: here
         return lambda: owned(saved)
 
     def match_mapping(
         self, path: str, here: MutableMapping[Any, Any], saved: Mapping[Any, Any], alike: Collection[Any] = ()
     ) -> Fill:
-        """Compare two mappings key by key. Those without any tensor are plain data: what was saved replaces them."""
+        """Compare two mappings key by key. Those without any tensor, and empty ones, are plain data: they get the keys
+        that were saved."""
         prefix = f"{path}." if path else ""
         missing = [key for key in here if key not in saved and key not in alike]
         unexpected = [key for key in saved if key not in here]
-        is_plain = (missing or unexpected) and path and not _has_tensor(here) and not _has_tensor(saved)
+        is_plain = (missing or unexpected) and path and not (here and (_has_tensor(here) or _has_tensor(saved)))
         if not is_plain:
             self.differences += [f"{prefix}{key}{_MISSING}" for key in missing]
             self.differences += [f"{prefix}{key}{_UNEXPECTED}" for key in unexpected]
@@ -172,7 +182,7 @@ class StateComparison:
 
         def fill() -> Any:
             filled = {key: inner() for key, inner in fills.items()}
-            if is_plain:
+            if is_plain or (path and filled.keys() == saved.keys() and [*here] != [*saved]):
                 filled = {key: filled[key] if key in filled else owned(saved[key]) for key in saved}
                 here.clear()
             for key, value in filled.items():
@@ -183,9 +193,10 @@ class StateComparison:
 
     def _match_sequence(self, path: str, here: Sequence[Any], saved: Sequence[Any]) -> Fill:
         if len(here) != len(saved):
-            if _has_tensor(here) or _has_tensor(saved):
+            if here and (_has_tensor(here) or _has_tensor(saved)):
                 self.differences.append(f"{path}: {len(saved)} item(s) in the checkpoint, {len(here)} here")
-            return lambda: owned(saved, here)
+                return lambda: here
+            return functools.partial(_filled, here, saved) if isinstance(here, list) else lambda: owned(saved, here)
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]
 
         def fill() -> Any:
@@ -200,16 +211,18 @@ class StateComparison:
 
     def _match_dataclass(self, path: str, here: Any, saved: Any) -> Fill:
         names = [member.name for member in dataclasses.fields(here)]
-        fields = fields_of(saved)
+        fields, own = fields_of(saved), fields_of(here)
         lacking = [name for name in names if name not in fields]
         if lacking:
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint has no {', '.join(lacking)}")
             return lambda: here
-        fills = {name: self.match(f"{path}.{name}", getattr(here, name), fields[name]) for name in names}
+        if not hasattr(here, "__dict__"):
+            fields = {name: fields[name] for name in names}
+        fills = {name: self.match(f"{path}.{name}", own.get(name), saved) for name, saved in fields.items()}
 
         def fill() -> Any:
             filled = {name: inner() for name, inner in fills.items()}
-            if all(filled[name] is getattr(here, name) for name in names):
+            if all(name in own and value is own[name] for name, value in filled.items()):
                 return here
             if here.__dataclass_params__.frozen:
                 return like_dataclass(here, filled)
@@ -240,6 +253,11 @@ class StateComparison:
     def _copy(self, path: str, here: torch.Tensor, saved: StoredTensor) -> None:
         """Note that a tensor is to be copied."""
         is_part = hasattr(here, "to_local")
+        if not is_part and here.is_cpu and here.nbytes and here.is_contiguous():
+            other = self._copied.setdefault((here.data_ptr(), here.nbytes), saved)
+            if other is not saved and not torch.equal(_bytes_of(other.view), _bytes_of(saved.view)):
+                self.differences.append(f"{path}: shares its memory here, and was another tensor in the checkpoint")
+                return
         if saved.address is not None and not is_part:
             self._copies.add(here, saved)
             return
@@ -253,6 +271,18 @@ class StateComparison:
         except StateMismatch as error:
             self.differences.append(f"{path}: {error}")
             return None
+
+    def _for_parts(self, path: str, here: Any, saved: Any) -> Any:
+        """What an object's `load_state_dict` gets for a tree of its own: sharded tensors as they are sharded now."""
+        if isinstance(here, Mapping) and isinstance(saved, Mapping):
+            made = {
+                key: self._for_parts(f"{path}.{key}", here[key], value) for key, value in saved.items() if key in here
+            }
+            return like_mapping(saved, {key: value for key, value in made.items() if value is not saved[key]})
+        if isinstance(here, list) and isinstance(saved, list) and len(here) == len(saved):
+            pairs = zip(here, saved, strict=True)
+            return [self._for_parts(f"{path}.{index}", *pair) for index, pair in enumerate(pairs)]
+        return self._for_object(path, here, saved)
 
     def _for_object(self, path: str, here: Any, saved: Any) -> Any:
         """What an object's `load_state_dict` gets for a tensor of its own."""
@@ -297,15 +327,18 @@ class StateComparison:
             else:
                 parts = {key: self._for_object(f"{path}.{key}", now[key], saved[key]) for key in fitting}
                 self._objects.append((path, here, like_mapping(saved, parts, only=fitting)))
+        elif isinstance(here, torch.amp.GradScaler) and not saved:
+            _log.warning("%s keeps its own state: it was disabled when the checkpoint was saved", path)
         elif not isinstance(here, torch.optim.Optimizer):
-            self._objects.append((path, here, saved))
+            self._objects.append((path, here, self._for_parts(path, here.state_dict(), saved)))
         elif self._compare_optimizer(path, here, saved):
             self._objects.append((path, here, self._for_optimizer(path, here, saved)))
         return lambda: here
 
     def _for_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> Any:
         """Its state, sharded as its parameters are now; its own state may be empty yet."""
-        names = [name for group in saved["param_groups"] for name in group["params"]]
+        ordered = [_in_order_of(*pair) for pair in zip(here.param_groups, saved["param_groups"], strict=True)]
+        names = [name for group in ordered for name in group["params"]]
         params = dict(
             zip(names, (parameter for group in here.param_groups for parameter in group["params"]), strict=True)
         )
@@ -323,14 +356,19 @@ class StateComparison:
             for name, values in state.items()
             if name in params and isinstance(values, Mapping)
         }
-        return like_mapping(saved, {"state": like_mapping(state, made)})
+        return like_mapping(saved, {"state": like_mapping(state, made), "param_groups": ordered})
 
     def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
         """Which keys fit."""
         now = here.state_dict()
         self.differences += [f"{path}.{key}{_MISSING}" for key in now if key not in saved]
         self.differences += [f"{path}.{key}{_UNEXPECTED}" for key in saved if key not in now]
-        return {key for key, tensor in now.items() if key in saved and self._fits(f"{path}.{key}", tensor, saved[key])}
+        asked = own_loaders(here)
+        return {
+            key
+            for key, tensor in now.items()
+            if key in saved and (key.rpartition(".")[0] in asked or self._fits(f"{path}.{key}", tensor, saved[key]))
+        }
 
     def _fits(self, path: str, here: Any, saved: Any) -> bool:
         if not isinstance(here, torch.Tensor) or is_lazy(here):
@@ -348,7 +386,10 @@ class StateComparison:
         sizes = [len(group["params"]) for group in groups]
         own = [len(group["params"]) for group in here.param_groups]
         if sizes != own:
-            self.differences.append(f"{path}.param_groups: of {sizes} parameters in the checkpoint, of {own} here")
+            self.differences.append(
+                f"{path}.param_groups: of {sizes} parameters in the checkpoint, of {own} here (groups that the program "
+                "adds while it trains have to be added before it restores)"
+            )
         return sizes == own
 
     # Writing
@@ -363,6 +404,33 @@ class StateComparison:
         load_objects(self._objects, strict=not self.differences)
         self._copies.run()
         self._fill()
+
+
+def _filled(here: Any, saved: Any) -> Any:
+    """A container of the program, with what was saved of it."""
+    items = owned(saved, here)
+    if isinstance(here, set):
+        here.clear()
+        here.update(items)
+    elif isinstance(here, deque):
+        here.clear()
+        here.extend(items)
+    else:
+        here[:] = items
+    return here
+
+
+def _in_order_of(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was saved of a group of parameters, in the order that they have now: torch knows them by their places."""
+    names, now = saved.get("param_names"), here.get("param_names")
+    if not names or not now or names == now or sorted(names) != sorted(now) or len({*names}) < len(names):
+        return saved
+    places = dict(zip(names, saved["params"], strict=True))
+    return {**saved, "param_names": [*now], "params": [places[name] for name in now]}
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _kind(value: Any) -> str:

@@ -21,7 +21,7 @@ from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
 from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
-from hetstream.checkpoint.record.tree import PlainObject, name_of
+from hetstream.checkpoint.record.tree import PlainObject, attributes_of, name_of
 from hetstream.checkpoint.tensors.shards import Box, Whole, cut, is_inside, overlap_of
 from hetstream.checkpoint.tensors.views import dtype_of, is_whole, make_foreign, view_of
 
@@ -262,12 +262,11 @@ def _owned_object(value: PlainObject, here: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, or of what was saved of one; none of anything else."""
+    """The attributes of a dataclass, or of what was saved of one; none of anything else."""
     if isinstance(value, PlainObject):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+        return attributes_of(value)
     return {}
 
 

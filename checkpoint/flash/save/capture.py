@@ -6,19 +6,21 @@ Called by the checkpointer. The plan of one save serves the next as long as the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hetstream.base.errors import OptionsError
+from hetstream.base.text import is_unicode
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.options import CheckpointOptions
+from hetstream.checkpoint.flash.save.read_back import read_back
 from hetstream.checkpoint.formats.part import check_structure
 from hetstream.checkpoint.memory.segment import join_metadata
-from hetstream.checkpoint.record.structure import RNG, Record
+from hetstream.checkpoint.record.structure import RNG, Record, written_metrics
 from hetstream.checkpoint.tensors.copy_plan import Plan, make_plan
 from hetstream.checkpoint.tensors.leaves import Flattener, Leaves, Signature
 
@@ -37,12 +39,15 @@ class Captured:
         metadata: of the generation.
         leaves: the tensors as they were found.
         addresses: of the tensors.
+        read_back: where nothing like it was read back yet: does so, from the payload that it was copied to. With its
+            values, unless the program may have changed some.
     """
 
     plan: Plan
     metadata: bytes
     leaves: Leaves
     addresses: list[int]
+    read_back: Callable[[memoryview, bool], None] | None
 
 
 class Capture:
@@ -75,6 +80,8 @@ class Capture:
         self._signature: Signature | None = None
         self._plan: Plan | None = None
         self._planned: threading.Event | None = None
+        # What was read back: the plan, and the kinds of values.
+        self._known: tuple[Plan | None, Set[object]] = None, frozenset()
 
     def take(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, finds_stepped: bool = False) -> Captured:
         """Take a state apart; the generators' states are added.
@@ -97,7 +104,31 @@ class Capture:
         self._await_plan()
         own = self._own(leaves)
         plan = self._plan_of(own)
-        return Captured(plan, self._metadata(own, plan, metrics), own, own.signature.addresses)
+        metadata = self._metadata(own, plan, metrics)
+        read_back = self._reader(state, own, plan, metadata)
+        return Captured(plan, metadata, own, own.signature.addresses, read_back)
+
+    def _reader(
+        self, state: Mapping[str, Any], own: Leaves, plan: Plan, metadata: bytes
+    ) -> Callable[[memoryview, bool], None] | None:
+        """`Captured.read_back`. Where the plan and the kinds of values are known, only bytes have changed."""
+        forms = self._flattener.forms
+        if self._known[0] is plan and forms <= self._known[1]:
+            return None
+        seen = plan, frozenset(forms)
+
+        def reader(payload: memoryview, with_values: bool) -> None:
+            read_back(
+                state,
+                own.states,
+                metadata,
+                payload,
+                allow_pickle=self._options.allow_pickle,
+                with_values=with_values,
+            )
+            self._known = seen
+
+        return reader
 
     def prepare(self, state: Mapping[str, Any], leaves: Leaves) -> Callable[[], tuple[int, int]]:
         """Plan saves of a state, beside the program.
@@ -144,8 +175,8 @@ class Capture:
             self._planned.wait()  # after an error the plan is made anew, and it comes again
             self._planned = None
 
-    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
-        """The tensors of a state, and the tree without them; for errors see `take`."""
+    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False, asks_all: bool = True) -> Leaves:
+        """The tensors of a state, and the tree without them; see `take` and `Flattener.flatten`."""
         if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
             raise OptionsError(f"a state is a dict with names as keys, such as {{'model': model}}, not {_short(state)}")
         if RNG in state:
@@ -153,7 +184,10 @@ class Capture:
         unknown = [key for key in self._shared if key not in state]
         if unknown:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
-        return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
+        generators = self._generators.capture()
+        leaves = self._flattener.flatten({**state, RNG: generators}, finds_stepped=finds_stepped, asks_all=asks_all)
+        leaves.states[RNG] = generators
+        return leaves
 
     def _own(self, leaves: Leaves) -> Leaves:
         """What this rank has in memory of a state."""
@@ -176,6 +210,8 @@ class Capture:
     def _metadata(self, leaves: Leaves, plan: Plan, metrics: Mapping[str, float]) -> bytes:
         try:
             numbers = {str(name): float(value) for name, value in metrics.items()}
+            if not all(map(is_unicode, numbers)):
+                raise ValueError("a name is no text")
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise OptionsError(f"metrics={_short(metrics)}: a dict of names and numbers: {error}") from error
         structure = Record.write_with(
@@ -184,7 +220,7 @@ class Capture:
             shared=plan.shared,
             rank=self._rank,
             world_size=self._world_size,
-            metrics=numbers,
+            metrics=written_metrics(numbers),
             shared_elsewhere=len(self._shared_in(leaves)) < len(self._shared),
         )
         check_structure(plan.layout, structure)

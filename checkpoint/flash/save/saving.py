@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class _Taken:
         tensors: what is copied, one for each entry.
         addresses: of the tensors of the state.
         stepped: of `Leaves`.
+        read_back: of `Captured`.
     """
 
     generation: Generation
@@ -56,6 +57,7 @@ class _Taken:
     tensors: list[torch.Tensor]
     addresses: list[int]
     stepped: set[int]
+    read_back: Callable[[memoryview, bool], None] | None
 
 
 @dataclass
@@ -106,19 +108,29 @@ class Saving:
         self._pending: _Pending | None = None
 
     def announce(self, state: Mapping[str, Any]) -> Leaves:
-        """Take a state apart, and tell the checkpoint writer how large its saves will be.
+        """Take a state apart, and tell the checkpoint writer how large its saves will be. Objects of the program's own
+        classes are not asked.
 
         Raises:
             UnsupportedState: something in the state cannot be stored.
             OptionsError: it is no state.
         """
         with collector.held_off():
-            leaves = self._capture.flatten(state)
+            leaves = self._capture.flatten(state, asks_all=False)
             self._store.announce(*self._capture.expected_bytes(state, leaves))
         return leaves
 
+    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+        """Take a state apart, with all its objects.
+
+        Raises:
+            UnsupportedState: something in the state cannot be stored.
+        """
+        return self._capture.flatten(state)
+
     def prepare(self, state: Mapping[str, Any], leaves: Leaves | None = None) -> None:
-        """Allocate the memory for saves of a state, in the background. For lazy modules without shapes nothing is.
+        """Allocate the memory for saves of a state, in the background. For lazy modules without shapes nothing is, nor
+        where objects were not asked for their state.
 
         Args:
             state: top-level key to objects and trees.
@@ -129,7 +141,7 @@ class Saving:
         """
         with collector.held_off():
             leaves = self._capture.flatten(state) if leaves is None else leaves
-            if not leaves.shapeless:
+            if not leaves.shapeless and not leaves.unasked:
                 self.background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
 
     def begin(self, attempt: int, step: int) -> Generation:
@@ -165,6 +177,8 @@ class Saving:
             if taken:
                 with taken.slot:
                     self._copy(taken, range(len(taken.tensors)))
+                    if taken.read_back:
+                        taken.read_back(taken.slot.payload, True)
                     self._publish(taken)
         self.stats.blocked_s = time.perf_counter() - began_s
         return taken is not None
@@ -189,6 +203,8 @@ class Saving:
             self._pending = pending
             pending.checksums = self._checksums(taken)
             self._copy(taken, at_once)
+            if taken.read_back:
+                taken.read_back(taken.slot.payload, False)
             threading.Thread(target=self._finish_copy, args=(pending, later), name="checkpoint copy").start()
         except BaseException:
             if pending.begun.acquire(blocking=False):
@@ -254,7 +270,8 @@ class Saving:
         except BaseException:
             slot.abandon()
             raise
-        return _Taken(generation, slot, plan, metadata, tensors, captured.addresses, leaves.stepped)
+        read_back = captured.read_back
+        return _Taken(generation, slot, plan, metadata, tensors, captured.addresses, leaves.stepped, read_back)
 
     def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
         plan, began_s = taken.plan, time.perf_counter()

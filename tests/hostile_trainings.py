@@ -270,7 +270,7 @@ def filters(path: Path) -> str:
     """The script of plain sbatch: where it is left for the shell that submits it."""
     _use_tmpdir(path)
     plan = types.SimpleNamespace(sbatch_options=())
-    conversion = types.SimpleNamespace(notes=(), plan=plan, script=b"#!/bin/sh\n")
+    conversion = types.SimpleNamespace(notes=(), plan=plan, script=b"#!/bin/sh\n", words_to_unset=lambda: [])
     _replace(cli_filter, convert_script=lambda *_: conversion)
     os.environ[cli_filter.NONCE] = "abc"
     said, sys.stdout = sys.stdout, io.TextIOWrapper(io.BytesIO())

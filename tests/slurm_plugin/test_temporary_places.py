@@ -41,7 +41,8 @@ print(made._name, file=open("made", "w"))
 MIGRATE = """
 from types import SimpleNamespace
 from hetstream.slurm_plugin.cli.migrate import _submit
-print(_submit(SimpleNamespace(plan=None, script=b"# hetjob"), [], "train.sbatch", [], "."))
+conversion = SimpleNamespace(plan=None, script=b"# hetjob", environ_of_sbatch=dict)
+print(_submit(conversion, [], "train.sbatch", [], "."))
 """
 RESUME = """
 import torch

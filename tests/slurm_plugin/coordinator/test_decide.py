@@ -135,6 +135,22 @@ def test_a_job_that_can_give_nothing_more_back_neither_holds_up_the_measurement_
     assert gpu.decide()["o"].is_disobedient  # the guaranteed job goes without for its sake
 
 
+def test_who_pauses_with_his_weights_is_not_reported_while_the_guaranteed_job_comes(gpu: Gpu) -> None:
+    """It imports and builds its model for minutes before its first launch: it has no agent, and needs nothing yet."""
+    gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, peak_bytes=20 * GIB, held_bytes=25_600)
+    gpu.decide()
+    gpu.jobs["g"] = SharingJob("g", JobClass.GUARANTEED, gpu.now_ns, None)
+    assert gpu.decide()["o"].order.limit_bytes == 0
+    gpu.update("o", boundaries=6, is_idle=1, limit_bytes=0)
+    for _ in range(250):
+        decision = gpu.decide(1000)["o"]
+        assert decision.order.verdict == Verdict.PAUSE
+        assert not decision.is_disobedient
+    gpu.update("o", is_idle=0)  # who does not keep to his orders is
+    gpu.batch("o", 10)
+    assert gpu.batch("o", 10)["o"].is_disobedient
+
+
 def test_a_job_whose_parameters_keep_the_guaranteed_one_short_is_reported_as_soon_as_that_is_known(gpu: Gpu) -> None:
     gpu.join("o", JobClass.OPPORTUNISTIC, boundaries=5, peak_bytes=20 * GIB, held_bytes=20 * GIB)
     gpu.decide()

@@ -281,8 +281,8 @@ def _watched(
     """Who has not kept to his orders, for how long."""
     lowered_ns, paused = dict[str, int](), dict[str, int | None]()
     record = seen.guaranteed.statistics if seen.guaranteed else None
-    # Of memory, the guaranteed job. One that has not come to the GPU yet, as it imports or builds its model, is not: who
-    # holds his weights then, and pauses, is taken away by the packer only if that lasts.
+    # Of memory, the guaranteed job. One that has not come to the GPU yet, as it imports or builds its model, is not:
+    # who holds his weights then, and pauses, is taken away by the packer only if that lasts.
     is_short = record is not None and record.host_bytes > 0
     is_known = record is not None and seen.guaranteed is not None and _is_settled(state, seen.guaranteed)
     for job in seen.opportunistic:

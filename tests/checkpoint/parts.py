@@ -12,10 +12,14 @@ from pathlib import Path
 
 from hetstream.checkpoint.disk.commit import commit, write_part
 from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.formats.part import STRUCTURE
 from hetstream.checkpoint.formats.plan import FilePlan
 from hetstream.checkpoint.formats.safetensors import plan_file
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.record.structure import Record as StateRecord
+from hetstream.checkpoint.record.structure import TensorRef
+from hetstream.checkpoint.record.tree import TENSOR
 
 SPECS = (
     TensorSpec("model.weight", "F32", (64, 33)),
@@ -35,7 +39,10 @@ class Record:
 
     @property
     def plan(self) -> FilePlan:
-        return plan_file(self.layout.entries, {"step": "120"})
+        names = [entry.name for entry in self.layout.entries]
+        tree = {name: {TENSOR: number} for number, name in enumerate(names)}
+        structure = StateRecord(tree, [TensorRef(number) for number in range(len(names))])
+        return plan_file(self.layout.entries, {"step": "120", STRUCTURE: structure.write().decode()})
 
     def bytes_of(self, name: str) -> bytes:
         entry = next(entry for entry in self.layout.entries if entry.name == name)

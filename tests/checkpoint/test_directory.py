@@ -441,7 +441,7 @@ def test_a_flipped_bit_is_found_by_reading_and_remembered(tmp_path: Path) -> Non
         assert {e.name: bytes(good.bytes_of(e)) for e in good.entries} == {
             e.name: record.bytes_of(e.name) for e in record.layout.entries
         }
-        assert good.metadata == {"step": "120"}
+        assert good.metadata["step"] == "120"
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class Bench:
         """Names below the directory that belong to no checkpoint."""
         return [
             str(path.relative_to(self.directory))
-            for path in self.directory.rglob("*")
+            for directory, _, names in os.walk(self.directory)  # which passes over what is removed meanwhile
+            for path in (Path(directory), *(Path(directory, name) for name in names))
             if path.name.endswith((".tmp", ".partial", ".deleted"))
         ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from operator import attrgetter
 from typing import Any, Literal
 
 from hetstream.checkpoint.disk.checkpoint import Checkpoint
@@ -108,8 +109,9 @@ class CheckpointReader:
     def _on_disk(self) -> dict[int, Checkpoint]:
         """Those that can be used, by step, in order; of several attempts at a step the newest."""
         lineage = self._directory.lineage()
-        found = (one for one in self._directory.scan() if not one.problem and lineage.holds(one.generation))
-        return {one.generation.step: one for one in sorted(found, key=lambda one: one.generation)}
+        scanned = self._directory.scan()
+        found = [each for each in scanned if not each.problem and lineage.holds(each.generation)]
+        return {each.generation.step: each for each in sorted(found, key=attrgetter("generation"))}
 
     def _checkpoint(self, step: int | None) -> Checkpoint:
         wanted, found = requested_step(step), self._on_disk()

@@ -107,8 +107,8 @@ def _of_other_dtypes(path: str, now: Any, saved: Any) -> Iterator[tuple[str, tor
         for key in now:
             yield from _of_other_dtypes(f"{path}.{key}", now[key], saved.get(key))
     elif isinstance(now, list | tuple) and isinstance(saved, list | tuple):
-        for index, (one, other) in enumerate(zip(now, saved, strict=False)):
-            yield from _of_other_dtypes(f"{path}.{index}", one, other)
+        for index, pair in enumerate(zip(now, saved, strict=False)):
+            yield from _of_other_dtypes(f"{path}.{index}", *pair)
 
 
 def _as_saved(now: Any, saved: Any) -> Any:

@@ -18,18 +18,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar
 
 from hetstream.base.access import UntrustedFile as UntrustedFile  # what a Directory raises
 from hetstream.base.access import Way, others_can_write
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 _TEMPORARY = ".tmp"
 _GROUP_ENTERS = stat.S_IRGRP | stat.S_IXGRP
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _telling_where(method: Callable[Concatenate[Directory, _P], _T]) -> Callable[Concatenate[Directory, _P], _T]:
+    """What the system says of a plain name, with the directory that it is in: names mean nothing to who reads them."""
+
+    @functools.wraps(method)
+    def call(self: Directory, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(self, *args, **kwargs)
+        except OSError as error:
+            if isinstance(error.filename, str) and not os.path.isabs(error.filename):
+                error.filename = os.path.join(self.path, error.filename)
+            raise
+
+    return call
 
 
 class Directory:
@@ -147,6 +167,7 @@ class Directory:
         """Names of all that is in it."""
         return os.listdir(self.descriptor)
 
+    @_telling_where
     def status(self, name: str) -> os.stat_result:
         """What is known of a name, of a link as such.
 
@@ -170,6 +191,7 @@ class Directory:
         except FileNotFoundError:
             return False
 
+    @_telling_where
     def read_link(self, name: str) -> str:
         """Where a link points to.
 
@@ -195,6 +217,7 @@ class Directory:
             os.close(descriptor)
             raise
 
+    @_telling_where
     def make(self, name: str) -> Directory:
         """Open a directory in this one; if it is missing it is made, with mode 0700, or 0750 where the group reads."""
         is_new = False
@@ -252,8 +275,7 @@ class Directory:
         """
         temporary = temporary_name(_plain(name))
         self.unlink(temporary, missing_ok=True)  # of a process before with this number
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(temporary, flags, 0o600, dir_fd=self.descriptor)
+        descriptor = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             try:
                 self._let_group_read(descriptor, 0o640)
@@ -275,6 +297,7 @@ class Directory:
                 view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
 
+    @_telling_where
     def link_whole(self, name: str, target: str) -> None:
         """Let a name be a symbolic link to `target`: at any moment there is the old one or the new one."""
         temporary = temporary_name(_plain(name))
@@ -287,10 +310,12 @@ class Directory:
             raise
         self.sync()
 
+    @_telling_where
     def rename(self, name: str, to: str) -> None:
         """Give something another name in this directory, in place of what had that before."""
         os.rename(_plain(name), _plain(to), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
+    @_telling_where
     def unlink(self, name: str, *, missing_ok: bool = False) -> None:
         """Remove a file, or a link and not what it points to."""
         try:
@@ -299,6 +324,7 @@ class Directory:
             if not missing_ok:
                 raise
 
+    @_telling_where
     def remove_directory(self, name: str, removed: Callable[[], None] = lambda: None) -> None:
         """Remove a directory of files, if it is there. Somebody else may be at it too; of what is no directory, or has
         directories in it, nothing is removed.
@@ -332,6 +358,7 @@ class Directory:
                 os.fchown(descriptor, -1, self._group)
                 os.fchmod(descriptor, mode)
 
+    @_telling_where
     def _open(self, name: str, flags: int) -> int:
         try:
             return os.open(_plain(name), flags, 0o600, dir_fd=self.descriptor)

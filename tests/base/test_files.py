@@ -217,3 +217,18 @@ def test_what_is_made_can_be_read_by_the_group_that_the_directory_lets_in(
         made = [(place / f"made-{shared}" / "file").stat(), (place / f"made-{shared}").stat()]
         assert tuple(stat.S_IMODE(one.st_mode) for one in made) == modes
         assert all(one.st_gid == VICTIM for one in made)
+
+
+def test_an_error_of_the_system_names_the_whole_path(inside: Path) -> None:
+    with Directory.open(inside) as directory:
+        for act in (
+            lambda: directory.status("none"),
+            lambda: directory.read_link("none"),
+            lambda: directory.enter("none"),
+            lambda: directory.open_file("none"),
+            lambda: directory.rename("none", "other"),
+            lambda: directory.unlink("none"),
+        ):
+            with pytest.raises(FileNotFoundError) as caught:
+                act()
+            assert caught.value.filename == str(inside / "none")

@@ -72,6 +72,7 @@ COME_BACK: dict[str, Any] = {
     "last ones": collections.deque([1, 2], 7),
     "set": {1.5, True, "a", None, (1, 2)},
     "file": io.BytesIO(b"abc" * 2000),
+    "two doubles": torch.tensor([complex(math.nan, -0.0)], dtype=torch.complex128),
     "conjugate": torch.tensor([1 + 2j]).conj(),
     "expanded": torch.ones(1).expand(9),
     "every other": torch.arange(10.0)[::2],

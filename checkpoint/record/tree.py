@@ -340,7 +340,11 @@ def _int(_path: str, value: int) -> Node:
 
 
 def _float(_path: str, value: float) -> Node:
-    return value if math.isfinite(value) else {"$float": repr(value)}
+    if math.isfinite(value):
+        return value
+    # What is no number has a sign, too: inf - inf is a negative one, and Python does not write it.
+    sign = "-" if math.isnan(value) and math.copysign(1, value) < 0 else ""
+    return {"$float": sign + repr(value)}
 
 
 def _str(_path: str, value: str) -> Node:
@@ -541,4 +545,8 @@ def _array(dtype: Node, shape: list[int], text: str) -> Any:
 def _scalar(dtype: Node, text: str) -> Any:
     array = _array(dtype, [1], text)
     # NumPy takes zeros at the end of a text for padding.
-    return type(array[0])(_data(text)) if array.dtype.kind == "S" else array[0]
+    if array.dtype.kind == "S":
+        return type(array[0])(_data(text))
+    if array.dtype.kind == "U":
+        return type(array[0])(_data(text).decode("utf-32-" + ("be" if array.dtype.byteorder == ">" else "le")))
+    return array[0]

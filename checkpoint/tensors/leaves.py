@@ -91,7 +91,9 @@ class Leaves:
             tensors.
         stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
             but not buffers, which a forward pass may change. Known where it was asked for.
-        states: what the `state_dict` of each object gave, by its place.
+        states: what the `state_dict` of each object gave, by its place and the object's `id`: places are words, and
+            two may have the same.
+        generators: their states, where these are part of the state.
         unasked: places of objects that were not asked for their state. They are None in the tree.
         shapeless: names of what has no shape yet: parameters and buffers of lazy modules before their first forward
             pass. They are no tensors here, and None in the tree.
@@ -105,7 +107,8 @@ class Leaves:
     plain: dict[str, range] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     shapeless: list[str] = field(default_factory=list)
-    states: dict[str, Any] = field(default_factory=dict)
+    states: dict[tuple[str, int], Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
     unasked: list[str] = field(default_factory=list)
 
     @functools.cached_property
@@ -165,6 +168,7 @@ class Leaves:
             {places[index] for index in self.stepped if index in places},
             [name for name in self.shapeless if name.partition(".")[0] not in keys],
             self.states,
+            self.generators,
             self.unasked,
         )
 
@@ -252,6 +256,9 @@ class Flattener:
         return self._add(path, tensor, "grad" if tensor.requires_grad else "tensor")
 
     def _parameter(self, path: str, tensor: torch.Tensor) -> Node:
+        if tensor.layout is not torch.strided:
+            self._is_plain = False
+            return self._no_form(path, tensor, f"a parameter of layout {tensor.layout}")
         return self._add(path, tensor, "parameter" if tensor.requires_grad else "frozen_parameter")
 
     def _shapeless(self, path: str, _tensor: torch.Tensor) -> Node:
@@ -270,6 +277,9 @@ class Flattener:
         return {"$sparse_coo": [parts, list(tensor.shape), tensor.is_coalesced()]}
 
     def _array(self, path: str, array: np.ndarray[Any, Any]) -> Node:
+        if self._allow_pickle and (array.dtype.hasobject or not _is_numpys(array.dtype)):
+            self._is_plain = False
+            return self._no_form(path, array, None)
         if array.nbytes <= MAX_INLINE_BYTES or not array.dtype.isnative or array.dtype not in _NUMPY_DTYPES:
             return self._encoder.unusual(path, array)
         is_plain = array.flags.writeable and all(stride >= 0 for stride in array.strides)
@@ -311,7 +321,7 @@ class Flattener:
         if not self._asks_all and not isinstance(value, _HARMLESS) and not type(value).__module__.startswith(_OWN):
             self._leaves.unasked.append(path)
             return None
-        state = self._leaves.states[path] = value.state_dict()
+        state = self._leaves.states[path, id(value)] = value.state_dict()
         node = self._encoder.item(path, state)
         if self._finds_stepped and not self._leaves.shapeless:
             mine = range(begin, len(self._leaves.tensors))
@@ -361,12 +371,13 @@ def _has_form(value: Any) -> bool:
     """Whether the structure knows values like this one without pickle."""
     is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return (
-        is_named
-        or is_data
-        or isinstance(value, PlainObject)
-        or (isinstance(value, np.generic) and not value.dtype.hasobject)
-    )
+    is_scalar = isinstance(value, np.generic) and not value.dtype.hasobject and _is_numpys(value.dtype)
+    return is_named or is_data or isinstance(value, PlainObject) or is_scalar
+
+
+def _is_numpys(dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy itself knows a dtype by its words. It calls those of other libraries, such as ml_dtypes, void."""
+    return dtype.kind != "V" or dtype.names is not None or dtype.subdtype is not None or dtype.type is np.void
 
 
 def _word(_path: str, value: Any) -> Node:

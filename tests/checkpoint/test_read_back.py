@@ -38,6 +38,13 @@ class Place:
     y: float = math.nan
 
 
+@dataclasses.dataclass
+class Registered:
+    value: torch.Tensor
+    count: int
+
+
+torch.utils._pytree.register_dataclass(Registered)
 Point = collections.namedtuple("Point", "x y")
 RECORD = np.dtype([("pos", [("x", "f4"), ("y", "f4")]), ("id", "i8")])
 
@@ -61,6 +68,8 @@ COME_BACK: dict[str, Any] = {
     "minus zero": -0.0,
     "not finite": [math.nan, -math.inf, complex(math.nan, -0.0)],
     "many not finite": [math.nan] * 70_000,
+    "inf - inf": [math.inf - math.inf, complex(-math.nan, math.nan), {"loss": -math.nan}],
+    "texts with zeros at their end": [np.str_("a\0"), np.str_("\0")],
     "surrogate": "\udc80",
     "names with a dollar": {"$tensor": 1, "$x": {"$tuple": [1]}},
     "large integers": {2**80: -(2**63)},
@@ -85,7 +94,6 @@ REFUSED: dict[str, Any] = {
     "dict with fields": Stats(3),
     "list with fields": History(3),
     "array of another library's numbers": lambda: np.ones(3, pytest.importorskip("ml_dtypes").bfloat16),
-    "texts with zeros at their end": np.str_("a\0"),
 }
 
 
@@ -110,7 +118,11 @@ def described(value: Any) -> Any:
         return name, getattr(value, "maxlen", None), [described(item) for item in value]
     if isinstance(value, Place) or type(value).__name__ == "PlainObject":
         return described(vars(value))
-    return type(value).__name__, repr(value)
+    if isinstance(value, complex):
+        return "complex", described(value.real), described(value.imag)
+    if isinstance(value, float):
+        return type(value).__name__, repr(value), math.copysign(1, value)
+    return type(value).__name__, repr(value), len(value) if isinstance(value, str) else 0
 
 
 @pytest.mark.parametrize("name", COME_BACK)
@@ -134,6 +146,78 @@ def test_what_would_come_back_as_something_else_is_refused_with_its_place(name: 
             getattr(checkpointer, method)(2, {"w": torch.ones(2), "extra": [value]})
         assert checkpointer.save(3, {"w": torch.ones(2)})
         assert checkpointer.all_steps() == [1, 3]
+
+
+class Thing:
+    """Of the program's own; it equals nothing but itself."""
+
+
+class Bag(dict[str, Any]):
+    """A dict of the program's own, with attributes."""
+
+
+PICKLED: dict[str, Callable[[], Any]] = {
+    "array of objects": lambda: np.array([1.5, "x", None], object),
+    "array of another library's numbers": lambda: np.ones(3, pytest.importorskip("ml_dtypes").bfloat16),
+    "its scalar": lambda: pytest.importorskip("ml_dtypes").bfloat16(1.5),
+    "dataclass within a dict of the program's own": lambda: Bag(place=Place(1.0), more=[Point(1, 2)]),
+    "set of objects": lambda: {Thing(), Thing()},
+    "objects as keys": lambda: {Thing(): 1},
+    "record array": lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+    "masked array": lambda: np.ma.array([1, 2], mask=[False, True]),
+    "paths": lambda: [Path("/a"), {Path("b")}],
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_what_was_pickled_is_known_by_its_type(name: str, make: Make) -> None:
+    value = PICKLED[name]()
+    state: dict[str, Any] = {"w": torch.zeros(2), "value": None}
+    with make(allow_pickle=True) as checkpointer:
+        assert checkpointer.save(1, {"w": torch.ones(2), "value": value})
+        assert checkpointer.restore(state) == 1
+    assert type(state["value"]) is type(value)
+    assert str(state["value"]) == str(value) or name in ("set of objects", "objects as keys")
+
+
+def test_places_of_one_name_are_not_taken_for_each_other(make: Make) -> None:
+    """Keys with dots in them, and keys that are called alike."""
+    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    with make() as checkpointer:
+        assert checkpointer.save(1, {"a": {"b": layer}, "a.b": [1], "c": {0: layer, "0": other}})
+
+
+def test_types_of_torchs_pytree_come_back_whatever_else_they_are(make: Make) -> None:
+    output = pytest.importorskip("transformers.modeling_outputs").BaseModelOutput
+    saved = {"one": Registered(torch.ones(2), 3), "output": output(torch.ones(1)), "top": torch.ones(2, 2).max(0)}
+    state = {"one": Registered(torch.zeros(2), 0), "output": output(torch.zeros(1)), "top": torch.zeros(2, 2).max(0)}
+    with make() as checkpointer:
+        assert checkpointer.save(1, saved)
+        assert checkpointer.restore(state) == 1
+    assert repr(state) == repr(saved)
+
+
+def test_a_tensor_that_other_processes_write_to_is_saved(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = torch.zeros(3).share_memory_()  # type: ignore[no-untyped-call]
+    whole = saving.Saving._copy
+
+    def copy(self: Any, taken: Any, entries: Any) -> None:
+        whole(self, taken, entries)
+        shared.add_(1)
+
+    monkeypatch.setattr(saving.Saving, "_copy", copy)
+    with make() as checkpointer:
+        assert checkpointer.save(1, {"w": shared})
+
+
+def test_a_key_that_nobody_would_find_again_is_refused(make: Make) -> None:
+    weight = torch.ones(1)
+    with make() as checkpointer:
+        for keys in ({weight: 1}, {(1, weight): 1}):
+            with pytest.raises(UnsupportedState, match="it has a tensor as a key"):
+                checkpointer.save(1, {"it": keys})
+        with pytest.raises(UnsupportedState, match=r"it is a parameter of layout torch\.sparse_coo"):
+            checkpointer.save(1, {"it": torch.nn.Parameter(torch.eye(2).to_sparse())})
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])

@@ -121,6 +121,7 @@ class Capture:
             read_back(
                 state,
                 own.states,
+                own.generators,
                 metadata,
                 payload,
                 allow_pickle=self._options.allow_pickle,
@@ -186,7 +187,7 @@ class Capture:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
         generators = self._generators.capture()
         leaves = self._flattener.flatten({**state, RNG: generators}, finds_stepped=finds_stepped, asks_all=asks_all)
-        leaves.states[RNG] = generators
+        leaves.generators = generators
         return leaves
 
     def _own(self, leaves: Leaves) -> Leaves:
@@ -236,7 +237,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _bytes_to_come(value: Any) -> int:
     """What the state of an optimizer will take beyond what it takes now."""
-    if not isinstance(value, torch.optim.Optimizer) or value.state:
+    # Around another one, an optimizer may have no state of its own.
+    if not isinstance(value, torch.optim.Optimizer) or getattr(value, "state", True):
         return 0
     num_moments = next(
         (_NUM_MOMENTS[kind.__name__] for kind in type(value).__mro__ if kind.__name__ in _NUM_MOMENTS), 0

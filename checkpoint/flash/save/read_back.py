@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import struct
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,19 @@ from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.flash.restore.stored import StoredPart, StoredTensor, TensorStore, children_of, fields_of
 from hetstream.checkpoint.memory.segment import split_metadata
 from hetstream.checkpoint.record.layout import from_json
-from hetstream.checkpoint.record.structure import Record
+from hetstream.checkpoint.record.structure import RNG, Record
 from hetstream.checkpoint.record.tree import PlainObject
 
 # Of as many bytes as a number has: floats that are equal may have other bits, and NaN equals nothing.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Types whose values are looked into; one of another type that comes back was pickled.
+_PLAIN = {
+    *(dict, OrderedDict, Counter, defaultdict, list, tuple, torch.Size, deque, set, frozenset, PlainObject),
+    *(bool, int, float, complex, str, bytes, bytearray, range, slice, torch.device, io.BytesIO),
+    *(np.ndarray, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer),
+}
 
 
 class _Differs(Exception):
@@ -35,7 +44,8 @@ class _Differs(Exception):
 
 def read_back(
     state: Mapping[str, Any],
-    states: Mapping[str, Any],
+    states: Mapping[tuple[str, int], Any],
+    generators: Mapping[str, Any],
     metadata: bytes,
     payload: memoryview,
     *,
@@ -46,7 +56,8 @@ def read_back(
 
     Args:
         state: top-level key to objects and trees.
-        states: what each object's `state_dict` gave, by its place, and the states of the generators.
+        states: what each object's `state_dict` gave, as `Leaves.states` has it.
+        generators: their states.
         metadata: of the generation, see `segment.join_metadata`.
         payload: the memory that the tensors were copied to.
         allow_pickle: what has no other form was pickled.
@@ -61,8 +72,9 @@ def read_back(
         store = TensorStore(Payload(from_json(layout_json).entries, payload))
         saved = StoredPart(record, store).saved(allow_pickle=allow_pickle)
         comparison = _Comparison(states, with_values=with_values)
+        whole = {**state, RNG: generators}
         for key, value in saved.items():
-            comparison.compare(key, state.get(key), value)
+            comparison.compare(key, whole[key], value)
     except (DamagedCheckpoint, StateMismatch) as error:
         raise UnsupportedState(
             f"the state could be saved and not be restored: {error}. Store plain values instead; nothing was saved"
@@ -72,7 +84,7 @@ def read_back(
 
 
 class _Comparison:
-    def __init__(self, states: Mapping[str, Any], *, with_values: bool) -> None:
+    def __init__(self, states: Mapping[tuple[str, int], Any], *, with_values: bool) -> None:
         self._states, self._with_values = states, with_values
 
     def compare(self, path: str, was: Any, back: Any) -> None:
@@ -81,9 +93,16 @@ class _Comparison:
         Raises:
             _Differs: it is another value.
         """
-        if path in self._states:
-            was = self._states[path]
-        if isinstance(was, torch.Tensor):
+        was = self._states.get((path, id(was)), was)
+        if type(was) in _pytree.SUPPORTED_NODES and _is_node(back):  # before what else it may be, such as a dataclass
+            children = children_of(back, was)
+            _require(children is not None, path, was, back)
+            own, context = _pytree.SUPPORTED_NODES[type(was)].flatten_fn(was)
+            self.compare(f"{path}[context]", context, back.context)
+            self.compare(path, list(own), children)
+        elif type(back) is type(was) and type(was) not in _PLAIN and not isinstance(was, np.generic):
+            pass  # it was pickled: its type has to do
+        elif isinstance(was, torch.Tensor):
             self._tensor(path, was, back)
         elif isinstance(was, np.ndarray):
             self._array(path, was, back)
@@ -97,12 +116,6 @@ class _Comparison:
         elif isinstance(was, tuple) and hasattr(was, "_fields"):
             _require(getattr(back, "_fields", None) == was._fields, path, was, back)
             self._each(path, zip(was._fields, was, back, strict=True))
-        elif type(was) in _pytree.SUPPORTED_NODES and type(back) is PlainObject:
-            children = children_of(back, was)
-            _require(children is not None, path, was, back)
-            own, context = _pytree.SUPPORTED_NODES[type(was)].flatten_fn(was)
-            self.compare(f"{path}[context]", context, back.context)
-            self.compare(path, list(own), children)
         else:
             _require(type(back) is type(was), path, was, back)
             self._plain(path, was, back)
@@ -112,6 +125,8 @@ class _Comparison:
         if isinstance(was, Mapping):
             _require(len(was) == len(back), path, was, back)
             for key, key_back in zip(was, back, strict=True):
+                if _has_tensor(key):
+                    raise _Differs(f"{path} has a tensor as a key, which nobody would find again: it is another object")
                 self.compare(f"{path}[key]", key, key_back)
                 self.compare(f"{path}.{key}", was[key], back[key_back])
             if isinstance(was, defaultdict):
@@ -125,16 +140,18 @@ class _Comparison:
             self._each(path, zip(range(len(was)), was, back, strict=True))
         elif isinstance(was, set | frozenset):
             # What is not equal to itself, such as NaN, is found by what it is called.
-            _require(was == back or sorted(map(repr, was)) == sorted(map(repr, back)), path, was, back)
+            is_same = was == back or sorted(map(_called, was)) == sorted(map(_called, back))
+            _require(is_same and len(was) == len(back), path, was, back)
         elif isinstance(was, float):
-            _require(struct.pack("d", was) == struct.pack("d", back), path, was, back)
+            _require(_is_same_number(was, back), path, was, back)
         elif isinstance(was, complex):
-            _require(struct.pack("dd", was.real, was.imag) == struct.pack("dd", back.real, back.imag), path, was, back)
+            is_same = _is_same_number(was.real, back.real) and _is_same_number(was.imag, back.imag)
+            _require(is_same, path, was, back)
         elif isinstance(was, io.BytesIO):
             _require((was.getvalue(), was.tell()) == (back.getvalue(), back.tell()), path, was, back)
         elif isinstance(was, int | str | bytes | bytearray | range | slice | torch.device):
             _require(was == back, path, was, back)
-        # What is left was pickled, or there is one of it, such as a dtype. Equal types have to do.
+        # Of what is left there is one, such as a dtype. Equal types have to do.
 
     def _each(self, path: str, places: Iterable[tuple[Any, Any, Any]]) -> None:
         for name, was, back in places:
@@ -166,11 +183,14 @@ class _Comparison:
         if was.requires_grad != is_parameter:
             kind = "frozen_parameter" if is_parameter else "grad"
         _require(back.ref.kind == kind, path, was, back.ref.kind)
-        if self._with_values:
+        if self._with_values and not was.is_shared():  # type: ignore[no-untyped-call]  # others may change it
             local = was.to_local() if hasattr(was, "to_local") else was
             _require(_have_same_bytes(local, back.view), path, was, f"{back} with other values")
 
     def _array(self, path: str, was: np.ndarray[Any, Any], back: Any) -> None:
+        if was.dtype.hasobject:
+            _require(type(back) is type(was) and back.shape == was.shape, path, was, back)
+            return
         if isinstance(back, StoredTensor):
             _require(back.ref.kind == "numpy", path, was, back)
             if not self._with_values:
@@ -178,6 +198,28 @@ class _Comparison:
                 return
             back = back.view.numpy()
         _require(type(back) is type(was) and back.shape == was.shape and _alike(was, back), path, was, back)
+
+
+def _is_node(back: Any) -> bool:
+    """Whether this was saved of a type that is registered with torch's pytree."""
+    return type(back) is PlainObject and {*vars(back)} == {"type", "context", "children"}
+
+
+def _has_tensor(key: Any) -> bool:
+    return isinstance(key, torch.Tensor) or (isinstance(key, tuple) and any(map(_has_tensor, key)))
+
+
+def _called(value: Any) -> str:
+    """What a value of a set is called: what was pickled may be known by its type alone."""
+    kind: Any = type(value)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(value)
+
+
+def _is_same_number(was: float, back: float) -> bool:
+    """Whether two numbers have the same bits, but for those by which one that is none says why."""
+    if math.isnan(was) and math.isnan(back):
+        return math.copysign(1, was) == math.copysign(1, back)
+    return struct.pack("d", was) == struct.pack("d", back)
 
 
 def _alike(was: Any, back: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -76,6 +77,52 @@ def test_containers_within_tuples_and_dataclasses_are_filled_too(make: Make) -> 
     assert losses == [0.5]
     assert state["pair"][0] is seen
     assert state["pair"] == ({1}, 7)
+
+
+def test_what_is_in_a_deque_is_filled_too(make: Make) -> None:
+    """Objects and tensors; where there are as many as there were."""
+    weight, layer = torch.zeros(2), nn.Linear(1, 1)
+    former = nn.Linear(1, 1)
+    saved = {"recent": collections.deque([torch.ones(2), former], maxlen=3), "n": [1]}
+    fresh: dict[str, Any] = {"recent": collections.deque([weight, layer], maxlen=3), "n": []}
+    state = saved_and_restored(make, saved, fresh)
+    assert state["recent"][0] is weight
+    assert state["recent"][1] is layer
+    assert weight.tolist() == [1, 1]
+    assert torch.equal(layer.weight, former.weight)
+    with pytest.raises(StateMismatch, match="recent: 2 item"):
+        saved_and_restored(make, saved, {"recent": collections.deque([layer]), "n": []})
+    more = saved_and_restored(
+        make, {"recent": collections.deque([weight] * 2)}, {"recent": collections.deque([torch.zeros(2)])}
+    )
+    assert len(more["recent"]) == 2
+
+
+def test_a_sparse_tensor_gets_as_many_values_as_were_saved(make: Make) -> None:
+    for wants_gradient in (False, True):
+        held = torch.zeros(2, 2).to_sparse().requires_grad_(wants_gradient)
+        saved_and_restored(make, {"it": torch.eye(2).to_sparse()}, {"it": held})
+        assert torch.equal(held.detach().to_dense(), torch.eye(2))
+
+
+class Losses(list[float]):
+    best = 0.0
+
+
+class Table(dict[str, float]):
+    best = 0.0
+
+
+def test_what_a_container_of_the_programs_own_has_beside_its_items_comes_back(make: Make) -> None:
+    pairs: list[tuple[Any, Any]] = [(Losses([1.0]), Losses()), (Table(a=1.0), Table())]
+    for saved, fresh in pairs:
+        saved.best = 3.0
+        with make(allow_pickle=True) as checkpointer:
+            step = max(checkpointer.all_steps(), default=0) + 1
+            assert checkpointer.save(step, {"it": saved, "w": torch.ones(1)})
+        with make(allow_pickle=True) as checkpointer:
+            assert checkpointer.restore({"it": fresh, "w": torch.zeros(1)}) == step
+        assert (fresh, fresh.best) == (saved, 3.0)
 
 
 def test_a_container_of_another_kind_is_refused(make: Make) -> None:
@@ -158,6 +205,77 @@ def test_an_optimizers_state_keeps_its_dtypes(name: str, dtype: torch.dtype, has
     assert content(resumed) == content(half)
     train(resumed, range(3, 6))
     assert content(resumed) == content(whole)
+
+
+class Keeps(torch.optim.Optimizer):
+    """One that keeps what it is given for each parameter."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)], {"lr": 0.1})
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if value is not None:
+                self.state[parameter]["it"] = value(number)
+
+
+THIRD = torch.tensor([1 / 3, 2 / 3])
+KEPT: dict[str, Callable[[int], Any]] = {
+    "text": lambda number: f"phase {number}",
+    "bytes": lambda _: b"abc",
+    "deque": lambda number: collections.deque([THIRD + number], maxlen=4),
+    "ordered": lambda number: collections.OrderedDict(b=THIRD, a=number),
+    "counts": lambda number: collections.Counter(a=number),
+    "default": lambda _: collections.defaultdict(float, a=1.0),
+    "range": range,
+    "array": lambda number: np.arange(3.0) + number,
+    "set": lambda number: {number},
+    "size": lambda number: torch.Size([number]),
+    "nested": lambda number: [(THIRD, {"text": "a"}), {"x": THIRD + number}],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_an_optimizers_state_keeps_its_types(name: str, make: Make) -> None:
+    """torch's `load_state_dict` calls the type of whatever it can iterate over."""
+    saved, fresh = Keeps(KEPT[name]), Keeps()
+    saved_and_restored(make, {"it": saved}, {"it": fresh})
+    assert repr([*fresh.state.values()]) == repr([*saved.state.values()])
+
+
+def test_an_optimizer_that_has_renamed_its_parameters_is_not_put_back(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, fresh = Keeps(lambda number: THIRD + number), Keeps()
+    fresh.register_load_state_dict_pre_hook(
+        lambda _, state: {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+    )
+    with caplog.at_level(logging.WARNING):
+        saved_and_restored(make, {"it": saved}, {"it": fresh})
+    assert [values["it"].tolist() for values in fresh.state.values()] == [
+        (THIRD + number).bfloat16().tolist() for number in (1, 0)
+    ]
+    assert "it.state.0.it was saved as torch.float32, and its object has made torch.bfloat16 of it" in caplog.text
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_an_optimizer_around_another_has_a_state_of_its_own_form(has_groups: bool, make: Make) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.scale = inner, 1.0
+            self.defaults, self.param_groups = inner.defaults, inner.param_groups
+
+        def state_dict(self) -> dict[str, Any]:
+            groups = {"param_groups": self.inner.state_dict()["param_groups"]} if has_groups else {}
+            return {"inner": self.inner.state_dict(), "scale": self.scale, **groups}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state["inner"])
+            self.scale = state["scale"]
+
+    saved, fresh = Around(Keeps(lambda _: THIRD)), Around(Keeps())
+    saved.scale = 4.0
+    saved_and_restored(make, {"it": saved}, {"it": fresh})
+    assert fresh.scale == 4
+    assert [values["it"].tolist() for values in fresh.inner.state.values()] == [THIRD.tolist()] * 2
 
 
 def test_an_object_with_an_optimizer_within_keeps_its_dtypes_too(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,6 +379,66 @@ def test_an_observer_takes_the_size_that_it_had(make: Make) -> None:
     assert torch.equal(fresh.min_val, saved.min_val)
 
 
+class Late(nn.Module):
+    """Makes a buffer in its first forward pass, and where it loads one."""
+
+    offset: torch.Tensor | None
+
+    def __init__(self, offset: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("offset", offset)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.offset is None and f"{prefix}offset" in state:
+            self.offset = torch.zeros_like(state[f"{prefix}offset"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def renaming(model: nn.Module) -> nn.Module:
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}old.")]:
+            state[key.replace("old.", "new.", 1)] = state.pop(key)
+
+    model.register_load_state_dict_pre_hook(rename)  # type: ignore[no-untyped-call]
+    return model
+
+
+def test_a_module_that_makes_or_renames_what_it_loads_is_asked(make: Make) -> None:
+    late = Late()
+    saved_and_restored(make, {"model": nn.Sequential(Late(torch.ones(3)))}, {"model": nn.Sequential(late)})
+    assert late.offset is not None
+    assert late.offset.tolist() == [1, 1, 1]
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    old, new = nn.ModuleDict({"old": one}), nn.ModuleDict({"new": other})
+    before = copy.deepcopy(new)
+    with pytest.raises(StateMismatch, match=r"model\.new\.weight: missing"):
+        saved_and_restored(make, {"model": old}, {"model": new})
+    saved_and_restored(make, {"model": old}, {"model": renaming(new)})
+    assert torch.equal(other.weight, one.weight)
+    with pytest.raises(StateMismatch, match="model refused its state"):
+        saved_and_restored(make, {"model": nn.ModuleDict({"other": nn.Linear(2, 2)})}, {"model": renaming(before)})
+    with make() as checkpointer:
+        checkpointer.restore({"model": before}, strict=False)
+
+
+def test_a_module_whose_own_loading_takes_a_state_alone_is_restored(make: Make) -> None:
+    class Average(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight, self.count = nn.Parameter(torch.full((2,), value)), int(value)
+
+        def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+            return {"weight": self.weight.detach(), "count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+            self.weight.data.copy_(state["weight"])
+            self.count = state["count"]
+
+    fresh = Average(0.0)
+    saved_and_restored(make, {"model": Average(3.0)}, {"model": fresh})
+    assert (fresh.count, fresh.weight.tolist()) == (3, [3, 3])
+
+
 def test_a_plain_module_beside_one_that_loads_itself_is_compared_as_ever(make: Make) -> None:
     saved = nn.Sequential(Scaled("tensor", 3), nn.Linear(2, 2))
     fresh = nn.Sequential(Scaled("tensor", 0), nn.Linear(2, 3))
@@ -290,8 +468,6 @@ def test_a_group_that_training_has_added_says_what_to_do(make: Make) -> None:
 
 def test_values_without_a_form_say_what_to_store_instead(make: Make) -> None:
     import random
-
-    import numpy as np
 
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         """Named as torch's, which needs a process group."""

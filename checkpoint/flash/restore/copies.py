@@ -56,7 +56,9 @@ class Copies:
         in_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
         for here, saved in self._copied:
-            if here.numel() and any(
+            if here.layout is not torch.strided:
+                here.copy_(saved)  # itself: it may get more or fewer values
+            elif here.numel() and any(
                 stride == 0 and size > 1 for stride, size in zip(here.stride(), here.shape, strict=True)
             ):
                 # An expanded tensor cannot be written to as it is; its memory can.

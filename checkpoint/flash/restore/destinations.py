@@ -152,7 +152,7 @@ class _StateDestination:
         assert self._prepared is not None
         comparison, generators, choice = self._prepared
         self._prepared = None  # it refers to memory that is given back
-        comparison.write()
+        comparison.write(strict=self._request.strict)
         for difference in comparison.differences:
             _log.warning("not restored: %s", difference)
         _restore_generators(generators, choice, self._rank)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from hetstream.checkpoint.errors import StateMismatch
-from hetstream.checkpoint.flash.restore.stored import (
-    like_mapping,
-    owned,
-)
+from hetstream.checkpoint.flash.restore.stored import like_mapping, like_tuple, owned
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,16 @@ def _backup(here: Any) -> Any:
     return copy.deepcopy(state)
 
 
+def _state_of(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """By parameter; one around another may have none of its own."""
+    return getattr(optimizer, "state", {})
+
+
 def _places_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Any, str], dict[str, Any]]]:
     """Where an optimizer has tensors: the place, and the dict that holds it."""
     for index, group in enumerate(optimizer.param_groups):
         yield from (((index, key), group) for key in group)
-    for parameter, state in optimizer.state.items():
+    for parameter, state in _state_of(optimizer).items():
         if isinstance(state, dict):
             yield from (((parameter, key), state) for key in state)
 
@@ -71,6 +76,67 @@ def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[tuple[Any, s
             holder[place[1]] = old
 
 
+def has_torchs_form(state: Any) -> bool:
+    """Whether this is what torch's `Optimizer.state_dict` gives. Those that wrap another may give what they like."""
+    return isinstance(state, Mapping) and {"state", "param_groups"} <= {*state}
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A value that torch's `Optimizer.load_state_dict` shall not look into."""
+
+    value: Any
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """Give an optimizer its state. torch casts what can be iterated by calling its type, and so makes of a string the
+    name of a generator, of a deque one without a length, and of a Counter a dict; it shall not."""
+    is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    state = loaded["state"] if has_torchs_form(loaded) else None
+    if not is_torchs or not isinstance(state, Mapping):
+        optimizer.load_state_dict(loaded)
+        if isinstance(state, Mapping):
+            _keep_dtypes(optimizer, loaded)
+        return
+    closed = {
+        name: {key: value if _is_castable(value) else _Closed(value) for key, value in values.items()}
+        if type(values) is dict
+        else values
+        for name, values in state.items()
+    }
+    optimizer.load_state_dict({**loaded, "state": closed})
+    for parameter, values in _state_of(optimizer).items():
+        device = parameter.device if isinstance(parameter, torch.Tensor) else None
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, _Closed):
+                values[key] = _placed(value.value, device)
+    _keep_dtypes(optimizer, loaded)
+
+
+def _is_castable(value: Any) -> bool:
+    """Whether torch leaves of a value of an optimizer's state what it is, but for dtypes."""
+    if type(value) is dict:
+        return all(map(_is_castable, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_castable, value))
+    return value is None or isinstance(value, torch.Tensor | int | float | complex)
+
+
+def _placed(value: Any, device: torch.device | None) -> Any:
+    """The same value, with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return like_mapping(value, {key: _placed(item, device) for key, item in value.items()})
+    if isinstance(value, deque):
+        return deque((_placed(item, device) for item in value), value.maxlen)
+    if isinstance(value, list):
+        return [_placed(item, device) for item in value]
+    if isinstance(value, tuple):
+        return like_tuple(value, [_placed(item, device) for item in value])
+    return value
+
+
 def _keep_dtypes(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
     """Give an optimizer's state the dtypes that were saved: torch's `load_state_dict` casts it to those of the
     parameters, and so takes the float32 of a bfloat16 model's moments and master weights away.
@@ -83,7 +149,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) ->
     names = [name for group in loaded["param_groups"] for name in group["params"]]
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, (name, parameter) in enumerate(zip(names, params, strict=True)):
-        held = optimizer.state.get(parameter)
+        held = _state_of(optimizer).get(parameter)
         for key, value in saved.get(name, {}).items():
             if isinstance(held, dict) and key in held and held[key] is now.get(number, {}).get(key):
                 held[key] = _as_saved(held[key], value)
@@ -92,7 +158,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) ->
 def _keep_dtypes_within(path: str, here: Any, loaded: Mapping[str, Any]) -> None:
     """The same for an object that may have an optimizer within, and whose `state_dict` gives the tensors themselves."""
     for _, now, saved in _of_other_dtypes(path, here.state_dict(), loaded):
-        if type(now) is torch.Tensor and type(saved) is torch.Tensor:
+        if type(now) is torch.Tensor and type(saved) is torch.Tensor and _is_same(saved.to(now.device, now.dtype), now):
             now.data = saved.to(now.device)  # as torch.nn.Module.to does
     for place, now, saved in _of_other_dtypes(path, here.state_dict(), loaded):
         _log.warning("%s was saved as %s, and its object has made %s of it", place, saved.dtype, now.dtype)
@@ -111,12 +177,17 @@ def _of_other_dtypes(path: str, now: Any, saved: Any) -> Iterator[tuple[str, tor
             yield from _of_other_dtypes(f"{path}.{index}", *pair)
 
 
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
 def _as_saved(now: Any, saved: Any) -> Any:
     """What an optimizer has made of a value, with the dtypes that it had when it was saved."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         if now.dtype == saved.dtype or now.shape != saved.shape:
             return now
-        return saved.to(now.device)
+        # What is no cast of it, the optimizer has made by code of its own, as hooks that rename parameters.
+        return saved.to(now.device) if _is_same(saved.to(now.device, now.dtype), now) else now
     if isinstance(now, dict) and isinstance(saved, Mapping):
         for key, value in now.items():
             now[key] = _as_saved(value, saved.get(key))
@@ -127,11 +198,24 @@ def _as_saved(now: Any, saved: Any) -> Any:
     return now
 
 
+def _load_module(path: str, here: torch.nn.Module, state: Any, *, strict: bool) -> None:
+    parameters = inspect.signature(here.load_state_dict).parameters
+    if "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        result = here.load_state_dict(state, strict=strict)
+    else:  # a module's own, which knows what it needs
+        result = here.load_state_dict(state)
+    own = own_loaders(here)
+    for what in () if strict or not path else ("missing", "unexpected"):  # of other keys it was told before
+        for key in getattr(result, f"{what}_keys", ()):
+            if is_below(key, own):
+                _log.warning("%s.%s: %s, says the module, which loads itself", path, key, what)
+
+
 def _put_back(here: Any, before: Any) -> bool:
     """Whether an object has taken what `_backup` gave of it."""
     try:
         if isinstance(here, torch.nn.Module):
-            here.load_state_dict(before, strict=False)  # what had no shape keeps the one that it has got
+            _load_module("", here, before, strict=False)  # what had no shape keeps the one that it has got
         else:
             here.load_state_dict(before)
     except Exception as error:  # noqa: BLE001, the object's own code; it is told beside the error before
@@ -168,6 +252,12 @@ def own_loaders(module: torch.nn.Module) -> Collection[str]:
     return {name for name, child in module.named_modules() if not _is_plain_loader(child)}
 
 
+def is_below(key: str, modules: Collection[str]) -> bool:
+    """Whether a key of a state_dict belongs to one of these modules, or to one within: it may rename or make it."""
+    parts = key.split(".")
+    return any(".".join(parts[:depth]) in modules for depth in range(len(parts)))
+
+
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
     for name in (
         "_load_state_dict_pre_hooks",
@@ -196,13 +286,14 @@ def load_objects(objects: Sequence[tuple[str, Any, Any]], *, strict: bool) -> No
         backups.append((path, here, before))
         try:
             if isinstance(here, torch.nn.Module):
-                here.load_state_dict(owned(saved, before), strict=strict)
+                _load_module(path, here, owned(saved, before), strict=strict)
             else:
                 loaded = owned(saved, before)
-                here.load_state_dict(loaded)
-                if isinstance(here, torch.optim.Optimizer) and isinstance(loaded, Mapping):
-                    _keep_dtypes(here, loaded)
-                elif isinstance(loaded, Mapping):
+                if isinstance(here, torch.optim.Optimizer):
+                    _load_optimizer(here, loaded)
+                else:
+                    here.load_state_dict(loaded)
+                if isinstance(loaded, Mapping):
                     _keep_dtypes_within(path, here, loaded)
         except Exception as error:  # the object's own code
             changed = [place for place, *backup in reversed(backups) if not _put_back(*backup)]

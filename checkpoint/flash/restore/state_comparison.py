@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import StateMismatch
 from hetstream.checkpoint.flash.restore.copies import Copies, copies_alike
-from hetstream.checkpoint.flash.restore.objects import is_pristine, load_objects, own_loaders
+from hetstream.checkpoint.flash.restore.objects import has_torchs_form, is_below, is_pristine, load_objects, own_loaders
 from hetstream.checkpoint.flash.restore.stored import (
     StoredPart,
     StoredTensor,
@@ -65,7 +65,7 @@ def _has_tensor(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return any(_has_tensor(item) for item in value.values())
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | deque | set | frozenset):
         return any(_has_tensor(item) for item in value)
     fields = fields_of(value)
     if fields:
@@ -150,11 +150,30 @@ class StateComparison:
             return self._match_array(path, here, saved)
         if here is None:
             return lambda: owned(saved)
+        if isinstance(here, _HELD) and type(saved) is type(here) and getattr(saved, "__dict__", None):
+            return self._with_attributes(here, saved, self._match_held(path, here, saved))
+        return self._match_held(path, here, saved)
+
+    @staticmethod
+    def _with_attributes(here: Any, saved: Any, fill: Fill) -> Fill:
+        """The filling of a container of the program's own class, which was pickled, with what else it has."""
+
+        def filled() -> Any:
+            result = fill()
+            vars(here).update(vars(saved))
+            return result
+
+        return filled
+
+    def _match_held(self, path: str, here: Any, saved: Any) -> Fill:
+        """The same for what is neither a tensor nor an array nor an object that loads itself."""
         if isinstance(here, MutableMapping) and isinstance(saved, Mapping):
             return self.match_mapping(path, here, saved)
         if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
             return self._match_sequence(path, here, saved)
-        if isinstance(here, set | deque | bytearray) and isinstance(saved, type(here)):
+        if isinstance(here, deque) and isinstance(saved, type(here)):
+            return self._match_sequence(path, here, saved)
+        if isinstance(here, set | bytearray) and isinstance(saved, type(here)):
             return functools.partial(_filled, here, saved)
         old = children_of(saved, here)
         if old is not None:
@@ -191,12 +210,13 @@ class StateComparison:
 
         return fill
 
-    def _match_sequence(self, path: str, here: Sequence[Any], saved: Sequence[Any]) -> Fill:
+    def _match_sequence(self, path: str, here: Any, saved: Any) -> Fill:
         if len(here) != len(saved):
-            if here and (_has_tensor(here) or _has_tensor(saved)):
+            has_tensor = any(map(_is_stateful, here)) if isinstance(here, deque) else _has_tensor([here, saved])
+            if here and has_tensor:  # what goes through a deque changes all the time
                 self.differences.append(f"{path}: {len(saved)} item(s) in the checkpoint, {len(here)} here")
                 return lambda: here
-            return functools.partial(_filled, here, saved) if isinstance(here, list) else lambda: owned(saved, here)
+            return functools.partial(_filled, here, saved) if isinstance(here, _HELD) else lambda: owned(saved, here)
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]
 
         def fill() -> Any:
@@ -204,8 +224,12 @@ class StateComparison:
             if isinstance(here, list):
                 here[:] = filled
                 return here
+            if isinstance(here, deque):
+                here.clear()
+                here.extend(filled)
+                return here
             is_same = all(new is old for new, old in zip(filled, here, strict=True))
-            return here if is_same else like_tuple(here, filled)  # type: ignore[arg-type]
+            return here if is_same else like_tuple(here, filled)
 
         return fill
 
@@ -286,8 +310,10 @@ class StateComparison:
 
     def _for_object(self, path: str, here: Any, saved: Any) -> Any:
         """What an object's `load_state_dict` gets for a tensor of its own."""
-        is_part = isinstance(here, torch.Tensor) and hasattr(here, "to_local")
-        if not isinstance(saved, StoredTensor) or not (is_part or saved.ref.shard) or saved.shape != here.shape:
+        if not isinstance(here, torch.Tensor) or not isinstance(saved, StoredTensor):
+            return saved
+        is_part = hasattr(here, "to_local")
+        if not (is_part or saved.ref.shard) or saved.shape != here.shape:
             return saved
         values = self._read(path, here, saved)
         return saved if values is None else Values(values, here if is_part else None)
@@ -325,11 +351,11 @@ class StateComparison:
                     if isinstance(saved[key], StoredTensor):
                         self._copy(f"{path}.{key}", now[key], saved[key])
             else:
-                parts = {key: self._for_object(f"{path}.{key}", now[key], saved[key]) for key in fitting}
+                parts = {key: self._for_object(f"{path}.{key}", now.get(key), saved[key]) for key in fitting}
                 self._objects.append((path, here, like_mapping(saved, parts, only=fitting)))
         elif isinstance(here, torch.amp.GradScaler) and not saved:
             _log.warning("%s keeps its own state: it was disabled when the checkpoint was saved", path)
-        elif not isinstance(here, torch.optim.Optimizer):
+        elif not isinstance(here, torch.optim.Optimizer) or not has_torchs_form(here.state_dict()):
             self._objects.append((path, here, self._for_parts(path, here.state_dict(), saved)))
         elif self._compare_optimizer(path, here, saved):
             self._objects.append((path, here, self._for_optimizer(path, here, saved)))
@@ -361,13 +387,14 @@ class StateComparison:
     def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
         """Which keys fit."""
         now = here.state_dict()
-        self.differences += [f"{path}.{key}{_MISSING}" for key in now if key not in saved]
-        self.differences += [f"{path}.{key}{_UNEXPECTED}" for key in saved if key not in now]
-        asked = own_loaders(here)
-        return {
+        asked, modules = own_loaders(here), {name for name, _ in here.named_modules()}
+        self.differences += [f"{path}.{key}{_MISSING}" for key in now if key not in saved and not is_below(key, asked)]
+        theirs = {key for key in saved if key not in now and is_below(key, asked)}
+        self.differences += [f"{path}.{key}{_UNEXPECTED}" for key in saved if key not in now and key not in theirs]
+        return theirs | {
             key
             for key, tensor in now.items()
-            if key in saved and (key.rpartition(".")[0] in asked or self._fits(f"{path}.{key}", tensor, saved[key]))
+            if key in saved and (_owner_of(key, modules) in asked or self._fits(f"{path}.{key}", tensor, saved[key]))
         }
 
     def _fits(self, path: str, here: Any, saved: Any) -> bool:
@@ -394,14 +421,16 @@ class StateComparison:
 
     # Writing
 
-    def write(self) -> None:
+    def write(self, *, strict: bool = True) -> None:
         """Write everything that fits. Objects come first, as they may still refuse; then all get back what they had.
+
+        Args:
+            strict: a module that loads itself has to find all its keys, where nothing differs.
 
         Raises:
             StateMismatch: an object refused its state. Nothing is changed, unless an object refuses what it had, too.
         """
-        # What does not fit has been told; missing keys are no error any more.
-        load_objects(self._objects, strict=not self.differences)
+        load_objects(self._objects, strict=strict and not self.differences)
         self._copies.run()
         self._fill()
 
@@ -427,6 +456,14 @@ def _in_order_of(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[s
         return saved
     places = dict(zip(names, saved["params"], strict=True))
     return {**saved, "param_names": [*now], "params": [places[name] for name in now]}
+
+
+def _owner_of(key: str, modules: Collection[str]) -> str:
+    """Which module within has a key of a state_dict, or had it."""
+    owner = key.rpartition(".")[0]
+    while owner not in modules:
+        owner = owner.rpartition(".")[0]
+    return owner
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

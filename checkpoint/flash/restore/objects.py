@@ -177,8 +177,8 @@ def _of_other_dtypes(path: str, now: Any, saved: Any) -> Iterator[tuple[str, tor
             yield from _of_other_dtypes(f"{path}.{index}", *pair)
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+def _is_same(*tensors: torch.Tensor) -> bool:
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in tensors))
 
 
 def _as_saved(now: Any, saved: Any) -> Any:
@@ -200,7 +200,7 @@ def _as_saved(now: Any, saved: Any) -> Any:
 
 def _load_module(path: str, here: torch.nn.Module, state: Any, *, strict: bool) -> None:
     parameters = inspect.signature(here.load_state_dict).parameters
-    if "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if "strict" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         result = here.load_state_dict(state, strict=strict)
     else:  # a module's own, which knows what it needs
         result = here.load_state_dict(state)

@@ -183,8 +183,9 @@ class _Comparison:
         if was.requires_grad != is_parameter:
             kind = "frozen_parameter" if is_parameter else "grad"
         _require(back.ref.kind == kind, path, was, back.ref.kind)
-        if self._with_values and not was.is_shared():  # type: ignore[no-untyped-call]  # others may change it
-            local = was.to_local() if hasattr(was, "to_local") else was
+        local = was.to_local() if hasattr(was, "to_local") else was
+        others_write = local.is_cpu and local.is_shared()
+        if self._with_values and not others_write:
             _require(_have_same_bytes(local, back.view), path, was, f"{back} with other values")
 
     def _array(self, path: str, was: np.ndarray[Any, Any], back: Any) -> None:

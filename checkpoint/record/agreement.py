@@ -178,6 +178,16 @@ def choose_generation(offers: Sequence[Offer], lineage: Lineage = Lineage(), ste
     )
 
 
+def on_its_way(offers: Sequence[Offer], lineage: Lineage, choice: Choice) -> Generation | None:
+    """The newest generation that another number of ranks has left in memory, and that is newer than the choice: the
+    checkpoint writers of those ranks bring it to disk, where any number can read it."""
+    records = [(held.generation, held.world_size) for offer in offers for held in offer.memory]
+    records += [(replica.generation, replica.world_size) for offer in offers for replica in offer.replicas]
+    held = {each for each, size in records if size != len(offers) and lineage.holds(each)}
+    newer = [each for each in held if choice.generation is None or each > choice.generation]
+    return max(newer, default=None)
+
+
 class _Found:
     """What ranks can restore.
 

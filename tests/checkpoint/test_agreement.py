@@ -8,8 +8,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation
+from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation, on_its_way
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 
 def offer(memory: Sequence[tuple[int, ...]] = (), disk: Sequence[tuple[int, ...]] = (), world_size: int = 2) -> Offer:
@@ -31,6 +32,17 @@ def test_the_newest_in_memory_of_all_ranks_wins() -> None:
     assert choice.generation == Generation(1, 30)
     assert choice.sources == ["memory", "memory"]
     assert choice.notes == []
+
+
+def test_what_another_number_of_ranks_has_in_memory_is_waited_for_if_it_is_newer() -> None:
+    offers = [offer([(1, 20), (1, 30)], [(1, 10)], world_size=1), offer([], [(1, 10)], world_size=1)]
+    choice = choose_generation(offers)
+    assert choice.generation == Generation(1, 10)
+    assert on_its_way(offers, Lineage(), choice) == Generation(1, 30)
+    there = [msgspec.structs.replace(each, disk=[OfferedRecord(Generation(1, 30), 1)]) for each in offers]
+    assert on_its_way(there, Lineage(), choose_generation(there)) is None
+    same = [offer([(1, 30)]), offer([(1, 20)])]  # as many ranks, which wait for nobody
+    assert on_its_way(same, Lineage(), choose_generation(same)) is None
 
 
 def test_each_rank_died_at_another_save() -> None:

@@ -7,6 +7,7 @@ it is not whole on every rank, they choose the next one.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from hetstream.checkpoint.record.agreement import (
     OfferedRecord,
     Source,
     choose_generation,
+    on_its_way,
     steps_of,
     with_disk,
 )
@@ -40,6 +42,9 @@ _log = logging.getLogger(__name__)
 _ON_DISK = "on disk: "
 # A reader that holds nothing may find each newest one removed again; far more than any training keeps.
 _MAX_TRIES = 1000
+# What a killed training of another number of ranks has left in memory gets to disk in this time, or is passed over.
+_ON_ITS_WAY_S = 20.0
+_POLL_S = 0.05
 
 
 class _RequestedStep(msgspec.Struct, frozen=True):
@@ -89,9 +94,15 @@ class RestoreCandidates:
         tries = _Tries(self.sources.directory.path)
         offer = self._offer(with_left=step is not None)
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
+        has_waited = False
         while True:
             offers = self._exchange(offer)
             choice = choose_generation(offers, self.lineage, step)
+            awaited = None if has_waited or step is not None else on_its_way(offers, self.lineage, choice)
+            if awaited is not None:
+                self._await_disk(awaited)
+                offer, has_waited = tries.without_unusable(self._offer(with_left=False)), True
+                continue
             _refuse_other_release(offers, choice, step)
             tries.log(choice.notes)
             if choice.generation is None:
@@ -107,6 +118,14 @@ class RestoreCandidates:
             tries.note(choice.generation, choice.sources[self.ranks.rank], outcome)
             # What a training has saved meanwhile is newer than what this rank knew of.
             offer = tries.without_unusable(self._offer(with_left=step is not None))
+
+    def _await_disk(self, generation: Generation) -> None:
+        """Give the checkpoint writers of another number of ranks the time to bring what these have left to disk."""
+        if self.ranks.rank == 0:
+            _log.info("waiting for %s: another number of ranks has left it in memory, on its way to disk", generation)
+        deadline_s = time.monotonic() + _ON_ITS_WAY_S
+        while any(gather(self.ranks, not self.sources.directory.has(generation) and time.monotonic() < deadline_s)):
+            time.sleep(_POLL_S)
 
     def _check_same_step(self, step: int | None) -> None:
         requests = gather(self.ranks, _RequestedStep(step))

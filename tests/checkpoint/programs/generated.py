@@ -185,9 +185,8 @@ def run_rank(what: dict[str, Any], rank: int, num_ranks: int, place: Path, mode:
         program.step(number)
         if mode != "plain":
             getattr(checkpointer, what["method"])(number + 1, program.state)
-            # Memory serves as many ranks alone; the last two are on disk where the last one is to be damaged there.
-            is_on_disk = what["left"] != "all" or what["ranks"][0] != what["ranks"][1]
-            if mode == "killed" and is_on_disk and number + 2 >= what["die_after"]:
+            # The last two are on disk where the last one is to be damaged there.
+            if mode == "killed" and what["left"] != "all" and number + 2 >= what["die_after"]:
                 assert checkpointer.wait(60)
             if mode == "killed" and number + 1 == what["die_after"]:
                 if what["left"] == "closed":

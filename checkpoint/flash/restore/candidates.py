@@ -15,7 +15,7 @@ import msgspec
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import NoCheckpoint, OtherRelease
-from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.restore.trial import (
     Applied,
     Destination,
@@ -112,6 +112,7 @@ class RestoreCandidates:
                 if is_on_disk:
                     raise self._none_usable(choice.notes)
                 return None
+            together(self.ranks, destination.begin)
             outcome = Trial(self.ranks, self.sources, choice, destination).run()
             if isinstance(outcome, Applied):
                 return choice

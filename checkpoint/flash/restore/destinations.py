@@ -123,6 +123,10 @@ class _StateDestination:
         self._prepared: tuple[StateComparison, Any, Choice] | None = None
         self.keeps_leaves = True
 
+    def begin(self) -> None:
+        """Take the state apart."""
+        self._leaves()
+
     def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Compare what was saved with the state.
 
@@ -187,6 +191,9 @@ class _ValuesDestination:
         self._request = request
         self._prepared: LoadedCheckpoint | None = None
         self.loaded: LoadedCheckpoint | None = None
+
+    def begin(self) -> None:
+        """Nothing is asked."""
 
     def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Copy the values."""

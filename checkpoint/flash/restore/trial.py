@@ -25,6 +25,10 @@ _WHERE = {"memory": "in memory", "replica": "in the memory of another host", "di
 class Destination(Protocol):
     """Where a generation goes, in two phases: all ranks have prepared it before one of them applies it."""
 
+    def begin(self) -> None:
+        """There is something to restore. Every rank calls it, before one of them can fail: the program's objects may
+        talk to each other when they are asked for their state."""
+
     def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Look at all of it and change nothing; called again with another one where this cannot be used.
 

@@ -51,6 +51,7 @@ class NativeGroup:
     """
 
     def __init__(self, chains: Sequence[Chain], graph: FeatureGraph, library: Any) -> None:
+        self.chains = chains
         self._library = library
         self._sources = [chain.source for chain in chains]
         self._results = [chain.result for chain in chains]

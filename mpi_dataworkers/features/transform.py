@@ -151,7 +151,14 @@ class FeatureTransform:
                 self._choose()
             assert self._groups is not None
             for group in self._groups:
-                features.add(group.run(features, num_rows))
+                try:
+                    features.add(group.run(features, num_rows))
+                except (RuntimeError, MemoryError) as error:
+                    # What torch raises in host memory has no type of its own.
+                    if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                        raise
+                    names = ", ".join(repr(chain.result) for chain in group.chains)
+                    raise FeatureError(f"{names}: there is no memory for what it makes of {num_rows} rows") from error
             made: dict[str, Any] = dict(
                 zip(self._plain, map(features.values.__getitem__, self._plain.values()), strict=True)
             )
@@ -221,7 +228,7 @@ class _Group:
     """Chains that are run together: the same operators, but for numbers, on features of one type."""
 
     def __init__(self, chains: Sequence[Chain], graph: FeatureGraph, compiler: Callable[..., Any] | None) -> None:
-        self._chains = chains
+        self.chains = chains
         given = graph.types[chains[0].source]
         kernels: list[Kernel] = []
         for steps in zip(*(chain.steps for chain in chains), strict=True):
@@ -240,7 +247,7 @@ class _Group:
 
     def run(self, features: Columns, num_rows: int) -> Columns:
         """The features that the chains make."""
-        given = [_flat(features[chain.source]) for chain in self._chains]
+        given = [_flat(features[chain.source]) for chain in self.chains]
         made: list[Values] = []
         for slab in spans([column.values.numel() for column in given], SLAB_VALUES, whole=True):
             some = given[slab.first : slab.last]
@@ -250,7 +257,7 @@ class _Group:
                 found._replace(values=as_matrix(found.values, num_rows, width)) if width > 1 else found
                 for found, width in zip(made, self._widths, strict=True)
             ]
-        return Columns.of({chain.result: values for chain, values in zip(self._chains, made, strict=True)})
+        return Columns.of({chain.result: values for chain, values in zip(self.chains, made, strict=True)})
 
     def _by_values(self, given: Sequence[Values], first: int, num_rows: int) -> list[Values]:
         sizes = [column.values.numel() for column in given]

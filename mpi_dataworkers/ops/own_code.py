@@ -18,7 +18,8 @@ _SITE = {"site-packages", "dist-packages"}
 
 def is_own(module: ModuleType | None) -> bool:
     """Whether a module is the program's own: Python source that lies outside of the installation and of hetstream."""
-    path = getattr(module, "__file__", None)
+    # Of what a module has itself: some are imported when another attribute is asked for.
+    path = vars(module).get("__file__") if isinstance(module, ModuleType) else getattr(module, "__file__", None)
     return isinstance(path, str) and is_own_file(path)
 
 

@@ -140,7 +140,12 @@ def analyse(
     """
     with unwarned():
         breaks = _graph_breaks()
-        graph, given, way = traced(module, args, kwargs)
+        try:
+            graph, given, way = traced(module, args, kwargs)
+        except NotCaptured as problem:
+            if _graph_breaks() == breaks:
+                raise
+            raise NotCaptured(f"{problem}: {_why_not_all(breaks)}") from problem
     why_not_all = _why_not_all(breaks) if way is not Way.WHOLE else ""
     arguments = [value for value in _pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
     return analysis_of(graph, given, arguments, batch, offload, way, why_not_all)
@@ -259,7 +264,7 @@ def _why_not_all(before: Mapping[str, int]) -> str:
     lines = [line.strip() for line in found.splitlines() if line.strip()]
     explained = next((line for line in lines if line.startswith("Explanation:")), "")
     text = (explained.removeprefix("Explanation:").strip() or (lines[0] if lines else ""))[:160]
-    return text or "torch.compile cannot trace all of it"
+    return f"torch.compile traces no further, and says: {text}" if text else "torch.compile cannot trace all of it"
 
 
 def _leaves_among(given: Sequence[Any], batch: Sequence[Any]) -> dict[int, int]:

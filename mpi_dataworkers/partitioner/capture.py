@@ -23,8 +23,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hetstream.mpi_dataworkers.loader.embedding_lookups import pause_all
+from hetstream.mpi_dataworkers.partitioner.bytecode import NOT_THE_PROGRAM
 from hetstream.mpi_dataworkers.partitioner.quiet import quiet
-from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured, Unseen
+from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured, Unseen
 
 _pytree: Any = pytree
 PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
@@ -121,7 +122,7 @@ class Tracer:
         self._call = functools.partial(copied, module)
         self._code = getattr(module.forward, "__code__", None) if way is Way.FORWARD else copied.__code__
         self._forward = functools.partial(_forward, module)
-        self._given: tuple[Any, ...] = ()
+        self._given: tuple[Any, Any] = (), {}
 
         # torch keeps these functions for good, and with them what they hold.
         me = weakref.ref(self)
@@ -148,9 +149,9 @@ class Tracer:
             for inside in (skip, default)
         )
 
-    def change(self) -> str:
+    def change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """What torch.compile took for constant and is not as it was; "" where all is."""
-        return next(filter(None, (graph.unseen.change() for graph in self.graphs)), "")
+        return next(filter(None, (graph.unseen.change(args, kwargs) for graph in self.graphs)), "")
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Graph, tuple[Any, ...]]:
         """The graph of the forward for these arguments, and what it is given; nothing of it runs.
@@ -165,7 +166,8 @@ class Tracer:
             pass
         except Exception as error:
             if self._traced is None:
-                raise NotCaptured(self._refusal or reason_of(error)) from error
+                reason = self._refusal or f"torch.compile cannot trace it, and says {reason_of(error)}"
+                raise NotCaptured(reason) from error
         finally:
             self._only_traces = False
         if self._traced is None:
@@ -186,7 +188,7 @@ class Tracer:
             return call(args, kwargs)
         finally:
             set_eval_frame(before)
-            self._given = ()
+            self._given = (), {}
 
     def _looked(self, frame: Any, entry: Any, state: Any) -> Any:
         """Called by torch for each function that has no graph whose guards hold."""
@@ -209,7 +211,7 @@ class Tracer:
     def _compiled(self, module: Any, given: Sequence[Any]) -> Callable[..., Any]:
         context: Any = torch._guards.TracingContext.try_get()
         try:
-            unseen = Unseen(self._module, module.graph, getattr(context, "traced_code", None) or ())
+            unseen = Unseen(self._module, module.graph, getattr(context, "traced_code", None) or (), self._given)
         except NotCaptured as reason:
             self._refusal = str(reason)
             raise

@@ -66,7 +66,7 @@ def effects_of(graph: Graph) -> dict[str, Effects]:
         with quiet(), torch.no_grad(), mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols():
             watcher.run(*fakes)
     except Exception as error:
-        raise NotCaptured(f"its graph cannot be described: {reason_of(error)}") from error
+        raise NotCaptured(f"its operators cannot be run without data, and torch says {reason_of(error)}") from error
     finally:
         # What has failed within one of torch.func's transforms has not ended it.
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)

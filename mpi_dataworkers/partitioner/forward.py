@@ -144,7 +144,7 @@ class PartitionedForward:
             return own(*args, **kwargs)
         if not self._may_be_used() or not self.deliveries.any_for(self._generations()):
             return own(*args, **kwargs)
-        if change := self._tracer.change():
+        if change := self._tracer.change(args, kwargs):
             self._missed(change)
             return own(*args, **kwargs)
         self._outcome, self._is_running = _NO_GUARD_HOLDS, True

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from hetstream.mpi_dataworkers.partitioner.bytecode import NOT_THE_PROGRAM
 from hetstream.mpi_dataworkers.partitioner.capture import PLACE, Graph
 from hetstream.mpi_dataworkers.partitioner.graph import Kind
 from hetstream.mpi_dataworkers.partitioner.program import METHOD, Call, Ref, place_of, references, replace_in
-from hetstream.mpi_dataworkers.partitioner.unseen import NOT_THE_PROGRAM, NotCaptured
+from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import builtins
-import dis
 import functools
 import gc
 import inspect
@@ -24,10 +23,20 @@ from typing import Any
 
 import torch
 
-# Files of torch, and of this package: what a user asks about is neither.
-NOT_THE_PROGRAM = re.compile(
-    r"/(site|dist)-packages/torch/|/torch/(nn|fx|_[a-z]+)/|/partitioner/|/lib/python3[.]\d+/[a-z_]+[.]py"
+from hetstream.mpi_dataworkers.partitioner.bytecode import (
+    NOT_THE_PROGRAM,
+    Tables,
+    asks_for_kinds,
+    catches,
+    imported,
+    kinds_in,
+    names_kinds,
+    namespaces,
+    refusal,
+    tables_by_file,
+    values_of,
 )
+
 _DENORMAL, _ONE = 5e-324, 1.0
 _PLAIN = bool | int | float | str
 _any_hook: Any = torch.nn.modules.module._has_any_global_hook
@@ -35,6 +44,10 @@ _HOOKS_OF_ALL: tuple[Any, ...] = tuple(
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
+
+
+# Functions that keep results are refused, but for those of torch, and of einops, which compute with shapes alone.
+_KEEPS_WHAT_STAYS = re.compile(rf"{NOT_THE_PROGRAM.pattern}|/einops/")
 
 
 class NotCaptured(Exception):
@@ -48,6 +61,7 @@ class Unseen:
         module: the model.
         graph: that was made of its forward.
         codes: of the functions that were traced.
+        given: the forward's arguments and keywords.
 
     Attributes:
         catches: where the forward catches exceptions; "" where it does not. Of those that a graph raises
@@ -57,25 +71,30 @@ class Unseen:
         NotCaptured: the forward does something that torch.compile does not see.
     """
 
-    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, codes: Sequence[CodeType]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, graph: torch.fx.Graph, codes: Sequence[CodeType], given: tuple[Any, Any]
+    ) -> None:
         _check_random(graph)
         _check_transforms(graph)
         if not _keeps_denormals():
             raise NotCaptured("torch.set_flush_denormal is on, which holds for the trainer alone")
         if _has_hooks_of_all():
             raise NotCaptured("there are hooks of all modules, which torch.compile does not see")
-        self.catches = next(filter(None, map(_catches, codes)), "")
+        self.catches = next(filter(None, map(catches, codes)), "")
         traced, owners = set(codes), _classes()
+        tables = tables_by_file()
         _check_functions(_functions(owners), traced)
         for code in traced:
-            _check_code(code)
-        _check_kinds(owners, traced)
-        self._absent = [*_absent(traced), *_own_calls(module)]
-        self._alike = list(_alike(module))
+            if reason := refusal(code, traced, tables):
+                raise NotCaptured(reason)
+        _check_kinds(owners, traced, tables)
+        self._absent = [*_absent(traced, tables), *_own_calls(module)]
+        self._model = weakref.ref(module)  # torch keeps for good what stands for a graph
+        self._alike = list(_alike(module, *given))
         self._environment = dict(_environment())
         self._settings = _settings()
-        self._modules = {name: sys.modules.get(name) for code in codes for name in _imported(code)}
-        self._registered = abc.get_cache_token() if any(map(_asks_for_kinds, codes)) else None
+        self._modules = {name: sys.modules.get(name) for code in codes for name in imported(code)}
+        self._registered = abc.get_cache_token() if any(map(asks_for_kinds, codes)) else None
         methods = list(_methods(owners, {type(part) for part in module.modules()}, traced))
         self._found = [
             *(place for place in methods if not isinstance(place[2], classmethod | staticmethod)),
@@ -85,18 +104,21 @@ class Unseen:
         # Those that a class gives in another form than it has them.
         self._kept = [place for place in methods if isinstance(place[2], classmethod | staticmethod)]
 
-    def change(self) -> str:
-        """What is not as it was; "" where all is."""
+    def change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What is not as it was, in a call with these arguments; "" where all is."""
         if _environment() != self._environment:
             return "a variable of the environment has changed"
         if _has_hooks_of_all():
             return "there are hooks of all modules"
         if self._registered is not None and self._registered != abc.get_cache_token():
             return "a class has been registered with an abstract one"
-        for text, find, found in self._alike:
-            value = _value(find)
+        model = self._model()
+        scope = _scope(model, args, kwargs) if self._alike and model is not None else {}
+        for text, source, found in self._alike:
+            value = _value(source, scope)
             if value == found and repr(value) != repr(found):  # others are seen by torch.compile's guards
-                return f"{text} is equal to what it was, and not the same"
+                place = re.sub(r"L\['(\w+)'\]", r"\1", text)
+                return f"{place} is equal to what it was, and not the same"
         for table, names in self._absent:
             if not table.keys().isdisjoint(names):
                 return f"there is a {next(iter(table.keys() & names))}, which there was not"
@@ -116,45 +138,49 @@ _Places = Iterator[tuple[Any, str, Any]]
 _Absent = list[tuple[Mapping[str, Any], frozenset[str]]]  # tables, and names that are not in them
 
 
-def _alike(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+def _alike(module: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """Values that torch.compile's guards take for the same if they are equal, as 0.0 and -0.0, or (1,) and (1.0,)."""
     context: Any = torch._guards.TracingContext.try_get()
     if context is None:
         return
     helpers: Any = getattr(torch._dynamo.guards, "_get_closure_vars", dict)()
-    model = weakref.ref(module)  # torch keeps for good what stands for a graph
+    scope = _scope(module, args, kwargs)
     for guard in context.guards_context.dynamo_guards:
         text = guard.name() if callable(guard.name) else guard.name
-        if guard.create_fn_name() not in _BY_EQUALITY or "L['args']" in text or "L['kwargs']" in text:
+        if guard.create_fn_name() not in _BY_EQUALITY:
             continue
         try:
             source = eval(f"lambda L, G: {text}", dict(helpers))  # torch's own text of where the value is
-            find = functools.partial(_in_model, model, source)
-            value = find()
+            value = source(scope, {})
         except _NOT_FOUND:
-            continue  # not in the model
+            continue  # neither in the model nor in the arguments
         is_zero = isinstance(value, float) and value == 0
         is_plain = guard.create_fn_name() in _OF_PLAIN and (is_zero or isinstance(value, _OF_NUMBERS))
         if is_plain or (isinstance(value, OrderedDict) and value):
-            yield text, find, _value(find)
+            yield text, source, _value(source, scope)
 
 
 _BY_EQUALITY = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH", "DICT_KEYS_MATCH", "TYPE_MATCH"))
 _OF_PLAIN = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 _NOT_FOUND = AttributeError, LookupError, NameError, SyntaxError, TypeError, ValueError
-_OF_NUMBERS = (tuple, set, frozenset)
+_OF_NUMBERS = (tuple, set, frozenset, complex, range, slice)
 
 
-def _in_model(model: Any, source: Callable[..., Any]) -> Any:
-    """What torch finds at a place of its own."""
-    module = model()
-    return source({"module": module, "self": module}, {})
+def _scope(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What torch's texts call the model and the arguments, in `capture.py`'s calls and in the forward itself."""
+    scope = {"module": module, "self": module, "args": args, "kwargs": kwargs}
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError:
+        return scope  # a hook gives the forward others
+    bound.apply_defaults()
+    return bound.arguments | scope
 
 
-def _value(find: Callable[[], Any]) -> Any:
+def _value(source: Callable[..., Any], scope: dict[str, Any]) -> Any:
     """A constant, whose text is another one for each type of number; of an `OrderedDict`, its keys."""
     try:
-        value = find()
+        value = source(scope, {})
     except _NOT_FOUND:
         return None
     return dict.fromkeys(value) if isinstance(value, OrderedDict) else value
@@ -239,27 +265,6 @@ def _methods_of_tensors(graph: torch.fx.Graph) -> _Places:
             yield torch.Tensor, name, getattr(torch.Tensor, name)
 
 
-def _catches(code: CodeType) -> str:
-    """Where a function of the program catches an exception; "" where it catches none."""
-    if NOT_THE_PROGRAM.search(code.co_filename):
-        return ""
-    names = [instruction.opname for instruction in dis.get_instructions(code)]
-    catches = any(name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") for name in names)
-    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if catches else ""
-
-
-def _asks_for_kinds(code: CodeType) -> bool:
-    """Whether a function of the program asks of what kind an object is, which abstract classes answer anew."""
-    return not NOT_THE_PROGRAM.search(code.co_filename) and not {"isinstance", "issubclass"}.isdisjoint(code.co_names)
-
-
-def _imported(code: CodeType) -> list[str]:
-    """The modules that a function of the program imports."""
-    if NOT_THE_PROGRAM.search(code.co_filename):
-        return []
-    return [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
-
-
 def _classes(above: type = object) -> list[Any]:
     """All classes below one, and that one."""
     found: dict[Any, None] = {}
@@ -276,7 +281,7 @@ def _functions(owners: Sequence[Any]) -> Iterator[Any]:
     """Functions of the process: `gc.freeze` hides objects, but not those that modules and classes have."""
     yield from gc.get_objects()
     for table in (
-        *(vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")),
+        *namespaces(),
         *map(vars, owners),
     ):
         yield from list(table.values())
@@ -291,7 +296,7 @@ def _check_functions(objects: Iterable[Any], traced: set[CodeType]) -> None:
     for found in objects:
         if type(found) is functools._lru_cache_wrapper:
             code = _code_of(found.__wrapped__)
-            if code in traced and code is not None and not NOT_THE_PROGRAM.search(code.co_filename):
+            if code in traced and code is not None and not _KEEPS_WHAT_STAYS.search(code.co_filename):
                 raise NotCaptured(f"{found.__wrapped__.__qualname__} keeps results, which torch.compile does not see")
         elif type(found) is FunctionType and "_torchdynamo_orig_callable" in found.__dict__:
             # torch's own wrappers, as of `no_grad`, have one code for all functions.
@@ -300,60 +305,28 @@ def _check_functions(objects: Iterable[Any], traced: set[CodeType]) -> None:
                 raise NotCaptured(f"torch.compile compiles {getattr(own, '__qualname__', own)}, a part of the model")
 
 
-def _check_code(code: CodeType) -> None:
-    """Refuse what a function of the program does that torch.compile answers once, and guards by nothing.
-
-    Raises:
-        NotCaptured: naming it.
-    """
-    if NOT_THE_PROGRAM.search(code.co_filename):
-        return
-    where = f"({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
-    if code.co_name == "__getattr__":
-        raise NotCaptured(f"attributes are found by __getattr__ {where}, and torch.compile guards no missing attribute")
-    if name := next((name for name in code.co_names if name in _NOT_GUARDED), ""):
-        raise NotCaptured(f"the forward reads {name} {where}, which torch.compile does not guard")
-    catches = _catches(code) or "suppress" in code.co_names
-    if catches and (name := next((name for name in code.co_names if name in _OF_MISSING), "")):
-        raise NotCaptured(f"the forward catches {name} {where}, and torch.compile guards no missing attribute")
-    if _compares_identity(code):
-        raise NotCaptured(f"the forward asks whether two objects are the same {where}, which has no guard")
-
-
-# Attributes and functions whose answers torch.compile takes for constant.
-_NOT_GUARDED = frozenset(("_version", "__annotations__", "dir"))
-# What an attribute or a name raises that is not there.
-_OF_MISSING = frozenset(("AttributeError", "NameError", "Exception", "BaseException"))
-
-
-def _compares_identity(code: CodeType) -> bool:
-    """Whether a function compares two objects by `is`, and not one with a constant, a global, or what that has."""
-    before: list[str] = ["", ""]
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        is_single = before[-1] in _SINGLE or (before[-1] == "LOAD_ATTR" and before[-2] in _SINGLE)
-        if name == "IS_OP" and not is_single:
-            return True
-        if name not in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL"):
-            before = [before[-1], name]
-    return False
-
-
-_SINGLE = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"))
-
-
-def _check_kinds(owners: Sequence[Any], traced: set[CodeType]) -> None:
+def _check_kinds(owners: Sequence[Any], traced: set[CodeType], tables: Tables) -> None:
     """Refuse questions for classes of the program that answer themselves what is one of theirs.
+
+    Those of installed packages are refused where a global name leads to them, and those of the program's own files also
+    where no global name says for which class is asked.
 
     Raises:
         NotCaptured: naming one.
     """
-    names = {name for code in traced if _asks_for_kinds(code) for name in (*code.co_names, *code.co_freevars)}
-    for owner in owners if names else ():
+    asking = [code for code in traced if asks_for_kinds(code)]
+    named = {id(kind) for code in asking for value in values_of(code, tables) for kind in kinds_in(value)}
+    are_all_named = all(map(names_kinds, asking))
+    for owner in owners if asking else ():
         for name in ("__instancecheck__", "__subclasscheck__"):
             code = _code_of(_in_class(type(owner), name))
-            if owner.__name__ in names and code is not None and _is_of_program(code):
+            if code is None or not _is_of_program(code):
+                continue
+            if id(owner) in named or not (are_all_named or _INSTALLED.search(code.co_filename)):
                 raise NotCaptured(f"{owner.__name__} answers itself what is one of it, which torch.compile asks once")
+
+
+_INSTALLED = re.compile(r"/(site|dist)-packages/")
 
 
 def _is_of_program(code: CodeType) -> bool:
@@ -370,18 +343,15 @@ def _own_calls(module: torch.nn.Module) -> _Absent:
 _CALLS = frozenset(("__call__", "_call_impl"))
 
 
-def _absent(codes: Iterable[CodeType]) -> _Absent:
+def _absent(codes: Iterable[CodeType], tables: Tables) -> _Absent:
     """Names that are not there, and that a function would find if they were: globals, and what globals have."""
     found: dict[int, tuple[Any, set[str]]] = {}
 
     def note(table: Any, names: Iterable[str]) -> None:
         found.setdefault(id(table), (table, set()))[1].update(name for name in names if name not in table)
 
-    modules: dict[str, list[dict[str, Any]]] = {}
-    for module in list(sys.modules.values()):
-        modules.setdefault(getattr(module, "__file__", None) or "", []).append(getattr(module, "__dict__", {}))
     for code in codes:
-        for table in modules.get(code.co_filename, []) if not NOT_THE_PROGRAM.search(code.co_filename) else ():
+        for table in tables.get(code.co_filename, []) if not NOT_THE_PROGRAM.search(code.co_filename) else ():
             note(table, (name for name in code.co_names if hasattr(builtins, name)))
             if not _ASK_FOR_NAMES.isdisjoint(code.co_names):
                 names = {value for value in code.co_consts if isinstance(value, str) and value.isidentifier()}

@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader, default_collate
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
 LOADER_OPTIONS: dict[str, Any] = {}
-DECIDES = "that is the forward's beginning alone; the rest stays: Detected data-dependent branching"
+DECIDES = (
+    "that is the forward's beginning alone; the rest stays: torch.compile traces no further, and says: "
+    "Detected data-dependent branching"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,8 @@ def losses_of(model: torch.nn.Module, loader: Any, epochs: int = 1) -> list[str]
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(values.to("cpu")), labels)
             loss.backward()
             optimizer.step()
-            losses.append(float(loss.detach()).hex())
+            # With torch's generator: its own loader draws a seed in each pass, and nothing else may.
+            losses.append(f"{float(loss.detach()).hex()} {hash(torch.get_rng_state().numpy().tobytes())}")
     return losses
 
 

@@ -6,8 +6,11 @@ import copy
 import dataclasses
 import inspect
 import io
+import math
 import random
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from state_programs import CONSTANTS, STATES, WAYS, Reads
 from torch.utils.data import DataLoader, default_collate
 from unguarded_states import COMPARED, REFUSED
 
+from hetstream.mpi_dataworkers.ops.own_code import is_own
 from hetstream.mpi_dataworkers.partitioner.partition import Partition, partition
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -102,6 +106,50 @@ def test_what_has_no_guard_and_cannot_be_compared_is_refused(kind: str, loaders:
     done = both(loaders, lambda: Reads(make, read), changing(change))
     assert reason in done.reason
     assert done.counts.checked == done.counts.partitioned == 0
+
+
+class Scaled(models.Clean):
+    """Takes a number, or a tuple of one, whose sign it reads."""
+
+    def forward(self, values: torch.Tensor, scale: Any) -> torch.Tensor:
+        sign = math.copysign(1.0, scale[0] if isinstance(scale, tuple) else scale)
+        return super().forward(values * (2 + sign))
+
+
+@pytest.mark.parametrize("scales", [(0.0, -0.0), ((0.0,), (-0.0,))], ids=["number", "in a tuple"])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_negative_zero_among_the_arguments_is_compared(
+    scales: tuple[Any, Any], keyword: bool, loaders: Callable[..., Any]
+) -> None:
+    def call(model: Any, values: torch.Tensor, number: int) -> torch.Tensor:
+        scale = scales[number >= CHANGE]
+        made: torch.Tensor = model(values, scale=scale) if keyword else model(values, scale)
+        return made
+
+    dataset, model = models.Rows(8 * STEPS), Scaled()
+    loader = loaders(dataset)
+    example = default_collate([dataset[number] for number in range(8)])
+    arguments: Any = lambda batch: (batch[0], scales[0])  # noqa: E731
+    done = partition(model, example, loader=loader, offload="all", inputs=arguments)
+    for number, (values, _) in enumerate(loader):
+        expected = Scaled.forward(model, values, scales[number >= CHANGE])
+        assert torch.equal(call(model, values, number), expected), (number, done.reason, done.counts)
+    assert done.counts.original == STEPS - CHANGE, (done.reason, done.counts)
+
+
+class Lazy(ModuleType):
+    """A module that is imported when an attribute of it is asked for, as SpeechBrain has them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{self.__name__} is not installed")
+
+
+def test_a_module_that_is_imported_later_is_left_alone(
+    loaders: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "speech_lazy", Lazy("speech_lazy"))
+    assert not is_own(sys.modules["speech_lazy"])
+    assert both(loaders, models.Clean, lambda *_: None).counts.partitioned == STEPS - 3
 
 
 class HasNoGradient(models.Clean):

@@ -126,6 +126,21 @@ def unchanged(_: Any) -> None:
 
 
 STATES: dict[str, tuple[Callable[[], Any], Read, Change]] = {
+    "types of two objects": (
+        lambda: [Gain(), Gain()],
+        lambda m: 3.0 if type(m.state[0]) is type(m.state[1]) else 1.0,
+        lambda m: m.state.__setitem__(1, Threefold()),
+    ),
+    "classes of two objects": (
+        lambda: [Gain(), Gain()],
+        lambda m: 3.0 if m.state[0].__class__ is m.state[1].__class__ else 1.0,
+        lambda m: m.state.__setitem__(1, Threefold()),
+    ),
+    "type that an attribute names": (
+        lambda: [Gain, Gain()],
+        lambda m: 3.0 if type(m.state[1]) is m.state[0] else 1.0,
+        lambda m: m.state.__setitem__(0, Threefold),
+    ),
     "slots": (Slots, lambda m: m.state.gain, lambda m: setattr(m.state, "gain", 3.0)),
     "frozen dataclass": (Frozen, lambda m: m.state.gain, lambda m: object.__setattr__(m.state, "gain", 3.0)),
     "class attribute of a global class": (int, lambda _: Settings.scale, setting(Settings, "scale", 3.0)),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import builtins
 import collections
+import enum
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress as quietly
 from typing import Any
 
 import state_settings
@@ -65,6 +67,11 @@ def flush(_: Any) -> None:
     torch.set_flush_denormal(True)
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 3
+
+
 def annotate(_: Any) -> None:
     UNDO.append(function.__annotations__.clear)
     function.__annotations__["late"] = int
@@ -91,6 +98,21 @@ class Answering(metaclass=Answers):
     pass
 
 
+KINDS = (Answering,)
+Other = Answering
+MISSING = AttributeError
+
+
+class Drops:
+    """Drops what is raised in it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
 class Finds:
     """Finds attributes that it does not have."""
 
@@ -103,6 +125,41 @@ def caught(model: Any) -> Any:
         return model.state.late
     except AttributeError:
         return 1.0
+
+
+def all_caught(model: Any) -> Any:
+    try:
+        return model.state.late
+    except:  # noqa: E722
+        return 1.0
+
+
+def caught_by_another_name(model: Any) -> Any:
+    try:
+        return model.state.late
+    except (KeyError, MISSING):
+        return 1.0
+
+
+def suppressed(model: Any) -> Any:
+    factor = 1.0
+    with quietly(MISSING):
+        factor = model.state.late
+    return factor
+
+
+def dropped(model: Any) -> Any:
+    factor = 1.0
+    with Drops():
+        factor = model.state.late
+    return factor
+
+
+def matched(model: Any) -> float:
+    match model.state:
+        case Other():
+            return 3.0
+    return 1.0
 
 
 def pair() -> list[object]:
@@ -164,6 +221,22 @@ REFUSED: dict[str, tuple[str, Kind]] = {
         "the forward catches AttributeError",
         (Proto, caught, lambda m: setattr(m.state, "late", 3.0)),
     ),
+    "attribute that is not there, with except alone": (
+        "the forward catches all exceptions",
+        (Proto, all_caught, lambda m: setattr(m.state, "late", 3.0)),
+    ),
+    "attribute that is not there, by another name": (
+        "the forward catches AttributeError",
+        (Proto, caught_by_another_name, lambda m: setattr(m.state, "late", 3.0)),
+    ),
+    "attribute that is not there, suppressed": (
+        "the forward catches AttributeError",
+        (Proto, suppressed, lambda m: setattr(m.state, "late", 3.0)),
+    ),
+    "attribute that is not there, in a context": (
+        "the forward catches exceptions in a context manager of its own",
+        (Proto, dropped, lambda m: setattr(m.state, "late", 3.0)),
+    ),
     "attribute that a class has not": (
         "the forward catches AttributeError",
         (Proto, caught, giving(Proto, "late", 3.0)),
@@ -180,6 +253,22 @@ REFUSED: dict[str, tuple[str, Kind]] = {
         "Answering answers itself",
         (int, lambda m: 3.0 if isinstance(m.state, Answering) else 1.0, giving(Answering, "yes", True)),
     ),
+    "class that answers itself, by another name": (
+        "Answering answers itself",
+        (int, lambda m: 3.0 if isinstance(m.state, Other) else 1.0, giving(Answering, "yes", True)),
+    ),
+    "class that answers itself, in a tuple": (
+        "Answering answers itself",
+        (int, lambda m: 3.0 if isinstance(m.state, KINDS) else 1.0, giving(Answering, "yes", True)),
+    ),
+    "class that answers itself, as an attribute": (
+        "Answering answers itself",
+        (lambda: Answering, lambda m: 3.0 if isinstance(1, m.state) else 1.0, giving(Answering, "yes", True)),
+    ),
+    "class that answers itself, in a pattern": (
+        "Answering answers itself",
+        (int, matched, giving(Answering, "yes", True)),
+    ),
     "version of a tensor": (
         "the forward reads _version",
         (lambda: torch.ones(4), lambda m: 1.0 + m.state._version, lambda m: m.state.add_(0)),
@@ -191,6 +280,10 @@ REFUSED: dict[str, tuple[str, Kind]] = {
             lambda m: 3.0 if m.state[0] is m.state[1] else 1.0,
             lambda m: m.state.__setitem__(1, m.state[0]),
         ),
+    ),
+    "whole number with a name, as an index": (
+        "torch.compile cannot trace it, and says",
+        (lambda: Level.LOW, lambda m: [1.0, 2.0, 3.0, 4.0][m.state], becoming(Level.HIGH)),
     ),
     "torch.func": (
         "torch.func",

@@ -7,6 +7,7 @@ becomes of the others.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import io
 import os
@@ -189,8 +190,26 @@ def _of_bytes(value: bytes) -> Any:
 def _of_numpy(value: Any) -> Any:
     """An array as a tensor, a scalar as a number of Python; what torch does not have as its bytes."""
     if value.dtype.char not in _NUMPY_CHARS:
-        dtype = value.dtype.descr if value.dtype.names else value.dtype.str
-        return {"dtype": dtype, "shape": list(value.shape), "bytes": value.tobytes()}
+        return {"dtype": _dtype(value.dtype), "shape": list(value.shape), "bytes": value.tobytes()}
     if isinstance(value, np.generic):
         return value.item()
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+
+
+def _dtype(dtype: Any) -> Any:
+    """What `numpy.dtype` makes it of again: a name, or of records a list of fields.
+
+    NumPy has no such list where fields overlap or are out of order, and one with more fields where there are gaps between
+    them. There it is a dict, which has their offsets.
+    """
+    if dtype.subdtype:
+        base, shape = dtype.subdtype
+        return (_dtype(base), shape)
+    if not dtype.names:
+        return dtype.str
+    with contextlib.suppress(ValueError):
+        if np.dtype(dtype.descr) == dtype:
+            return dtype.descr
+    fields = [dtype.fields[name] for name in dtype.names]
+    formats, offsets = [_dtype(field[0]) for field in fields], [field[1] for field in fields]
+    return {"names": list(dtype.names), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}

@@ -149,6 +149,26 @@ def test_values_without_a_plain_form_come_back_as_the_nearest(path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "dtype",
+    [
+        {"names": ["late", "early"], "formats": ["<i4", "<f8"], "offsets": [8, 0]},
+        {"names": ["all", "half"], "formats": ["<i4", "<i2"], "offsets": [0, 0], "itemsize": 8},
+        [("inner", {"names": ["b", "a"], "formats": ["<i2", "<i2"], "offsets": [2, 0]}, (2, 2)), ("outer", "<i4")],
+        {"names": ["byte", "number"], "formats": ["i1", "<f8"], "offsets": [0, 8], "itemsize": 24},
+        [("plain", "<i2"), ("many", "<f4", (3,))],
+    ],
+    ids=["out of order", "overlapping", "within another", "with gaps", "in order"],
+)
+def test_records_come_back_wherever_their_fields_lie(path: Path, dtype: Any) -> None:
+    array = np.frombuffer(np.arange(2 * np.dtype(dtype).itemsize, dtype=np.uint8).tobytes(), dtype)
+    back = torch.load(saved({"array": array, "scalar": array[1]}, path), weights_only=True)
+    for name, wanted in (("array", array), ("scalar", array[1])):
+        found = np.frombuffer(back[name]["bytes"], np.dtype(back[name]["dtype"])).reshape(back[name]["shape"])
+        assert found.dtype == array.dtype
+        assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [(1 << 4000, "an integer of 4001 bits"), (pytest, "a <class 'module'>, which torch's weights_only loader")],
 )

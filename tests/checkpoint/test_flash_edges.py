@@ -25,6 +25,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import environment_of_writer, job_and_component
 from hetstream.checkpoint.disk import ownership, rank_file
 from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
+from hetstream.checkpoint.flash.restore.source import MemorySource
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.flash.save.saving import Saving
@@ -305,6 +306,54 @@ def test_an_error_in_one_ranks_program_while_it_restores_reaches_the_others(make
     # This loader refuses also what it had before.
     what = "loader refused its state: this loader has another data set. loader may be half restored"
     assert [str(ended[rank]) for rank in (0, 1)] == [f"rank 1: {what}", what]
+
+
+class Collective:
+    """An object that meets the other rank when it is asked for its state, as sharded optimizers do."""
+
+    def __init__(self, value: int, meeting: threading.Barrier) -> None:
+        self.value = value
+        self._meeting = meeting
+
+    def state_dict(self) -> dict[str, Any]:
+        self._meeting.wait(20)
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_a_rank_that_cannot_open_its_memory_leaves_no_other_waiting_in_a_collective_state_dict(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[int, bytes] = {}
+    barrier, meeting = threading.Barrier(2), threading.Barrier(2)
+    ended: dict[int, Any] = {}
+    opened = MemorySource.open
+
+    def fail_on_rank_1(source: MemorySource, *arguments: Any) -> Any:
+        if threading.current_thread().name == "1":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(source, *arguments)
+
+    def run(rank: int) -> None:
+        try:
+            with make(ranks=Pair(rank, said, barrier)) as checkpointer:
+                item = Collective(7, meeting)
+                checkpointer.save(1, {"item": item})
+                assert checkpointer.wait(60)
+                item.value = 0
+                ended[rank] = checkpointer.restore({"item": item}), item.value
+        except Exception as error:  # noqa: BLE001, looked at below
+            ended[rank] = error
+
+    monkeypatch.setattr(MemorySource, "open", fail_on_rank_1)
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert ended == {0: (1, 7), 1: (1, 7)}, "both go on from disk"
 
 
 def test_a_step_that_is_saved_again_is_newer_everywhere_and_on_all_ranks(make: Any, memory: Path) -> None:

@@ -135,7 +135,7 @@ class _StateDestination:
         """
         self._prepared = None  # memory of one that another rank could not use is given back
         state = self._state
-        comparison = StateComparison()
+        comparison = StateComparison(self._leaves().states)
         saved: dict[str, Any] = {}
         all_alike: set[str] = set()
         for part in parts:

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,17 @@ class StateComparison:
 
     `compare` comes first; then `write`, if nothing differs, or if the rest shall be restored nevertheless.
 
+    Args:
+        states: what objects have given when the state was taken apart, as `Leaves.states` has it. They are not asked
+            once more: others may have to be asked at the same time, and a rank that fails before would leave them
+            waiting.
+
     Attributes:
         differences: in words, one for each place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: Mapping[tuple[str, int], Any] = MappingProxyType({})) -> None:
+        self._states = states
         self.differences: list[str] = []
         self._copies = Copies()
         self._objects: list[tuple[str, Any, Any]] = []
@@ -344,8 +351,8 @@ class StateComparison:
 
     def _match_object(self, path: str, here: Any, saved: Any) -> Fill:
         if isinstance(here, torch.nn.Module) and isinstance(saved, Mapping):
-            fitting = self._compare_module(path, here, saved)
-            now = here.state_dict()
+            now = self._state_of(path, here)
+            fitting = self._compare_module(path, here, now, saved)
             if is_pristine(here):
                 for key in fitting:
                     if isinstance(saved[key], StoredTensor):
@@ -355,11 +362,15 @@ class StateComparison:
                 self._objects.append((path, here, like_mapping(saved, parts, only=fitting)))
         elif isinstance(here, torch.amp.GradScaler) and not saved:
             _log.warning("%s keeps its own state: it was disabled when the checkpoint was saved", path)
-        elif not isinstance(here, torch.optim.Optimizer) or not has_torchs_form(here.state_dict()):
-            self._objects.append((path, here, self._for_parts(path, here.state_dict(), saved)))
+        elif not isinstance(here, torch.optim.Optimizer) or not has_torchs_form(self._state_of(path, here)):
+            self._objects.append((path, here, self._for_parts(path, self._state_of(path, here), saved)))
         elif self._compare_optimizer(path, here, saved):
             self._objects.append((path, here, self._for_optimizer(path, here, saved)))
         return lambda: here
+
+    def _state_of(self, path: str, here: Any) -> Any:
+        key = path, id(here)
+        return self._states[key] if key in self._states else here.state_dict()
 
     def _for_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> Any:
         """Its state, sharded as its parameters are now; its own state may be empty yet."""
@@ -384,9 +395,10 @@ class StateComparison:
         }
         return like_mapping(saved, {"state": like_mapping(state, made), "param_groups": ordered})
 
-    def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
+    def _compare_module(
+        self, path: str, here: torch.nn.Module, now: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> set[str]:
         """Which keys fit."""
-        now = here.state_dict()
         asked, modules = own_loaders(here), {name for name, _ in here.named_modules()}
         self.differences += [f"{path}.{key}{_MISSING}" for key in now if key not in saved and not is_below(key, asked)]
         theirs = {key for key in saved if key not in now and is_below(key, asked)}

@@ -199,8 +199,8 @@ def _of_numpy(value: Any) -> Any:
 def _dtype(dtype: Any) -> Any:
     """What `numpy.dtype` makes it of again: a name, or of records a list of fields.
 
-    NumPy has no such list where fields overlap or are out of order, and one with more fields where there are gaps between
-    them. There it is a dict, which has their offsets.
+    NumPy has no such list where fields overlap or are out of order, and one with more fields where there are gaps
+    between them. There it is a dict, which has their offsets.
     """
     if dtype.subdtype:
         base, shape = dtype.subdtype

@@ -6,11 +6,11 @@ import copy
 import gc
 import random
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -575,3 +575,49 @@ def test_what_a_value_can_do_is_no_field_of_a_dataclass(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="counted: a str in the checkpoint has no count"):
         CheckpointReader(tmp_path / "ck").restore(state)
     assert state["counted"].count == 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True)
+class OtherCell:
+    shard: int
+    row: int
+
+
+class Span(NamedTuple):
+    begin: int
+    end: int
+
+
+def test_items_of_sets_and_keys_of_mappings_are_of_the_programs_classes() -> None:
+    def state(last: int) -> dict[str, Any]:
+        return {
+            "set": {Cell(0, last), Cell(1, 2)},
+            "spans": {Span(0, last), (3, last)},
+            "within": [frozenset({(Cell(0, 1), last), (Cell(0, 2), last)})],
+            "keys": {Cell(0, last): 1, Cell(5, 6): 2},
+            "below": {"keys": OrderedDict({Span(0, last): 1})},
+        }
+
+    mine, wanted = state(0), state(9)
+    held = mine["set"]
+    restore(mine, state(9))
+    assert mine == wanted
+    assert mine["set"] is held
+    assert {type(item) for item in mine["set"]} == {Cell}
+    assert {type(item) for item in mine["spans"]} == {Span, tuple}
+    assert {type(item) for pair in mine["within"][0] for item in pair} == {Cell, int}
+    assert {type(key) for key in mine["keys"]} == {Cell}
+    assert {type(key) for key in mine["below"]["keys"]} == {Span}
+
+
+def test_an_item_that_could_be_of_two_classes_is_plain_data() -> None:
+    mine: dict[str, Any] = {"set": {Cell(0, 1), OtherCell(0, 2)}}
+    restore(mine, {"set": {Cell(0, 3)}})
+    assert {type(item) for item in mine["set"]} == {PlainObject}
+    assert mine["set"] == {Cell(0, 3)}

@@ -32,6 +32,7 @@ from hetstream.checkpoint.flash.restore.stored import (
     like_mapping,
     like_tuple,
     owned,
+    owned_items,
 )
 from hetstream.checkpoint.flash.restore.wrappers import advice
 from hetstream.checkpoint.tensors.leaves import Leaves
@@ -190,7 +191,7 @@ class StateComparison:
         if isinstance(here, _HELD) or _has_tensor(here) or (_has_tensor(saved) and not isinstance(here, np.ndarray)):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return lambda: here
-        return lambda: owned(saved)
+        return lambda: owned(saved, here)
 
     def match_mapping(
         self, path: str, here: MutableMapping[Any, Any], saved: Mapping[Any, Any], alike: Collection[Any] = ()
@@ -210,6 +211,9 @@ class StateComparison:
             filled = {key: inner() for key, inner in fills.items()}
             if is_plain or (path and filled.keys() == saved.keys() and [*here] != [*saved]):
                 filled = {key: filled[key] if key in filled else owned(saved[key]) for key in saved}
+                keys = owned_items(filled, here)
+                if keys is not None:
+                    filled = dict(zip(keys, filled.values(), strict=True))
                 here.clear()
             for key, value in filled.items():
                 here[key] = value

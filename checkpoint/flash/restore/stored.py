@@ -229,7 +229,11 @@ def owned(value: Any, here: Any = None) -> Any:
         return value.own()
     if isinstance(value, Mapping):
         places = here if isinstance(here, Mapping) else {}
-        return like_mapping(value, {key: owned(item, places.get(key)) for key, item in value.items()})
+        entries = {key: owned(item, places.get(key)) for key, item in value.items()}
+        keys = owned_items(value, places)
+        if keys is None:
+            return like_mapping(value, entries)
+        return like_mapping(value, dict(zip(keys, entries.values(), strict=True)), only=())
     if isinstance(value, list):
         return [owned(*pair) for pair in _beside(value, here)]
     if isinstance(value, tuple):
@@ -238,6 +242,9 @@ def owned(value: Any, here: Any = None) -> Any:
         return like_tuple(here if is_alike else value, [owned(*pair) for pair in _beside(value, here)])
     if isinstance(value, deque):
         return deque((owned(*pair) for pair in _beside(value, here)), value.maxlen)
+    if isinstance(value, set | frozenset):
+        items = owned_items(value, here if isinstance(here, set | frozenset) else ())
+        return value if items is None else type(value)(items)
     return _owned_object(value, here) if isinstance(value, PlainObject) else value
 
 
@@ -246,6 +253,27 @@ def _beside(values: Iterable[Any], here: Any) -> Iterator[tuple[Any, Any]]:
     places = list(here) if isinstance(here, list | tuple | deque) else []
     for index, value in enumerate(values):
         yield value, places[min(index, len(places) - 1)] if places else None
+
+
+def owned_items(values: Iterable[Any], here: Iterable[Any]) -> list[Any] | None:
+    """Items of a set, or keys of a mapping: an object is made of the class that the program's items of its form have,
+    if they are all of one class. None: there is nothing to be made, as is usual."""
+    if not any(isinstance(value, PlainObject | tuple | frozenset) for value in values):
+        return None
+    samples: dict[Any, Any] = {}
+    for item in here:
+        form = _form_of(item)
+        if type(samples.setdefault(form, item)) is not type(item):
+            samples[form] = None
+    return [owned(value, samples.get(_form_of(value))) for value in values]
+
+
+def _form_of(value: Any) -> Any:
+    """What two objects have in common that may be of one class."""
+    fields = fields_of(value)
+    if fields:
+        return frozenset(fields)
+    return getattr(type(value), "_fields", len(value)) if isinstance(value, tuple) else type(value)
 
 
 def _owned_object(value: PlainObject, here: Any) -> Any:

@@ -111,6 +111,10 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	@# torchvision lies apart: as built for CUDA, packages that import it where it is there would fail.
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target $(PEERS_VENV)/torchvision torchvision==0.28.0
 	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps pytorch-ignite==0.5.5 monai==1.6.1 timm==1.0.31 skorch==1.4.0 torch_geometric==2.8.0
+	@# It asks for an older release of datasets, which its tests of checkpoints do not use.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps torchtitan==0.3.0 torch_checkpointing==0.1.1 spmd_types==0.2.3
+	@# Apart, as Lightning has other loggers where it is.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target $(PEERS_VENV)/tensorboard tensorboard==2.21.0 protobuf
 	@touch $@
 
 test-peers: $(PEERS_VENV)/.ready

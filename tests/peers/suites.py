@@ -7,7 +7,8 @@ directory, where the import of the loader is replaced, and run there by pytest i
 each test is compared with `expected/SUITE.json`; a test that did not do what is expected runs once more by itself
 before it is believed. A suite under the hook of which no step was streamed has failed, too: it would show nothing. So
 has one of which more steps of data workers were not torch's own than is stored and explained: its tests pass all the
-same, as a loader is local from such a step on.
+same, as a loader is local from such a step on. Suites of checkpoints run with `programs/checkpoints.py`, by which
+hetstream saves and restores what they save and restore; a file of which it did not do both has failed.
 `--write` stores what was found as the new expectation, and brings docs/peers.md up to date.
 """
 
@@ -41,7 +42,7 @@ BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream r
 # Folders of peers' files: those that are given, and those that suite_files.py collects.
 PEERS = (ROOT.parent / "shared" / "peers", BUILD / "peers")
 _PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain", "pytorch-ignite", "skorch", "torch-geometric")
-_PACKAGES += ("datasets", "lightning", "monai", "timm")
+_PACKAGES += ("datasets", "lightning", "monai", "timm", "torchtitan")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
@@ -49,6 +50,11 @@ _SCRIPT_LIMIT_S = 600
 # A suite with fewer steps of data workers says little about them: the document calls it hollow.
 _FEW_STEPS = 100
 _SUMMARY = "summary.json"
+# Of a suite of checkpoints: the plugin that has hetstream save and restore them, and a line for each time it did.
+_PLUGIN, _COUNTS = "hetstream_checkpoints", "counts.txt"
+# With fewer of each a suite of checkpoints is hollow, too.
+_FEW_CHECKPOINTS = 10
+_CHECKPOINT_SUITES = ("-checkpoints", "-checkpoints-flash")
 _PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".")
 _BEGIN, _END = "<!-- written by tests/peers/suites.py -->", "<!-- end -->"
 _STATEFUL, _TORCH = "torchdata.stateful_dataloader.StatefulDataLoader", "torch.utils.data.DataLoader"
@@ -72,6 +78,7 @@ class Suite:
         replaced: classes of loaders, as `module.Class`.
         stays_local: why data workers make none of its steps; "" where they shall.
         differs: why steps of data workers are not torch's own, as many as were stored; "" where none may differ.
+        checkpoints: whether hetstream saves and restores its checkpoints, by `programs/checkpoints.py`.
     """
 
     name: str
@@ -85,6 +92,7 @@ class Suite:
     replaced: tuple[str, ...] = (_STATEFUL,)
     stays_local: str = ""
     differs: str = ""
+    checkpoints: bool = False
 
     @property
     def is_scripts(self) -> bool:
@@ -110,6 +118,13 @@ def _with_hook(name: str, title: str, files: tuple[str, ...], *tests: str) -> tu
     plain = Suite(name, title, files, tests=tests or ("*",))
     hook = replace(plain, name=f"{name}-hook", title="the same under the hook", data_workers=2, plain=name)
     return plain, replace(hook, is_in_process=True, differs=_DIFFERS.get(hook.name, ""))
+
+
+def _with_checkpoints(name: str, title: str, files: tuple[str, ...], *tests: str) -> tuple[Suite, Suite]:
+    """A suite of checkpoints, and the same with hetstream's in their place."""
+    plain = Suite(f"{name}-checkpoints", title, files, tests=tests or ("*",))
+    ours = replace(plain, name=f"{plain.name}-flash", title="the same with hetstream's checkpoints", plain=plain.name)
+    return plain, replace(ours, checkpoints=True)
 
 
 # Not its test_incremental_state.py, which tests classes of its own and makes no loader.
@@ -150,6 +165,17 @@ _TIMM = _files("pytorch-image-models/tests/{}.py", "test_scheduled_sampler")
 _HF = _files("datasets/tests/{}.py", "test_arrow_dataset test_distributed test_iterable_dataset")
 _HF_TESTS = ("*dataloader*", "*distributed_run*", "*worker*", "*is_torch*", "test_interleave_dataset_with_sharding*")
 _HF_TESTS += ("*with_format_torch", "*deterministic_across_iterations")
+_TORCHTITAN = _files(
+    "torchtitan/tests/unit_tests/test_{}.py",
+    "checkpoint state_dict_keys optimizer_param_groups fused_qkv fused_swiglu",
+)
+_ACCELERATE = _files("accelerate/tests/test_{}.py", "state_checkpointing accelerator")
+_ACCELERATE_TESTS = ("*CheckpointTest*", "*save_load*", "*stateful*")
+_LIGHTNING_CHECKPOINTS = _files(
+    _LIGHTNING,
+    "checkpointing/test_trainer_checkpoint trainer/connectors/test_checkpoint_connector models/test_restore"
+    " plugins/test_checkpoint_io_plugin core/test_saving",
+)
 SUITES = {
     suite.name: suite
     for suite in (
@@ -200,6 +226,9 @@ SUITES = {
             tests=_HF_TESTS,
             replaced=(_STATEFUL, _TORCH),
         ),
+        *_with_checkpoints("torchtitan", "torchtitan's tests of checkpoints and states", _TORCHTITAN),
+        *_with_checkpoints("accelerate", "accelerate's tests of save_state", _ACCELERATE, *_ACCELERATE_TESTS),
+        *_with_checkpoints("lightning", "Lightning's tests of checkpoints", _LIGHTNING_CHECKPOINTS),
     )
 }
 
@@ -241,6 +270,19 @@ _REPLACED = {
     ),
 }
 
+# torchtitan's tests replace torch's save and load by functions of their own, which hand over to hetstream instead; and
+# where they load a state into an object, it is saved before, and restored into the object.
+_CHECKPOINTED = {
+    "torchtitan": (
+        (r"^import torch$", f"import {_PLUGIN}\nimport torch"),
+        (r"torch\.save\(sd_to_save, .*\)$", f"{_PLUGIN}.save(checkpoint_id, state_dict)"),
+        (r"^( +)loaded = torch\.load\(path, .*\)$", rf"\1return {_PLUGIN}.restore(checkpoint_id, states)"),
+        (r"^(def fake_async_save.*)$", rf'\1\n    {_PLUGIN}.save(kwargs["checkpoint_id"], args[0])'),
+        (r"^( +)([\w.]+)\.load_state_dict\(([^=\n]+)\)$", rf"\1{_PLUGIN}.restore_into(\2, \3)"),
+        (r"load_flat_optim_state_dict\(optim, flat\)", f"load_flat_optim_state_dict(optim, {_PLUGIN}.restored(flat))"),
+    ),
+}
+
 # accelerate joins inputs of unequal length on GPUs only; without, these functions wait for the other rank for ever.
 _SCRIPT = """\
 import {module} as script
@@ -269,6 +311,13 @@ def adapt(source: str, loader: str, instead_of: str = _STATEFUL) -> str:
         return "\n".join(lines)
 
     return imported.sub(replaced, source)
+
+
+def checkpointed(source: str, peer: str) -> str:
+    """A test file of a peer that saves and restores by hetstream, as far as the plugin alone cannot do that."""
+    for pattern, replacement in _CHECKPOINTED.get(peer, ()):
+        source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
+    return source
 
 
 def home(file: str, peers: Sequence[Path]) -> Path | None:
@@ -331,6 +380,9 @@ def _run_file(
     shutil.copytree(peers / peer, directory, dirs_exist_ok=True)
     for replaced in suite.replaced if suite.loader else ():
         (directory / name).write_text(adapt((directory / name).read_text(), suite.loader, replaced))
+    if suite.checkpoints:
+        shutil.copyfile(HERE / "programs" / "checkpoints.py", directory / f"{_PLUGIN}.py")
+        (directory / name).write_text(checkpointed((directory / name).read_text(), peer))
     for changed, pairs in _REPLACED.items():
         if changed.startswith(f"{peer}/"):
             text = (directory / changed.removeprefix(f"{peer}/")).read_text()
@@ -348,7 +400,8 @@ def _run_file(
         chosen.write_text("".join(f"{name}::{test}\n" for test in wanted))
         report = directory / "report.xml"
         options = ("-q", "--timeout", str(_TEST_LIMIT_S), f"--junitxml={report}", f"@{chosen.name}")
-        done = _run_python(suite, directory, (*_PYTEST, *options), _FILE_LIMIT_S)
+        plugin = ("-p", _PLUGIN) if suite.checkpoints else ()
+        done = _run_python(suite, directory, (*_PYTEST, *plugin, *options), _FILE_LIMIT_S)
         if not report.exists():
             raise SystemExit(f"{suite.name}: {file} did not run to its end:\n{done.stdout[-4000:]}")
         ran = read_report(report.read_text(), name)
@@ -402,7 +455,10 @@ def _run_python(
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
     # No display, no network, and no GPU, so that each run is like the other.
     environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    environment["PYTHONPATH"] = str(directory)
+    # Lightning chooses another logger where tensorboard is: only these suites shall find it.
+    tensorboard = [str(Path(sys.prefix, "tensorboard"))] * suite.name.endswith(_CHECKPOINT_SUITES)
+    environment["PYTHONPATH"] = os.pathsep.join([str(directory), *tensorboard])
+    environment |= {"PEERS_CHECKPOINTS": suite.files[0].partition("/")[0], "PEERS_COUNTS": str(directory / _COUNTS)}
     with (directory / "output.txt").open("w+") as output:
         process = subprocess.Popen(
             command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -421,14 +477,15 @@ def _run_python(
 
 
 def _keep(suite: Suite, name: str, directory: Path, done: subprocess.CompletedProcess[str]) -> None:
-    """Leave the log of a file in BUILD, and its summary if there is one."""
+    """Leave the log of a file in BUILD, and its summary and counts if there are some."""
     BUILD.mkdir(exist_ok=True)
     kept = BUILD / f"peers-{suite.name}-{name}.log"
     kept.write_text(done.stdout)
-    summary = kept.with_suffix(".json")
-    summary.unlink(missing_ok=True)
-    if (directory / _SUMMARY).exists():
-        shutil.copyfile(directory / _SUMMARY, summary)
+    for counted in (_SUMMARY, _COUNTS):
+        target = kept.with_suffix(Path(counted).suffix)
+        target.unlink(missing_ok=True)
+        if (directory / counted).exists():
+            shutil.copyfile(directory / counted, target)
 
 
 def _loaders(suite: Suite, file: str) -> list[dict[str, Any]]:
@@ -448,6 +505,13 @@ def counted_steps(suite: Suite, file: str, name: str) -> int:
     return sum(loader.get(name, 0) for loader in _loaders(suite, file))
 
 
+def counted_checkpoints(suite: Suite, file: str) -> dict[str, int]:
+    """How often hetstream saved and restored when a file ran with its checkpoints."""
+    counts = BUILD / f"peers-{suite.name}-{Path(file).stem}.txt"
+    lines = counts.read_text().splitlines() if counts.exists() else []
+    return {name: lines.count(name) for name in ("save", "restore")}
+
+
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +529,7 @@ def check(suite: Suite, peers: Sequence[Path]) -> list[str]:
     """Run a suite and compare it with what is expected: returns what got worse, in words."""
     found = run(suite, peers)
     print_table(suite, found)
-    worse = not_streamed(suite, found) + unexplained(suite, found)
+    worse = hollow(suite, found) + unexplained(suite, found)
     if not suite.expectation.exists():
         return [*worse, f"{suite.name}: nothing is stored to compare it with; --write stores what is found"]
     stored = expected(suite.name)
@@ -478,6 +542,19 @@ def check(suite: Suite, peers: Sequence[Path]) -> list[str]:
         if now != "passed":
             worse.append(f"{suite.name}: {file} {name}: {before} is expected, {now} was found")
     return worse
+
+
+def hollow(suite: Suite, files: Iterable[str]) -> list[str]:
+    """Files whose tests ran with hetstream and show nothing of it, in words."""
+    if not suite.checkpoints:
+        return not_streamed(suite, files)
+    made = {file: counted_checkpoints(suite, file) for file in files}
+    return [
+        f"{suite.name}: {file}: hetstream did not {what}"
+        for file, counts in made.items()
+        for what, number in counts.items()
+        if not number
+    ]
 
 
 def not_streamed(suite: Suite, files: Iterable[str]) -> list[str]:
@@ -564,6 +641,8 @@ def record(suite: Suite, files: Iterable[str]) -> None:
         entry["streamed_steps"] = {file: streamed_steps(suite, file) for file in files}
         for name in ("compared_steps", "differing_steps"):
             entry[name] = {file: counted_steps(suite, file, name) for file in entry["streamed_steps"]}
+    if suite.checkpoints:
+        entry["checkpoints"] = {file: counted_checkpoints(suite, file) for file in files}
     RECORDED.write_text(json.dumps(recorded() | {suite.name: entry}, indent=1, sort_keys=True) + "\n")
 
 
@@ -579,7 +658,7 @@ def tables() -> str:
     lines += ["", "| suite | last run as a whole | steps that data workers made | compared | differed | with |"]
     lines.append("|---|---|---|---|---|---|")
     runs = recorded()
-    for name in (suite.name for suite in known if suite.name in runs):
+    for name in (suite.name for suite in known if suite.name in runs and not suite.name.endswith(_CHECKPOINT_SUITES)):
         number = sum(runs[name].get("streamed_steps", {}).values())
         steps = str(number) if number >= _FEW_STEPS else f"{number}, hollow"
         if SUITES[name].stays_local:
@@ -595,6 +674,14 @@ def tables() -> str:
         lines.append(
             f"| {name} | {runs[name]['date']} | {steps} | {compared} | {differed} | {runs[name]['versions']} |"
         )
+    lines += ["", "| suite | last run as a whole | saves by hetstream | restores | with |", "|---|---|---|---|---|"]
+    for name in (suite.name for suite in known if suite.name in runs and suite.name.endswith(_CHECKPOINT_SUITES)):
+        cells = ["", ""]
+        if SUITES[name].checkpoints:
+            counts = runs[name]["checkpoints"].values()
+            numbers = [sum(of_file[what] for of_file in counts) for what in ("save", "restore")]
+            cells = [str(number) if number >= _FEW_CHECKPOINTS else f"{number}, hollow" for number in numbers]
+        lines.append(f"| {name} | {runs[name]['date']} | {' | '.join(cells)} | {runs[name]['versions']} |")
     for suite in known:
         named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
         plain = expected(suite.plain) if suite.plain else {}
@@ -669,7 +756,7 @@ def main() -> int:
             store(suite, found)
             if not (arguments.only or arguments.file):
                 record(suite, found)
-                worse += not_streamed(suite, found) + unexplained(suite, found)
+                worse += hollow(suite, found) + unexplained(suite, found)
             write_document()
         else:
             worse += check(suite, peers)

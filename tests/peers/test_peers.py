@@ -32,6 +32,8 @@ def _load() -> ModuleType:
 
 suites = _load()
 STORED = [name for name, suite in suites.SUITES.items() if suite.expectation.exists()]
+HOOKED = [name for name in STORED if suites.SUITES[name].plain and suites.SUITES[name].data_workers is not None]
+CHECKPOINTED = [name for name in STORED if suites.SUITES[name].checkpoints]
 # Of each kind of loading some tests that take a second or so.
 SOME = (
     "TestStatefulDataLoaderIterable_shard0::test_no_mp",
@@ -47,7 +49,9 @@ def test_collected_files_lie_as_in_their_repository_and_each_collected_suite_has
     files = {file.file(tmp_path).relative_to(tmp_path).as_posix() for file in suite_files.stored_addresses()}
     assert len(files) == len(suite_files.stored_addresses())
     collected = {file.partition("/")[0] for file in files}
-    wanted = {file for suite in suites.SUITES.values() for file in suite.files if file.partition("/")[0] in collected}
+    # Those directly in a peer's folder are not collected: `shared/peers` has them.
+    theirs = {file for suite in suites.SUITES.values() for file in suite.files if file.count("/") > 1}
+    wanted = {file for file in theirs if file.partition("/")[0] in collected}
     assert wanted
     assert wanted <= files
     assert {f"{peer}/LICENSE" for peer in collected} <= files
@@ -80,14 +84,21 @@ def test_nothing_that_passes_without_hetstream_fails_with_it(name: str) -> None:
     assert suites.worse_than_plain(suites.SUITES[name]) == []
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if suites.SUITES[name].plain])
+@pytest.mark.parametrize("name", HOOKED)
 def test_each_file_that_ran_under_the_hook_was_streamed(name: str) -> None:
     steps = suites.recorded()[name]["streamed_steps"]
     assert set(steps) == set(suites.SUITES[name].files)
     assert all((number > 0) is not bool(suites.SUITES[name].stays_local) for number in steps.values()), steps
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if suites.SUITES[name].plain])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_hetstream_saved_and_restored_in_each_file_of_checkpoints(name: str) -> None:
+    counts = suites.recorded()[name]["checkpoints"]
+    assert set(counts) == set(suites.SUITES[name].files)
+    assert all(counts[file]["save"] and counts[file]["restore"] for file in counts), counts
+
+
+@pytest.mark.parametrize("name", HOOKED)
 def test_each_step_that_is_stored_as_another_than_torchs_is_explained(name: str) -> None:
     differing = suites.recorded()[name].get("differing_steps", {})
     assert suites.SUITES[name].differs or not any(differing.values()), differing
@@ -236,3 +247,50 @@ def test_a_suite_of_which_more_steps_differ_than_is_explained_fails_the_gate(
     summary.write_text('{"loaders": [%s]}' % (made % 3))
     assert suites.check(explained, [tmp_path]) == [said.replace(": 2 steps", ": 3 steps").replace("0 of", "2 of")]
     assert suites.check(suites.SUITES["speechbrain"], [tmp_path]) == []
+
+
+def test_a_suite_of_checkpoints_in_which_hetstream_did_nothing_fails_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = suites.SUITES["accelerate-checkpoints-flash"]
+    file = suite.files[0]
+    monkeypatch.setattr(suites, "BUILD", tmp_path)
+    counts = tmp_path / f"peers-{suite.name}-test_state_checkpointing.txt"
+    assert suites.hollow(suite, [file]) == [
+        f"{suite.name}: {file}: hetstream did not {what}" for what in ("save", "restore")
+    ]
+    counts.write_text("save\nsave\n")
+    assert suites.hollow(suite, [file]) == [f"{suite.name}: {file}: hetstream did not restore"]
+    counts.write_text("save\nrestore\n")
+    assert suites.hollow(suite, [file]) == []
+    assert suites.hollow(suites.SUITES["accelerate-checkpoints"], [file]) == [], "the peer's own are not counted"
+
+
+def test_torchtitans_functions_hand_over_to_hetstream() -> None:
+    source = """import torch
+def fake_async_save(*args, **kwargs):
+    return None
+class Test:
+    def fake_load(self, states: dict, checkpoint_id=None):
+        loaded = torch.load(path, weights_only="False")
+    def test(self):
+        torch.save(sd_to_save, os.path.join(checkpoint_id, "state_dict.pt"))
+        container.load_state_dict(other.state_dict())
+        states[key].load_state_dict(val)
+"""
+    assert (
+        suites.checkpointed(source, "torchtitan")
+        == """import hetstream_checkpoints
+import torch
+def fake_async_save(*args, **kwargs):
+    hetstream_checkpoints.save(kwargs["checkpoint_id"], args[0])
+    return None
+class Test:
+    def fake_load(self, states: dict, checkpoint_id=None):
+        return hetstream_checkpoints.restore(checkpoint_id, states)
+    def test(self):
+        hetstream_checkpoints.save(checkpoint_id, state_dict)
+        hetstream_checkpoints.restore_into(container, other.state_dict())
+        states[key].load_state_dict(val)
+"""
+    )

@@ -66,7 +66,8 @@ def _verdict(
         return Verdict(False, "offloading is off")
     if operator.name in changed:
         writer = changed[operator.name]
-        return Verdict(False, f"{writer.target}{_at(writer)} changes it in place")
+        where = f" ({writer.line})" if writer.line else ""
+        return Verdict(False, f"{writer.target}{where} changes it in place")
     if operator.kind is not Kind.OPERATOR:
         return _INPUT_REASONS[operator.kind]
     if operator.keeps:
@@ -88,10 +89,6 @@ def _first_reason(name: str, verdicts: dict[str, Verdict]) -> str:
         if verdicts[name].reason.startswith("it needs ")
         else verdicts[name].reason
     )
-
-
-def _at(operator: Operator) -> str:
-    return f" ({operator.line})" if operator.line else ""
 
 
 def with_open_outputs(graph: ForwardGraph) -> ForwardGraph:

@@ -212,7 +212,8 @@ class PartitionedForward:
             for place, (value, device) in enumerate(zip(delivery.values, split.devices, strict=True))
         ]
         if self._is_to_be_checked(split, inputs):
-            own = self._moved(split, inputs)
+            with torch.no_grad():
+                own = split.here(*(inputs[place] for place in split.taken))
             if problem := _difference(values, own):
                 self.withdraw(f"the check of a batch failed: {problem}")
                 self._to_check = self._num_checked
@@ -282,11 +283,6 @@ class PartitionedForward:
         is_new = sizes not in self._sizes and len(self._sizes) < _MOST_SIZES
         self._sizes.add(sizes) if is_new else None
         return is_new or self._to_check > 0
-
-    def _moved(self, split: Split, inputs: Sequence[Any]) -> list[Any]:
-        """What data workers compute, computed here."""
-        with torch.no_grad():
-            return split.here(*(inputs[place] for place in split.taken))
 
 
 def _recomputes() -> bool:

@@ -8,13 +8,6 @@ from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
 
 
-def inner_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose forward the program has written."""
-    inner = getattr(model, "module", None)
-    wraps = isinstance(model, torch.nn.parallel.DistributedDataParallel) and isinstance(inner, torch.nn.Module)
-    return inner if wraps and inner is not None else model
-
-
 def release(module: torch.nn.Module) -> None:
     """Give a model that is partitioned its own forward back: the loader that feeds it last has it."""
     if isinstance(module._compiled_call_impl, PartitionedForward):

@@ -31,9 +31,8 @@ from hetstream.mpi_dataworkers.partitioner.deliveries import Delivery
 from hetstream.mpi_dataworkers.partitioner.forward import Counts, PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.leaves import leaves_of
 from hetstream.mpi_dataworkers.partitioner.measure import FALLING_BORDERS
-from hetstream.mpi_dataworkers.partitioner.modules import check_module, inner_module, release
-from hetstream.mpi_dataworkers.partitioner.pace import Pace
-from hetstream.mpi_dataworkers.partitioner.rates import is_other, observed_rates
+from hetstream.mpi_dataworkers.partitioner.modules import check_module, release
+from hetstream.mpi_dataworkers.partitioner.rates import Pace, is_other, observed_rates
 from hetstream.mpi_dataworkers.partitioner.split import unpack
 from hetstream.mpi_dataworkers.partitioner.trial import Trial, Verdict
 from hetstream.mpi_dataworkers.partitioner.unseen import NotCaptured
@@ -167,11 +166,6 @@ class Partition:
         if not self.is_active:
             self._stop()
 
-    def _go_on(self, forward: PartitionedForward) -> None:
-        """After the check of a cut: measure what it gains."""
-        if forward.is_checked and self._trial is not None:
-            self._try(self._trial, forward)
-
     def _try(self, trial: Trial, forward: PartitionedForward) -> None:
         """A step of the trial begins: change to the cut, or to how it was without, and in the end decide."""
         used = trial.uses_cut
@@ -187,10 +181,6 @@ class Partition:
         elif trial.uses_cut and not used:
             assert forward.split is not None
             self._connection.use_forward_stage(forward.split.stage, self._deliver)
-
-    def _resume(self, forward: PartitionedForward) -> None:
-        """The first batch with values has come after steps without the cut."""
-        forward.is_paused = False
 
     def _judge(self, verdict: Verdict) -> None:
         """Have the decision know what the cut gains, as measured."""
@@ -254,14 +244,14 @@ class Partition:
     def _deliver(self, _step: int, batch: Any, extra: Sequence[torch.Tensor]) -> Any:
         """A batch for the program; what data workers have computed for it is kept for the forward."""
         forward = self._forward
-        if forward is not None and self.is_active:
-            self._go_on(forward)
+        if forward is not None and self.is_active and forward.is_checked and self._trial is not None:
+            self._try(self._trial, forward)
         if self._pace is not None and self.analysis is not None and self._trial is None:
             self._reconsider(self._pace)
         if not extra or forward is None:
             return batch
         if forward.is_paused and (self._trial is None or self._trial.uses_cut):
-            self._resume(forward)
+            forward.is_paused = False  # the first batch with values after steps without the cut
         generation, values = unpack(extra)
         self._connection.count(moved_bytes=sum(value.nbytes for value in values))
         self._last = leaves_of(batch)
@@ -317,7 +307,7 @@ def partition(
         raise OptionsError(
             f"partition(offload={offload!r}): must be one of {', '.join(choice.value for choice in Offload)}"
         )
-    module = inner_module(model)
+    module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     made = Partition(module, connection, Offload(offload), follows_rates=rates is None)
     leaves = leaves_of(example_batch)
     try:

@@ -1,4 +1,4 @@
-"""From what a loader has counted to the rates that a cut depends on. Pure; called by `partition.py`."""
+"""How long a loader's steps take, and the rates that a cut depends on. Pure; called by `partition.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from hetstream.mpi_dataworkers.partitioner.cut import OperatorCost, Rates
 
+# Rates are looked at after so many steps.
+STEPS_OF_A_LOOK = 100
 # Less of a change is no reason to decide again, and less of a wait is no sign that data workers are too slow.
 _SHARE_THAT_COUNTS = 0.2
 _WAIT_THAT_COUNTS = 0.1
@@ -45,3 +47,26 @@ def is_other(rates: Rates, before: Rates) -> bool:
         return True
     pairs = (rates.step_s, before.step_s), (rates.batch_s, before.batch_s)
     return any(abs(now - then) > _SHARE_THAT_COUNTS * max(rates.step_s, before.step_s) for now, then in pairs)
+
+
+class Pace:
+    """How long steps take, from one look at the loader's counters to the next."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_changes = 0
+        self._before: tuple[float, float] | None = None
+
+    def begin_again(self) -> None:
+        """Count from here: other steps than usual were taken."""
+        self.num_steps, self._before = 0, None
+
+    def step_and_wait(self, now: float, wait_s: float) -> tuple[float, float] | None:
+        """After each `STEPS_OF_A_LOOK` steps: a step's time, and what of it was a wait for data."""
+        self.num_steps += 1
+        if self.num_steps % STEPS_OF_A_LOOK:
+            return None
+        before, self._before = self._before, (now, wait_s)
+        if before is None:
+            return None
+        return (now - before[0]) / STEPS_OF_A_LOOK, (wait_s - before[1]) / STEPS_OF_A_LOOK

@@ -74,8 +74,7 @@ class Unseen:
     def __init__(
         self, module: torch.nn.Module, graph: torch.fx.Graph, codes: Sequence[CodeType], given: tuple[Any, Any]
     ) -> None:
-        _check_random(graph)
-        _check_transforms(graph)
+        _check_operators(graph)
         if not _keeps_denormals():
             raise NotCaptured("torch.set_flush_denormal is on, which holds for the trainer alone")
         if _has_hooks_of_all():
@@ -247,12 +246,9 @@ def _in_class(owner: Any, name: str) -> Any:
 def _attributes_of_metaclasses(owners: Sequence[Any]) -> _Places:
     for owner in owners:
         if issubclass(owner, type) and owner is not type:
-            values = list(vars(owner).items())
-            yield from ((owner, name, value) for name, value in values if _is_setting(name, value))
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return not name.startswith("__") and isinstance(value, _PLAIN)
+            for name, value in list(vars(owner).items()):
+                if not name.startswith("__") and isinstance(value, _PLAIN):
+                    yield owner, name, value
 
 
 def _methods_of_tensors(graph: torch.fx.Graph) -> _Places:
@@ -364,24 +360,14 @@ def _absent(codes: Iterable[CodeType], tables: Tables) -> _Absent:
 _ASK_FOR_NAMES = frozenset(("getattr", "hasattr", "globals", "vars", "__dict__"))
 
 
-def _check_random(graph: torch.fx.Graph) -> None:
-    """Refuse Python's random numbers, which torch.compile makes tensors of.
+def _check_operators(graph: torch.fx.Graph) -> None:
+    """Refuse Python's random numbers, which torch.compile makes tensors of, and torch.func's transforms.
 
     Raises:
-        NotCaptured: the graph takes one.
+        NotCaptured: the graph has one.
     """
     for node in graph.nodes:
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        if "Random" in type(source).__name__:
+        if "Random" in type(getattr(node.meta.get("grapharg"), "source", None)).__name__:
             raise NotCaptured("the forward draws Python's random numbers")
-
-
-def _check_transforms(graph: torch.fx.Graph) -> None:
-    """Refuse torch.func's transforms, whose operators begin and end them.
-
-    Raises:
-        NotCaptured: there is one.
-    """
-    for node in graph.nodes:
         if node.op == "call_function" and "_functorch" in (getattr(node.target, "__module__", "") or ""):
-            raise NotCaptured("the forward uses torch.func")
+            raise NotCaptured("the forward uses torch.func")  # whose operators begin and end transforms

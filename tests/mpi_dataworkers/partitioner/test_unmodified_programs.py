@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from benchmarks.partition_programs.catalogue import PROGRAMS
 from benchmarks.partition_programs.training import train
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
-from hetstream.mpi_dataworkers.partitioner import pace, trial
+from hetstream.mpi_dataworkers.partitioner import rates, trial
 from hetstream.mpi_dataworkers.partitioner.cut import Cutter, Decision, Rates
 from hetstream.mpi_dataworkers.partitioner.forward import PartitionedForward
 from hetstream.mpi_dataworkers.partitioner.unmodified import _calls
@@ -195,7 +195,7 @@ def test_a_cut_that_gains_nothing_is_taken_back(
         return trial.Verdict(gains, 0.5 if gains else 1.0, 1.0, True, "as measured")
 
     monkeypatch.setattr(trial, "judged", judged)
-    monkeypatch.setattr(pace, "STEPS_OF_A_LOOK", 10**6)
+    monkeypatch.setattr(rates, "STEPS_OF_A_LOOK", 10**6)
     decide = Cutter.decide
 
     def eager(cutter: Cutter, rates: Rates) -> Decision:

@@ -137,6 +137,13 @@ def test_a_negative_zero_among_the_arguments_is_compared(
     assert done.counts.original == STEPS - CHANGE, (done.reason, done.counts)
 
 
+def test_only_torchs_own_loader_draws_from_torchs_generator(loaders: Callable[..., Any]) -> None:
+    for loader, draws in ((DataLoader(models.Rows(16), 8), True), (loaders(models.Rows(16)), False)):
+        before = torch.get_rng_state()
+        next(iter(loader))
+        assert torch.equal(before, torch.get_rng_state()) is not draws
+
+
 class Lazy(ModuleType):
     """A module that is imported when an attribute of it is asked for, as SpeechBrain has them."""
 

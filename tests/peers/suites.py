@@ -273,6 +273,12 @@ _REPLACED = {
 # torchtitan's tests replace torch's save and load by functions of their own, which hand over to hetstream instead; and
 # where they load a state into an object, it is saved before, and restored into the object.
 _CHECKPOINTED = {
+    # Its test of plugins has a CheckpointIO of its own.
+    "pytorch-lightning": (
+        (r"^import os$", f"import {_PLUGIN}\nimport os\nimport shutil"),
+        (r"^( +)torch\.save\(checkpoint, path\)$", rf"\1{_PLUGIN}.save_lightnings(checkpoint, path)"),
+        (r"^( +)os\.remove\(path\)$", r"\1shutil.rmtree(path)"),
+    ),
     "torchtitan": (
         (r"^import torch$", f"import {_PLUGIN}\nimport torch"),
         (r"torch\.save\(sd_to_save, .*\)$", f"{_PLUGIN}.save(checkpoint_id, state_dict)"),

@@ -123,23 +123,35 @@ def _replace_in_accelerate() -> None:
 _PARTS = {"model": "state_dict", "optimizers": "optimizer_states", "schedulers": "lr_schedulers"}
 
 
+def save_lightnings(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Save Lightning's checkpoint, in our parts."""
+    parts = {ours: checkpoint[theirs] for ours, theirs in _PARTS.items() if theirs in checkpoint}
+    rest = {key: value for key, value in checkpoint.items() if key not in _PARTS.values()}
+    save(path, {**parts, "trainer": rest}, checkpoint.get("global_step", 0))
+
+
 def _replace_in_lightning() -> None:
     torch_io: Any = import_module("lightning.fabric.plugins.io.torch_io")
     saving: Any = import_module("lightning.pytorch.core.saving")
-
-    def save_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        parts = {ours: checkpoint[theirs] for ours, theirs in _PARTS.items() if theirs in checkpoint}
-        rest = {key: value for key, value in checkpoint.items() if key not in _PARTS.values()}
-        save(path, {**parts, "trainer": rest}, checkpoint.get("global_step", 0))
 
     def load_checkpoint(path: str | os.PathLike[str], *arguments: Any, **named: Any) -> Any:
         return _lightnings(load(path)) if _is_ours(path) else load_before(path, *arguments, **named)
 
     load_before = torch_io.pl_load
-    torch_io._atomic_save = save_checkpoint
+    torch_io._atomic_save = save_lightnings
     torch_io.pl_load = saving.pl_load = load_checkpoint
 
     _replace_load(_lightnings)
+    save_before = torch.save
+
+    def save_file(value: Any, path: Any, *arguments: Any, **named: Any) -> None:
+        """A test changes a checkpoint, and writes it where it was."""
+        if _is_ours(path):
+            save_lightnings(value, path)
+        else:
+            save_before(value, path, *arguments, **named)
+
+    torch.save = save_file  # type: ignore[assignment]
 
 
 def _lightnings(state: dict[str, Any]) -> dict[str, Any]:
